@@ -2,12 +2,15 @@
 
 A *tap* is the weight of one token of a window, for each channel. A rank first convolves all of its
 rows as if they were one document (`_consecutive`). When the rows of other ranks have arrived, it
-gathers the windows of edges (`_gathered`), and their results replace the others. Backward fetches
-the gradients of the sums after a span instead of returning parts of rows' gradients, which are
-therefore added in the same order under every layout. Rows are computed in blocks that fit into a
-CPU's cache, five times as fast as ATen's depthwise convolution.
+computes the windows of edges (`_gathered`), and their results replace the first results.
 
-Legend: T rows, B batch, C channels. Rows are (T, B, C) here, windows (n, reach + 1, B, C).
+In backward, a rank receives the gradients of the sums after its spans. The alternative, to send
+summands of rows' gradients back, would add the summands in an order that depends on the layout.
+Rows are computed in blocks that fit into a CPU's cache, which is five times as fast as ATen's
+depthwise convolution.
+
+T is the number of rows, B the batch and C the channels. Rows are (T, B, C) in this file, and
+windows (n, reach + 1, B, C).
 """
 
 from __future__ import annotations
@@ -23,24 +26,24 @@ from seqpar.comm.messages.comm import Comm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.halo.rows import HaloRows
 
-_BLOCK = 2**17  # elements that a CPU computes at once
+_BLOCK = 2**17  # number of elements of the blocks in which a CPU computes
 Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 class Taps(NamedTuple):
     """The weights of the tokens of a window."""
 
-    places: list[int]  # the tokens of the window that count
-    weights: list[Tensor | None]  # a tap (C,) for each of these, in the dtype of sums; None: 1
-    reach: int  # the number of tokens in a window, in addition to the row's own token
-    following: bool  # whether these tokens come after the row's own, instead of before it
+    places: list[int]  # the indices in the window of the tokens that have a tap
+    weights: list[Tensor | None]  # a tap (C,) for each such token, in the dtype of sums; None: 1
+    reach: int  # the number of tokens in a window, in addition to the row itself
+    following: bool  # whether these tokens come after the row, instead of before it
     bias: Tensor | None = None  # what each sum begins with, (C,) in the dtype of sums; None: 0
 
     @classmethod
     def of(
         cls, weight: Tensor | None, reach: int, following: bool, bias: Tensor | None = None
     ) -> Taps:
-        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`."""
+        """Return the taps of a weight (C, reach + 1). None stands for a shift by `reach` tokens."""
         if weight is None:
             return cls([reach if following else 0], [None], reach, following)
         columns = weight.t().to(accumulator_dtype(weight.dtype)).contiguous().unbind()
@@ -91,7 +94,10 @@ def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[T
 
 
 def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
-    """Post rows to the ranks that need them; return a function that waits for (room, B, C)."""
+    """Post rows to the ranks that need them; return a function that waits for (room, B, C).
+
+    `room` is the number of rows that this rank receives.
+    """
     parts = x.index_select(0, halo.sent).split([count for _, count in halo.sends])
     received = x.new_empty((room, *x.shape[1:]))
     arriving = received[: halo.received].split([count for _, count in halo.receives])
@@ -117,7 +123,8 @@ def convolve(
 ) -> Tensor:
     """Write the sums over the rows' windows into `out`; return the received rows.
 
-    `finish(sums, rows)`, if given, makes the values to write from sums and rows of `beside` (or x).
+    If `finish` is given, `finish(sums, rows)` returns the values to write, from sums and rows of
+    `beside` (or x).
     """
     finish, beside = finish or _as_it_is, x if beside is None else beside
     if halo.edges.numel() < x.shape[0]:
@@ -135,7 +142,10 @@ def convolve(
 def tap_gradients(
     d: Tensor, x: Tensor, halo: HaloRows, received: Tensor, reach: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the taps' (C, reach + 1) and the bias's (C,) gradients; `d` is the sums' gradient."""
+    """Return the gradients of the taps, (C, reach + 1), and of the bias, (C,).
+
+    `d` is the gradient of the sums.
+    """
     dtype = accumulator_dtype(x.dtype)
     dtaps, dbias = (x.new_zeros((*n, x.shape[2]), dtype=dtype) for n in ((reach + 1,), ()))
 

@@ -42,8 +42,8 @@ def causal_conv1d(
     In forward, a rank sends each of its rows, C elements in x's dtype, once to each rank that needs
     it for one of the w − 1 tokens after it. In backward, it sends the gradients of its sums to each
     rank that has one of the w − 1 tokens before them: in x's dtype without an activation, in fp32
-    (fp64 for fp64) with one. Each place where a document is cut between ranks costs w − 1 rows in
-    either pass, whatever the lengths, if such places are at least w − 1 tokens apart.
+    (fp64 for fp64) with one. Each position at which a document is cut between ranks costs w − 1
+    rows in either pass, whatever the lengths, if such positions are at least w − 1 tokens apart.
     `seqpar.halo.functions.traffic` returns the messages of each rank.
 
     Sums are computed in fp32 (fp64 for fp64), and rounded once. Backward keeps x and the received
@@ -53,8 +53,8 @@ def causal_conv1d(
         x: (T_local, C) or (B, T_local, C), in the layout's local order; fp64, fp32, bf16 or fp16.
             Autocast casts it as for a convolution.
         weight: (C, w), the taps, the last one for the token itself; in x's dtype or in fp32. The
-            gradients of weight and bias are those through this rank's outputs: sum them over
-            ranks, like the gradients of other parameters.
+            gradients of weight and bias are those through this rank's outputs: sum them over ranks,
+            like the gradients of other parameters.
         layout: the tokens of the packed batch that each rank holds.
         group: the ranks: a process group or a mesh, whose ranks count along its rows.
         bias: (C,), in x's dtype or in fp32.
@@ -103,7 +103,7 @@ def _call(
         refuse_tangents(x=x, weight=weight, bias=bias)
     except ValueError as fault:
         if bound is None:
-            raise  # the frame then runs uncompiled and reaches this line again
+            raise  # the frame then runs uncompiled, and all ranks raise the error
         raise_fault(bound, fault, x, weight, bias)
     x = as_autocast(x)
     room = room_of(layout, rank, reach)
@@ -156,7 +156,7 @@ def traffic(
 
 
 def room_of(layout: Layout, rank: int, reach: int) -> int:
-    """Return the maximum number of rows that a rank receives in forward; can be traced."""
+    """Return the largest number of rows that a rank receives in forward. Can be traced."""
     rank = rank % layout.ranks
     lacking = layout.tokens - layout.tokens_on(rank)
     return torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)
@@ -182,7 +182,7 @@ def check_tensors(x: Tensor, **others: Tensor | None) -> None:
     for name, tensor in {"x": x, **others}.items():
         if is_dtensor(tensor):
             instead = "channels are independent: give the local ones, as to_local() returns them"
-            raise ValueError(f"{name} must be no DTensor: {instead}")
+            raise ValueError(f"{name} must not be a DTensor: {instead}")
     if x.dim() not in (2, 3) or x.shape[-1] == 0:
         raise ValueError(f"x must be (T, C) or (B, T, C), with channels, got {tuple(x.shape)}")
     for name, other in others.items():

@@ -1,6 +1,6 @@
 """The operators of a convolution over sharded tokens, its arguments and their checks.
 
-x is (B, T, C). The result is out; `received`, the rows of other ranks (room, B, C), are kept for
+x is (B, T, C). The result is out; `received`, the rows of other ranks (room, B, C), is kept for
 backward. Without a weight, a call shifts tokens. Backward is the same convolution with windows that
 follow their token, and has the same bits under every layout.
 """
@@ -55,7 +55,10 @@ class ConvolutionArguments(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A call whose arguments are right. The fields after the layout are the same on all ranks."""
+    """A call whose arguments have been checked.
+
+    The fields after `layout` are equal on all ranks.
+    """
 
     layout: Geometry
     dtype: torch.dtype
@@ -76,11 +79,11 @@ class Convolution(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The function that users called: gloo's headers reveal ranks that called the other one."""
+        """The function that users called. It is in gloo's headers, which ranks compare."""
         return Halo.name if self.has_weight else "token_shift"
 
     def rows(self, rank: int, device: torch.device, following: bool) -> HaloRows:
-        """Return a rank's rows in forward, or in backward, which needs `following` rows."""
+        """Return a rank's rows in forward or, with `following`, in backward."""
         return halo_rows(self.layout, rank, self.reach, following, device)
 
 

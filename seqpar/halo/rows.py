@@ -1,9 +1,10 @@
 """The rows of other ranks that a rank's spans need, and the windows to which they belong.
 
-A row's *window* is the `reach` tokens of its document before it and itself, in ascending order; in
-`following` tables, for backward, itself and the tokens after it. Most windows are consecutive local
-rows. The others belong to the *edges*, the first rows of spans (or the last): some tokens of their
-windows lie in other spans or on other ranks, or beyond the document.
+A row's *window* is the row and the `reach` tokens of its document before it, in ascending order. In
+`following` tables, for backward, it is the row and the tokens after it. Most windows are
+consecutive local rows. The rows with other windows are the *edges*: the first rows of spans, or
+with `following` the last. Some tokens of their windows lie in other spans, on other ranks, or
+beyond the document.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from seqpar.layout.geometry import Geometry
 
 
 class HaloRows(NamedTuple):
-    """A rank's side of a halo. Rows are indices of local tokens, or of received tokens."""
+    """What a rank sends and receives, and its edges.
+
+    Rows are indices of local or received tokens.
+    """
 
     sent: Tensor  # (n,) the rows that other ranks need, sorted by rank
     sends: list[tuple[int, int]]  # (rank, number of rows) of the other ranks, ascending
     receives: list[tuple[int, int]]
     edges: Tensor  # (edges,) the rows whose windows are not consecutive local rows
-    held_places: Tensor  # (m,) places in the (edges · (reach + 1)) windows
-    held_rows: Tensor  # the local rows at these places
-    halo_places: Tensor  # the same for received rows
+    held_places: Tensor  # (m,) indices in the windows of all edges, (edges · (reach + 1))
+    held_rows: Tensor  # the local rows at these indices
+    halo_places: Tensor  # indices in these windows of received rows
     halo_rows: Tensor
 
     @property
@@ -38,7 +42,7 @@ class HaloRows(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """Spans of all ranks, sorted by rank, and the tokens [first, last) that each lacks."""
+    """Spans of all ranks, sorted by rank, and the tokens [first, last) that each span lacks."""
 
     ranks: Ints
     documents: Ints
@@ -79,7 +83,7 @@ def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
 
 
 def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return the rows that a rank sends, by peer, then position; and the number for each peer."""
+    """Return the rows that a rank sends, by peer, then position, and the number per peer."""
     holding = geometry.holdings[rank]
     others = np.flatnonzero((spans.ranks != rank) & (spans.last > spans.first))
     lacking = spans.documents[others], spans.first[others], spans.last[others]

@@ -61,7 +61,7 @@ def test_dtensors_are_refused():
     with fake_group(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         x = DTensor.from_local(torch.zeros(12, 3), mesh, [Shard(1)])
-        with pytest.raises(ValueError, match=r"x must be no DTensor: .* to_local"):
+        with pytest.raises(ValueError, match=r"x must not be a DTensor: .* to_local"):
             causal_conv1d(x, torch.zeros(3, 4), LAYOUT, Comm("silent", 0, 2))
 
 
