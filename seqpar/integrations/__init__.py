@@ -1,1 +1,1 @@
-"""seqpar under the interfaces of other libraries; each file or folder is named for one library."""
+"""seqpar under the interfaces of other libraries. Each file or folder is named for one library."""

@@ -1,4 +1,4 @@
-"""Run an unchanged model on a rank's part of a batch: its calls of SDPA cover all ranks."""
+"""Run an unchanged model on one rank's tokens: its SDPA calls attend to the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BACKWARDS: dict[Any, Callable[..., Any]] = {
 _SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax, torch.ops.aten.softmax.int}
 _SOFTMAXES |= {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
 _SOFTMAXES |= {torch.logsumexp, Tensor.logsumexp, torch.special.softmax, torch.special.logsumexp}
-_ATTENTIONS = "attention", "attn", "transformer_encoder_layer"  # parts of functions' names
+_ATTENTIONS = "attention", "attn", "transformer_encoder_layer"  # in the names of functions
 _LOCAL_KEYS = (
     "within context_parallel attends to this rank's keys only, if its last dimension is keys: "
     "call F.scaled_dot_product_attention, which attends to the keys of all ranks"
@@ -76,18 +76,18 @@ def context_parallel(
     its SDPA calls, however it was imported, becomes a call of `seqpar.sdpa`, in this thread only.
     Positions of tokens must come from `layout.position_ids(rank)`, or from RoPE tables among the
     `buffers`. Backward may run outside of the context, except for checkpoints: they call SDPA
-    again, and outside torch raises a CheckpointError.
+    again, and outside of the context torch raises a CheckpointError.
 
     Args:
         group: the ranks: a process group or a mesh; None if `strategy` is a module.
         layout: which tokens of the packed batch each rank holds.
         strategy: its name, or a module of `make_attention`.
         buffers: tensors of whole batches, such as ids, labels and tables of positions. In the
-            context each has this rank's part, without any message. Afterwards it has its old
+            context each has only this rank's tokens, without any message. Afterwards it has its old
             contents again, bit for bit and in the same memory. Buffers must not require gradients.
         buffer_seq_dims: the dimension of each buffer that has the layout's tokens, padding
             included.
-        no_restore_buffers: buffers that remain this rank's part, so that the whole is freed.
+        no_restore_buffers: buffers that keep only this rank's tokens, so that the whole is freed.
         replicated_keys: numbers of keys, such as `[77]` for cross attention to 77 text tokens. If a
             call has one of these numbers of keys, every rank holds all its keys and values, and
             torch computes the call on each rank without messages. No rank may hold this number of
@@ -98,9 +98,9 @@ def context_parallel(
         The attention module that computes the calls.
 
     Warns:
-        UserWarning: if a softmax is computed over scores of shape (..., T_local, T_local), which
-            is probably hand-written attention, or if `torch.arange(T_local)` is called, which
-            probably counts positions. The guide lists the cases that are not noticed.
+        UserWarning: if a softmax is computed over scores of shape (..., T_local, T_local), which is
+            probably hand-written attention, or if `torch.arange(T_local)` is called, which probably
+            counts positions. The guide lists the cases that are not noticed.
 
     Raises:
         ValueError: if an argument is wrong, or if a context is entered within another one. Inside
@@ -125,17 +125,17 @@ def context_parallel(
     replicated = _replicated(attn, layout, replicated_keys)
     for i, kept in enumerate(no_restore_buffers):
         if not any(kept is x for x in buffers):
-            raise ValueError(f"no_restore_buffers[{i}] must be one of buffers")
+            raise ValueError(f"no_restore_buffers[{i}] must be one of the tensors in buffers")
     _entered.active, swapped = True, []
     try:
         for x, part in zip(buffers, parts, strict=True):
-            # From here on `part` holds the whole. Setting `data` would also change what autograd
-            # saved of the buffer, and torch's `swap_tensors` refuses saved tensors.
+            # After this, `part` holds the whole buffer. Setting `data` would also change what
+            # autograd saved of the buffer, and torch's `swap_tensors` refuses saved tensors.
             swap_contents(x, part)
             if not any(x is kept for kept in no_restore_buffers):
                 swapped.append((x, part))
         del parts
-        # Otherwise an error that one rank has before a call, or in its mask, leaves others waiting.
+        # If one rank raises an error before a call, the other ranks would wait for the call.
         with attn._bound.comm.telling_errors(), _ToAllRanks(attn, layout, replicated):
             yield attn
     finally:
@@ -247,7 +247,7 @@ class _ToAllRanks(TorchFunctionMode):
     def _check_replicated(
         self, query: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool
     ) -> None:
-        """Raise a ValueError unless each query's result is the same on any rank."""
+        """Raise a ValueError unless the result of a query does not depend on the query's rank."""
         if as_float("dropout_p", dropout_p) != 0:
             raise ValueError(f"dropout_p must be 0 within context_parallel, got {dropout_p}")
         if self._is_replicated(query):
@@ -283,10 +283,15 @@ class _ToAllRanks(TorchFunctionMode):
 
 
 def _refuse_reentrant_checkpoint() -> None:
-    """Its backward would repeat the call outside of the context, for local keys only."""
+    """Raise a ValueError in a reentrant checkpoint.
+
+    Its backward would repeat the call outside of the context, with only this rank's keys.
+    """
     code = CheckpointFunction.forward.__code__
     if any(frame.f_code is code for frame, _ in traceback.walk_stack(None)):
-        raise ValueError("use_reentrant must be False of checkpoints within context_parallel")
+        raise ValueError(
+            "use_reentrant must be False for checkpoints within context_parallel, got True"
+        )
 
 
 def _refusal(name: str) -> ValueError:
@@ -296,7 +301,7 @@ def _refusal(name: str) -> ValueError:
 
 
 def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tuple[int, ...]:
-    """Return the numbers of replicated keys. Raise if one is also a rank's number of tokens."""
+    """Return the numbers of replicated keys; raise if one is also a rank's number of tokens."""
     if not isinstance(numbers, list | tuple | set | frozenset):
         expected = "a list, a tuple or a set of numbers of keys"
         raise ValueError(f"replicated_keys must be {expected}, got {shown(numbers)}")
@@ -332,7 +337,7 @@ def _shards(
             way_out = "detach it, or give the blocks layout.shard(x, rank, dim)"
             raise ValueError(f"{name} must be {expected}, got {found}: {way_out}")
         if any(x is other for other in buffers[:i]):
-            raise ValueError(f"{name} must not be among the buffers twice")
+            raise ValueError(f"{name} must be a different tensor from all buffers before it")
         dim = as_dim(f"buffer_seq_dims[{i}]", dim)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.tokens:
             expected = f"the layout's {layout.tokens} tokens, padding included, along dim {dim}"

@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
     keys = layout if kv_layout is None else kv_layout
     with attn.agreeing():
         if block_table is not None:
-            raise ValueError("block_table must be None: it is not offered over sharded keys")
+            raise ValueError("block_table must be None: paged caches are not supported")
         _check(q, 3, "(T, H, D)")
         check_layouts(layout=layout, kv_layout=keys)
         if cu_seqlens_q is not None:
@@ -172,7 +172,10 @@ def _attention(group: Group | None, strategy: str | Attention, deterministic: bo
         return attention_on(group, strategy, deterministic=deterministic)
     attn = attention_on(group, strategy)
     if deterministic and not attn.deterministic:
-        raise ValueError("deterministic must be False with a module that is not deterministic")
+        raise ValueError(
+            "deterministic must be False with a module that is not deterministic: make the module "
+            "with deterministic=True"
+        )
     return attn
 
 
@@ -201,7 +204,10 @@ def _check(q: Tensor, dims: int, shape: str) -> None:
 
 @outside_graphs
 def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
-    """Raise a ValueError unless the boundaries are the layout's. Each tensor is read once."""
+    """Raise a ValueError unless the boundaries are those of the layout.
+
+    Each tensor is read once.
+    """
     read: WeakValueDictionary[tuple[int, int], Tensor]
     read = layout.geometry.derived(("cu_seqlens read",), WeakValueDictionary)
     key = None
@@ -223,4 +229,6 @@ def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
 def _check_longest(name: str, longest: int, layout: Layout) -> None:
     actual = int(layout.geometry.lengths.max(initial=0))
     if as_int(name, longest, 0) < actual:
-        raise ValueError(f"{name} must be at least the layout's longest, {actual}, got {longest}")
+        raise ValueError(
+            f"{name} must be at least {actual}, the layout's longest document, got {longest}"
+        )

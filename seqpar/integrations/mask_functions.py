@@ -1,9 +1,10 @@
 """Translate mask functions of transformers into lists of ranges.
 
-A function of (batch, head, query, key) is composed by `and_masks` and `or_masks` from a few
-functions of `transformers.masking_utils`. This module recognises the parts by name, reads the
-values that they close over, and lets each part cut a list of areas down to the area that it shows,
-since evaluating all pairs would take quadratic time. All other functions are refused.
+A mask function of (batch, head, query, key) is composed by `and_masks` and `or_masks` from a few
+functions of `transformers.masking_utils`. Evaluating all pairs would take quadratic time. This
+module instead recognises the composed functions by name and reads the values that they close over.
+An *area* is a rectangle of queries and keys under a band. Each function cuts a list of areas down
+to the pairs that it shows. All other functions are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["ranges_of"]
 
 Closed = Mapping[str, Any]  # the variables that a function closes over
 _MODULE = "transformers.masking_utils"
-_SAMPLED_PAIRS = 512  # on which the function is compared with the areas
+_SAMPLED_PAIRS = 512  # pairs for which the function is compared with the areas
 
 
 @outside_graphs
@@ -93,14 +94,14 @@ def ranges_within(
 
 
 def _checked(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
-    """Return the visible parts of disjoint areas, after comparing a sample with the function."""
+    """Return what a mask function shows of disjoint areas, after comparing a sample of pairs."""
     areas = [x for some in _shown(function, within, batch) for x in some.trimmed()]
     _compare(function, areas, within, batch)
     return areas
 
 
 def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
-    """Return the part of disjoint areas that a mask function shows."""
+    """Return what a mask function shows of disjoint areas."""
     name = getattr(function, "__qualname__", type(function).__name__)
     known = _KNOWN.get(name) if getattr(function, "__module__", None) == _MODULE else None
     if known is None:
@@ -169,7 +170,7 @@ def _padded(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _remapped(within: list[Area], closed: Closed, batch: int) -> list[Area]:
-    """Cut areas where positions do not count up, and evaluate each piece at its positions."""
+    """Cut areas where positions do not count up, and evaluate each result at its positions."""
     positions = closed["position_ids"][batch].detach().cpu().numpy()
     edges = np.flatnonzero(np.r_[True, np.diff(positions) != 1, True])
     found = []
@@ -193,7 +194,7 @@ def _offset(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _shown_at(by: tuple[int, int], function: Any, within: list[Area], batch: int) -> list[Area]:
-    """Return the visible parts for a function that counts queries and keys from other numbers."""
+    """Return what a function shows that counts queries and keys from other numbers."""
     shown = _shown(function, [area.moved(*by) for area in within], batch)
     return [area.moved(-by[0], -by[1]) for area in shown]
 

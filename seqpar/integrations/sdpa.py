@@ -116,7 +116,7 @@ def attend(
     return out.transpose(-3, -2), *more
 
 
-# Argument of a module's call -> argument of `sdpa`.
+# By argument of a module's call, the argument of `sdpa`.
 _NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softmax_scale": "scale"}
 
 
@@ -127,13 +127,15 @@ def attention_on(group: Group | None, strategy: str | Attention, **options: Any)
             raise ValueError(f"strategy must be {expected}, got {shown(strategy)}")
         try:
             return make_attention(strategy, group, **options)  # type: ignore[arg-type]  # refused
-        except ValueError as fault:  # some name `mesh`, which is `group` here
+        except ValueError as fault:  # some errors name the argument `mesh`, which is `group` here
             text = str(fault)
             raise ValueError(f"group{text[4:]}" if text.startswith("mesh ") else text) from None
     if group is not None:
-        raise ValueError("group must be left out where strategy is a module, which has its own")
+        raise ValueError("group must be left out if strategy is a module, which has a group")
     if options:
-        raise ValueError(f"{next(iter(options))} must be given to the module that is the strategy")
+        raise ValueError(
+            f"{next(iter(options))} must be set when the module that is the strategy is made"
+        )
     return strategy
 
 

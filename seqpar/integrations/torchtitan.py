@@ -1,8 +1,8 @@
-"""Attention over ranks in torchtitan, through its hook for overrides.
+"""Attention over ranks in torchtitan, through torchtitan's hook for overrides.
 
 `--override.imports seqpar.integrations.torchtitan.sequence_parallel` replaces the attention of
 models whose layers are torchtitan's own `GQAttention`, such as Llama's and Qwen's. This module
-imports torchtitan; tested with torchtitan 0.3.0.
+imports torchtitan; it is tested with torchtitan 0.3.0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from seqpar.strategies.registry import make_attention
 
 __all__ = ["sequence_parallel"]
 
-_KEY = "_seqpar_layout"  # attribute of a tensor of positions, for its layout
+_KEY = "_seqpar_layout"  # attribute of a tensor of positions that holds its layout
 
 
 class InnerAttention(Module):
@@ -49,7 +49,7 @@ class InnerAttention(Module):
         self.comm: Any = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Make the strategy on the ranks that share tokens; torchtitan calls this."""
+        """Make the strategy on the ranks that share tokens. torchtitan calls this method."""
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         self.attention = make_attention(self.strategy, mesh, **self.options)
         self.comm = Comm.of(mesh)
@@ -58,15 +58,18 @@ class InnerAttention(Module):
     def layout_of(self, positions: Tensor) -> Layout:
         """Return the layout of a batch, from this rank's positions (B, L_local)."""
         if self.attention is None:
-            raise ValueError("spmd_backend must be spmd_types or full_dtensor for seqpar")
-        to_local = getattr(positions, "to_local", None)  # a DTensor has it
+            raise ValueError(
+                "spmd_backend must be spmd_types or full_dtensor: with others, torchtitan does not "
+                "tell seqpar the group"
+            )
+        to_local = getattr(positions, "to_local", None)  # a method of DTensors
         local = positions if to_local is None else to_local()
         if local.is_inference():  # without a version counter, each layer reads it again
             with spmd.no_typecheck():
                 return _layout(local, self.comm, self.balanced)
         key = id(self.comm), self.balanced, version_of(local)
         found: tuple[Any, Layout] | None = getattr(positions, _KEY, None)
-        if found is None or found[0] != key:  # otherwise an earlier layer has made it
+        if found is None or found[0] != key:  # if not, an earlier layer has made the layout
             with spmd.no_typecheck():
                 found = key, _layout(local, self.comm, self.balanced)
             setattr(positions, _KEY, found)
@@ -107,9 +110,9 @@ class Attention(GQAttention):
         self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
         if attention_masks is not None:
-            raise ValueError("attention_masks must be None: positions tell the documents")
+            raise ValueError("attention_masks must be None, since positions show the documents")
         if positions is None:
-            raise ValueError("positions must be given: they tell the documents")
+            raise ValueError("positions must be given, since they show the documents, got None")
         layout = self.inner_attention.layout_of(positions)
         return super().forward(x_BLD, layout, positions)
 

@@ -3,7 +3,8 @@
 `sp = huggingface.enable(model, group, "ring")`, then `model(**sp.shard(batch))`. Nothing here
 imports transformers until it is called.
 
-Start with `session.py`, which has `enable` and its result.
+Start with `session.py`, which defines `enable` and the *session* that it returns, `sp`. A *part* of
+a batch is the tokens that one rank computes.
 """
 
 from seqpar.integrations.huggingface.batch.collator import Collator

@@ -1,6 +1,6 @@
 """The private names of transformers, accelerate and TRL that seqpar uses, each with a reason.
 
-A name that these libraries rename raises a RuntimeError where it is first used.
+If a library renames such a name, the first use raises a RuntimeError.
 """
 
 from __future__ import annotations

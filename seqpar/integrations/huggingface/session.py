@@ -1,4 +1,4 @@
-"""A transformers model whose sequences are spread over ranks, and `enable`, which makes it."""
+"""`enable`, which spreads a transformers model's sequences over ranks, and its session."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class SequenceParallel(EnabledModel):
         faults = router_faults(body, False) + adapter_faults(model, self.inner, False)
         self.layers = find_layers(body, self._outside.name, faults)
         if any(session_of(x) is not None for x in self.layers):
-            raise ValueError("model is enabled already: call disable() first")
+            raise ValueError("model must not be enabled twice: call disable() of its session first")
         if getattr(self.inner, KEY, None) is not None:
             raise ValueError(f"model {_COPIED}")
         for layer in self.layers.values():
@@ -251,8 +251,8 @@ class SequenceParallel(EnabledModel):
         """Return a function that builds the tables of the model's attention ahead of a step.
 
         Pass it to a `Collator`. A DataLoader's workers then build the tables of each row's layout,
-        and the step only copies them to a GPU. The function can be pickled. Each rank needs its
-        own.
+        and the step only copies them to a GPU. The function can be pickled. Each rank needs a
+        function of its own.
 
         The model runs once on `batch`, forward only and in evaluation mode, to find the kinds of
         its attention calls: heads, windows and so on. A small batch is enough. The report counts
@@ -271,7 +271,7 @@ class SequenceParallel(EnabledModel):
             ValueError: if `shard` or the model refuses the batch, if the model has an encoder, if
                 no call can be prepared, or if the strategy chooses its messages in each call.
         """
-        self._sharder.preparation(())  # before the model runs, like the next line
+        self._sharder.preparation(())  # errors of these two lines come before the model runs
         self.attention.preparation(heads=1, head_dim=1, dtype=torch.float32)
         known = {"dtype": dtype, "device": device}
         given = {name: x for name, x in known.items() if x is not None}
@@ -282,7 +282,7 @@ class SequenceParallel(EnabledModel):
         return self._sharder.preparation(calls)
 
     def count_labels(self, batch: Mapping[str, Any]) -> int | None:
-        """Return how many labels of a whole batch count in its loss; None if it has no labels."""
+        """Return how many labels of a whole batch count in its loss; None without labels."""
         return self._sharder.count(batch)
 
     def unshard(self, outputs: Any, batch: Mapping[str, Any] | None = None) -> Any:
@@ -294,7 +294,7 @@ class SequenceParallel(EnabledModel):
         """
         sharding = None if batch is None else batch.get(KEY)
         if batch is not None and sharding is None:
-            raise ValueError("batch must be one that shard returned")
+            raise ValueError("batch must be a sharded batch, as sp.shard returns it")
         with self.comm.telling_errors():
             return unshard(outputs, sharding, self.comm)
 
@@ -302,9 +302,10 @@ class SequenceParallel(EnabledModel):
         """Return the sum of all ranks' losses (), for your own loss of this rank's outputs.
 
         The sum is the same on all ranks, and the average over the ranks of its gradients is the
-        sum's gradient, as for the model's own loss. Divide by the count of all ranks before you
-        call it. All ranks must call it, and run its backward if one does. Add terms that are the
-        same on every rank, such as a penalty of the weights, to the result.
+        gradient of the sum, as for the model's own loss. Divide by the count of all ranks before
+        you call this method. All ranks must call it, and all must run its backward if one rank
+        does. Add terms that are the same on every rank, such as a penalty of the weights, to the
+        result.
 
         Raises a ValueError if the loss depends on a trainable tensor that is not the model's.
         """
@@ -355,7 +356,7 @@ class SequenceParallel(EnabledModel):
         feature_map: FeatureMap | None = None,
         log_decay: Tensor | None = None,
     ) -> None:
-        """Turn softmax layers into linear attention, with the weights that they have.
+        """Turn softmax layers into linear attention that uses the weights of the layers.
 
         Ranks then exchange states, whose size does not depend on the batch. `disable` turns the
         layers back.
@@ -430,9 +431,10 @@ class SequenceParallel(EnabledModel):
         check_not_compiled(root)
         self._handled = id(sys.exception())
         self._last_hook.remove()
-        # Registered again, to run after hooks that the user has registered since the last call.
+        # The hook is registered again, so that it runs after hooks that the user has registered
+        # since the last call.
         self._last_hook = root.register_forward_hook(self._end, always_call=True)
-        if _has_cache(kwargs):  # `_enter` begins the call
+        if _has_cache(kwargs):  # `_enter` begins such a call
             return None
         self.abandon()
         kwargs = readable(kwargs)
@@ -514,7 +516,7 @@ class SequenceParallel(EnabledModel):
     def _check_items(self, kwargs: dict[str, Any], sharding: Sharding) -> None:
         labels, items = kwargs.get("labels"), kwargs.get("num_items_in_batch")
         if labels is None or items is None or (isinstance(items, Tensor) and not items.is_cpu):
-            return  # reading a number on a GPU would synchronise
+            return  # reading the number from a GPU would synchronise
         if int(items) in (1, sharding.labels):
             return
         if self.comm.size > 1 and int(items) == int((labels != -100).sum()):
@@ -534,7 +536,7 @@ class SequenceParallel(EnabledModel):
         return self._finished(call, outputs)
 
     def _end(self, root: nn.Module, args: Any, outputs: Any) -> None:
-        """After an error of the model or of a hook, end the call and tell the other ranks."""
+        """After an error of the model or of a hook, end the call and inform the other ranks."""
         error = sys.exception()
         if error is None or id(error) == self._handled or self.silent:
             return
@@ -553,7 +555,7 @@ class SequenceParallel(EnabledModel):
         if losses:
             for loss in losses.values():
                 mark_total(loss)
-            # The losses are first, and replace the model's own.
+            # The losses come first, and replace those of the model.
             outputs = type(outputs)(**{**losses, **outputs, **losses})
         mark(outputs, call.sharding)
         return outputs
@@ -570,8 +572,9 @@ def enable(
 ) -> SequenceParallel:
     """Spread the sequences of a transformers model over the ranks of a group.
 
-    Afterwards every rank gives the same batch to `sp.shard`, and calls the model with the result.
-    Attention then covers the keys of all ranks; all other layers compute a rank's own tokens.
+    Afterwards every rank passes the same batch to `sp.shard`, and calls the model with the result.
+    Attention then covers the keys of all ranks. In all other layers, each rank computes its own
+    tokens.
 
     It needs transformers 5: `pip install 'seqpar[hf]'`, and with TRL also `'seqpar[trl]'`. To train
     with transformers' `Trainer` or `Seq2SeqTrainer`, or with TRL's `SFTTrainer`, see
@@ -590,11 +593,11 @@ def enable(
 
     Returns:
         sp: with `sp.shard(batch)`, `sp.unshard(outputs)`, `sp.report()` and `sp.disable()`. If the
-        batch has labels, the outputs have the mean loss of all its labels, the same number on all
-        ranks. The average over the ranks of the gradients after `loss.backward()` is that loss's
-        gradient. DDP and FSDP average; they must average over ranks that include the group, and
-        wrap all trainable parameters. Without them, call `sp.average_gradients()` before the
-        optimizer's step. Your own loss must come from `sp.total`.
+            batch has labels, the outputs have the mean loss of all its labels, the same number on
+            all ranks. The average over the ranks of the gradients after `loss.backward()` is that
+            loss's gradient. DDP and FSDP average; they must average over ranks that include the
+            group, and wrap all trainable parameters. Without them, call `sp.average_gradients()`
+            before the optimizer's step. Your own loss must come from `sp.total`.
 
     Raises:
         ValueError: if a layer cannot be computed exactly on a part of the tokens; the message names
@@ -619,7 +622,7 @@ def check_not_compiled(model: nn.Module) -> None:
         raise ValueError(f"model must not be compiled by torch.compile as a whole: {_INSTEAD}")
 
 
-# torch.compile traces this call too, and then raises the second text.
+# If torch.compile traces this call, it raises the following text.
 _IN_GRAPHS = f"seqpar compiles a whole model: {_INSTEAD}"
 outside_graphs(check_not_compiled, _IN_GRAPHS)
 
@@ -629,10 +632,10 @@ def _has_cache(kwargs: Mapping[str, Any]) -> bool:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return a model's settings that must be the same on all ranks, by the names that users know.
+    """Return a model's settings that must be equal on all ranks, by the names that users know.
 
-    Paths and settings of seqpar's and transformers' own, whose names begin with an underscore, may
-    differ.
+    Paths may differ, and so may settings of seqpar and transformers whose names begin with an
+    underscore.
     """
     named = _public(config.to_dict())
     return {f"model.config.{name}": x for name, x in named.items()}
@@ -647,7 +650,10 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class OwnConfigs:
-    """Copies that replace configs, which models may share; modules in `apart` have other copies."""
+    """Copies that replace a model's configs, since models may share configs.
+
+    Modules in `apart` get separate copies.
+    """
 
     def __init__(self, model: nn.Module, apart: Collection[nn.Module]) -> None:
         from transformers import PreTrainedConfig
@@ -662,7 +668,7 @@ class OwnConfigs:
                     setattr(x, name, own)
 
     def restore(self) -> None:
-        """Put the original configs back, and carry over changes that were made in the copies."""
+        """Put the original configs back, with the changes that were made in the copies."""
         from transformers import PreTrainedConfig
 
         for x, name, config, own in self._replaced:
@@ -693,4 +699,4 @@ def inner_model(model: nn.Module) -> Any:
             if isinstance(x, PreTrainedModel):
                 return x
     found = type(model).__name__
-    raise ValueError(f"model must be or have a transformers.PreTrainedModel, got {found}")
+    raise ValueError(f"model must be or contain a transformers.PreTrainedModel, got {found}")

@@ -1,14 +1,15 @@
-"""Find code of the user that mixes tokens. On several ranks it would mix each rank's tokens alone.
+"""Find code of the user that mixes tokens: on several ranks it would mix each rank's alone.
 
-In some calls of a model, each module and hook that is neither torch's nor transformers' computes a
-sample of its tokens again: once all of them, and once in three parts. If the results of the parts
-do not make up the result of the whole, a token's result depends on other tokens. Start with
-`TokenMixing`, whose `begin` and `end` are called around the model, and then read `_check`, which
-compares the whole with its parts.
+In some calls of a model, the code of each module and hook that is neither torch's nor transformers'
+runs again on a *sample* of its tokens: once on the whole sample, and once on each of three parts of
+the sample. If the results of the parts do not make up the result of the whole sample, a token's
+result depends on other tokens. Start with `TokenMixing`, whose `begin` and `end` are called around
+the model, and then read `_check`, which compares the whole with its parts.
 
-A module may contain attention layers, or modules whose result depends on positions. These must not
-be called on a part of the tokens. Their results in the real call are recorded. When the outer
-module computes a sample again, it gets the recorded rows of the sample: results are *replayed*.
+A module may contain attention layers, or modules whose result depends on positions. These inner
+modules must not be called on a part of the tokens. Their results in the real call are recorded.
+When the outer module runs again on a sample, the inner modules return the recorded rows of the
+sample: their results are *replayed*.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from seqpar.integrations.huggingface.batch.sharding import TokensOfRank
 from seqpar.integrations.huggingface.loss.outputs import tensors_in, with_tensors
 from seqpar.integrations.huggingface.model.replaced import Replaced
 
-_SAMPLE = 256  # tokens that are computed again
-_STEP = 16  # tokens of the middle part, and the multiple of parts' sizes, as fp8 kernels need
+_SAMPLE = 256  # tokens of a sample
+_STEP = 16  # tokens of the middle part; sizes of parts are multiples of it, as fp8 kernels need
 _CALLS_BETWEEN = 128  # calls 1, 2, 4, 8, … are checked, and those that this number divides
 _EXACT, _ROUNDED = 1e-3, 0.1  # relative errors: in fp32, and where half precision rounds
 _OTHERS_CODE = ("accelerate", "seqpar", "torch", "transformers")
@@ -57,7 +58,7 @@ class _MessageError(Exception):
 
 
 class _Local(dispatch_mode()):  # type: ignore[misc]
-    """A mode for code that is run again on this rank: it refuses random numbers and messages."""
+    """A mode for code that runs again on this rank: it refuses random numbers and messages."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -71,7 +72,7 @@ class _Local(dispatch_mode()):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class _Checked:
-    """A module of the user's, and the modules inside it whose results are replayed."""
+    """A module of the user, and the modules inside it whose results are replayed."""
 
     name: str
     module: nn.Module
@@ -95,7 +96,7 @@ class TokenMixing:
         self._first_buffers = dict(self._own_buffers())  # digests
 
     def begin(self, call: ModelCall) -> None:
-        """Watch the user's code in this call, if it is one of the calls that are checked."""
+        """Watch the user's code in this call, if this call is checked."""
         self.abandon()
         root = self._session.model
         self._calls[root.training] += 1
@@ -110,7 +111,9 @@ class TokenMixing:
         hooks = list(self._users_hooks())
         self.watches = bool(found or hooks)
         for x in root.modules() if self.watches else ():
-            for name, value in uncompiled(x).items():  # else hooks would compile it again
+            for name, value in uncompiled(
+                x
+            ).items():  # hooks would make torch.compile compile again
                 self._running.callback(Replaced(x, name, value).remove)
         for checked in found:
             self._watch(checked)
@@ -139,17 +142,18 @@ class TokenMixing:
                 yield name, digest(x)
 
     def _changed_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        # A buffer that has not changed may have other values on each rank on purpose.
+        # A buffer that has not changed may differ between ranks on purpose.
         for name, now in self._own_buffers():
             first = self._first_buffers.get(name)
             same = first is not None and torch.equal(first.to(now.device), now)
             yield name, torch.zeros_like(now) if same else now
 
     def _found(self, root: nn.Module) -> Iterator[_Checked]:
-        """Yield the modules of the user's that are to be checked in this call.
+        """Yield the user's modules that this call checks.
 
-        A module inside another one of the user's is computed again with it, so only the outer one
-        is yielded. Modules in it that may not be called on a part become its `replayed` modules.
+        If a module is inside another module of the user, it runs again together with that module,
+        so only the outer module is yielded. Inner modules that may not be called on a part become
+        the `replayed` modules of the outer module.
         """
         around = _around(root, self._session.layers.keys())
         seen: set[nn.Module] = set()
@@ -177,7 +181,7 @@ class TokenMixing:
             stack += reversed(inside)
 
     def _users_hooks(self) -> Iterator[tuple[str, nn.Module, dict[int, Any], int]]:
-        """Yield the user's hooks that are to be checked, each with the dictionary that holds it."""
+        """Yield the user's hooks that this call checks, each with the dictionary that holds it."""
         for name, x in self._session.model.named_modules():
             for hooks in forward_hooks(x):
                 for key, hook in hooks.items():
@@ -201,7 +205,7 @@ class TokenMixing:
 
         hooks = [
             checked.module.register_forward_pre_hook(begins),
-            # Before FSDP's hook, which frees the parameters.
+            # This hook runs before FSDP's hook, which frees the parameters.
             checked.module.register_forward_hook(ends, prepend=True, with_kwargs=True),
         ]
         for hook in hooks:
@@ -219,7 +223,7 @@ class TokenMixing:
         return forward
 
     def _watch_hook(self, name: str, x: nn.Module, hooks: dict[int, Any], key: int) -> None:
-        """Check a hook when it has run. One that changes nothing is not run again."""
+        """Check a hook when it has run. A hook that changes nothing is not run again."""
         own = hooks[key]
 
         def watched(module: nn.Module, *given: Any) -> Any:
@@ -231,13 +235,13 @@ class TokenMixing:
                 self._done.add((key, x.training))
                 text = f"a hook of {name or 'the model'} ({_name_of(own)})"
                 self._check(text, module, partial(_result_of_hook, own, module), before, [])
-            if not self._checks and self._faults:  # it runs after the hook that ends the call
+            if not self._checks and self._faults:  # the hook runs after the one that ends the call
                 with self._session.faults():
                     raise ValueError(self._faults.pop())
             return result
 
         def restore() -> None:
-            if hooks.get(key) is watched:  # the user may have removed it
+            if hooks.get(key) is watched:  # the user may have removed the hook
                 hooks[key] = own
 
         hooks[key] = watched
@@ -246,8 +250,9 @@ class TokenMixing:
     def _check_module(self, checked: _Checked, args: Any, kwargs: Any) -> None:
         """Check a module that has just run with these arguments.
 
-        If two dimensions of an argument have the size of the tokens, each of them is tried. If the
-        module cannot be called on a part, the modules inside it are checked in later calls.
+        If two dimensions of an argument have the size of the tokens, each dimension is tried. If
+        the module raises an error when it is called on a part, later calls check the modules inside
+        it instead.
         """
         module = checked.module
         if (module, module.training) in self._done:
@@ -277,8 +282,8 @@ class TokenMixing:
     ) -> bool:
         """Compute the sample and its parts, and note a fault if the parts do not make it up.
 
-        If the code draws random numbers, it is run again in evaluation mode. Return False if the
-        code raised an error, for example because it expects other shapes. It is then not checked.
+        If the code draws random numbers, it runs again in evaluation mode. Return False if the code
+        raised an error, for example because it expects other shapes; such code is not checked.
         """
         device = next((x.device.type for _, x in tensors_in(given[0])), "cpu")
         rounded, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -324,14 +329,13 @@ class TokenMixing:
         try:
             parts = [with_tensors(nested, partial(cut, i)) for i in range(4)]
         except Exception:
-            return None  # a mapping of the user's that cannot be made again
+            return None  # the user's own mapping type, which cannot be constructed here
         return parts if found else None
 
 
 def _around(root: nn.Module, layers: Any) -> set[nn.Module]:
-    """Return the modules that are or contain attention layers."""
     found = set(layers)
-    for x in reversed(list(root.modules())):  # a module comes before those in it
+    for x in reversed(list(root.modules())):  # a module is listed before the modules inside it
         if any(child in found for child in x.children()):
             found.add(x)
     return found
@@ -370,7 +374,7 @@ def _name_of(function: Any) -> str:
 
 
 def _has_positions(x: nn.Module) -> bool:
-    """Return whether a hook of seqpar's passes the positions of the rank's tokens to a module."""
+    """Return whether a hook of seqpar passes the positions of the rank's tokens to a module."""
     hooks = [hook for hooks in forward_hooks(x) for hook in hooks.values()]
     functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
     return any(
@@ -385,7 +389,7 @@ def _alone(
     part: int,
     training: bool | None,
 ) -> Iterator[None]:
-    """Call a module without hooks in this context, then restore it and the modules inside it.
+    """Call a module without hooks in this context, then restore the module and those inside it.
 
     The modules in `replayed` return the recorded results of this part. `training` is the mode in
     the context, or None for the current mode.
@@ -456,7 +460,7 @@ def _differ_in_parts(results: Parts, tolerance: float) -> bool:
 
 
 def _differs(whole: Tensor, parts: list[Tensor], tolerance: float) -> bool:
-    """Return whether the results of the parts neither make up the whole result nor add up to it."""
+    """Return whether results of parts neither make up the result of the whole nor add up to it."""
     if not whole.is_floating_point() or whole.dim() == 0 or not whole.numel():
         return False  # one number, such as a loss, is summed over the ranks by sp.total
     shapes = [x.shape for x in (whole, *parts)]
@@ -474,8 +478,8 @@ def _differs(whole: Tensor, parts: list[Tensor], tolerance: float) -> bool:
     if first + middle + last != whole.shape[dim]:
         return True
     wrong = _unequal(whole.movedim(dim, 0), torch.cat(parts, dim).movedim(dim, 0), tolerance)
-    # A single token may differ because rounding has changed the choice of its expert. A convolution
-    # changes the tokens on one side of both cuts.
+    # A single token may differ because rounding has changed the choice of the token's expert. A
+    # convolution, which mixes tokens, changes the tokens on one side of both cuts.
     cuts = [first, first + middle]
     edges = [all(bool(wrong[i + side]) for i in cuts) for side in (-1, 0)] if first and last else []
     return any(edges) or bool(wrong[first : first + middle].float().mean() >= 0.5)

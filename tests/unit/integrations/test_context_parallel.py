@@ -116,7 +116,7 @@ def test_checkpoints_are_not_computed_again_elsewhere():
         q = X.clone().requires_grad_()
         with seqpar.context_parallel(comm, LAYOUT):
             loss = checkpoint(attend, q, use_reentrant=False).sum()
-            with pytest.raises(ValueError, match="use_reentrant must be False of checkpoints"):
+            with pytest.raises(ValueError, match="use_reentrant must be False for checkpoints"):
                 checkpoint(attend, q, use_reentrant=True)
         with pytest.raises(CheckpointError, match="different number of tensors"):
             loss.backward()
@@ -245,7 +245,7 @@ WRONG = [
         r"buffers\[0\] must be a plain tensor that requires no gradient, got a Parameter that "
         "requires one: detach it",
     ),
-    ({"no_restore_buffers": [IDS]}, r"no_restore_buffers\[0\] must be one of buffers"),
+    ({"no_restore_buffers": [IDS]}, r"no_restore_buffers\[0\] must be one of the tensors"),
     ({"layout": Layout.zigzag(30, 3)}, "layout must be for the group's 2 ranks"),
     ({"layout": 30}, "layout must be a seqpar.Layout"),
     ({"group": None}, r"group must be a process group .* call torch.distributed.init_process_gr"),

@@ -91,7 +91,10 @@ REFUSALS = [
     ({"cu_seqlens_q": INT32[:-1]}, "cu_seqlens_q must be the layout's, of 3 documents"),
     ({"cu_seqlens_k": [0, 30]}, "cu_seqlens_k must be the layout's"),
     ({"cu_seqlens_k": "ab"}, "cu_seqlens_k must"),
-    ({"max_seqlen_q": 16}, "max_seqlen_q must be at least the layout's longest, 17, got 16"),
+    (
+        {"max_seqlen_q": 16},
+        "max_seqlen_q must be at least 17, the layout's longest document, got 16",
+    ),
     ({"max_seqlen_k": None, "max_seqlen_q": 17.5}, "max_seqlen_q must be an integer"),
     ({"layout": 30}, "layout must be a seqpar.Layout"),
     ({"deterministic": None}, "deterministic must be True or False"),

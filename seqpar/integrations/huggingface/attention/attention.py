@@ -28,7 +28,7 @@ from seqpar.strategies.lasp2 import LASP2Attention
 FeatureMap = Callable[[Tensor], Tensor]
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
-TEMPERED = "_seqpar_tempered"  # attribute of layers whose queries `attend` scales by columns
+TEMPERED = "_seqpar_tempered"  # attribute of layers whose queries `attend` scales (`_tempered`)
 # Arguments that models pass to attention and that do not change its result.
 _HARMLESS = {
     "cache_position", "deterministic", "image_grid_thw", "image_sizes", "layer_idx",
@@ -44,7 +44,7 @@ def session_of(module: nn.Module) -> EnabledModel | None:
     if not isinstance(layer, AttentionLayer):
         return None
     session: EnabledModel = layer.session
-    # Layers share compiled graphs. A dictionary's entry in a graph would belong to one layer.
+    # Layers share compiled graphs, so a graph must not read an entry of one layer in a dictionary.
     return session if is_traced() or module in session.layers else None
 
 
@@ -53,7 +53,7 @@ def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
     session = session_of(module)
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
-        raise ValueError(f"{where}: copy a model before you enable it")
+        raise ValueError(f"{where}: copy the model before you enable it")
     layer: AttentionLayer = getattr(module, KEY)
     return session, layer
 
@@ -99,8 +99,9 @@ def describe_mask(
 def check_packing(side: Side, separates: bool) -> None:
     """Raise a ValueError if `shard` began documents at jumps of positions, and the mask does not.
 
-    `separates` is whether the model's mask separates documents that it found in the positions. A
-    rank whose positions have no jump learns nothing from its mask; another rank's have one.
+    `separates` is whether the model's mask separates documents that it found in the positions. On a
+    rank whose positions have no jump, the mask does not show it; then another rank's positions have
+    one, and that rank checks its mask.
     """
     if side.documents.packed and not separates and side.shows_jumps():
         reason = "which a mask of this model keeps as positions"
@@ -109,7 +110,7 @@ def check_packing(side: Side, separates: bool) -> None:
 
 
 def _check_prepared(mask: PreparedMask, function: Any) -> None:
-    name = function.__name__  # a compiled graph can read it, but not the closure
+    name = function.__name__  # a compiled graph can read the name, but not the closure
     bounded = mask.pattern.left >= 0 or mask.pattern.chunk is not None
     if name != ("and_mask" if bounded else "causal_mask_function"):
         raise ValueError(f"the model cannot be compiled: its layers have another mask, of {name}")
@@ -121,7 +122,7 @@ class ScoreOptions(NamedTuple):
     dropout: float = 0.0
     scaling: float | None = None
     is_causal: bool | None = None
-    sliding_window: int | None = None  # ignored: as in transformers' sdpa, the mask has the window
+    sliding_window: int | None = None  # ignored: the mask has it, as in transformers' sdpa
     softcap: float | None = None
     s_aux: Tensor | None = None
 
@@ -137,7 +138,7 @@ class LayerCall(NamedTuple):
     call: ModelCall
     shape: MaskShape
     scores: ScoreOptions
-    cached: int | None  # the layer's number in the cache
+    cached: int | None  # the layer's index in the cache
 
 
 def attend(
@@ -162,10 +163,11 @@ def attend(
 
 
 def _tempered(module: Any, call: ModelCall, q: Tensor) -> Tensor:
-    """Return Llama 4's queries (1, T_local, Hq, D), scaled by their tokens' columns in the batch.
+    """Return Llama 4's queries (1, T_local, Hq, D), scaled by the positions of their tokens.
 
-    In packed rows, they are counted from the start of the document. The layers themselves would
-    count this rank's tokens, so `enabling.py` switches off their own scaling.
+    Positions are columns of the batch; in packed rows, they count from the start of the document.
+    The layers themselves would count this rank's tokens, so `enabling.py` switches off their
+    scaling.
     """
     if not hasattr(module, TEMPERED):
         return q
@@ -219,7 +221,7 @@ def _check_keys(
     for name, x, held in (("queries", query, side.tokens), ("keys", key, rows)):
         if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held:
             expected = f"(1, heads, {held}, D), the tokens of the sharded batch"
-            raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
+            raise ValueError(f"its {name} must be {expected}, got {tuple(x.shape)}")
     if call.cache is not None:
         unbounded = shape.chunk is not None or shape.ranges is not None or shape.left < 0
         call.cache.attends(cached, None if unbounded or not shape.causal else shape.left)
@@ -251,7 +253,7 @@ def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
 
 
 def sides_of(call: ModelCall, layer: AttentionLayer) -> tuple[Side, Side, int]:
-    """Return the tokens of a layer's queries and of its keys, and how many keys this rank has."""
+    """Return the tokens of a layer's queries and of its keys, and this rank's number of keys."""
     side = call.side(layer.in_encoder)
     keys = call.side(layer.in_encoder or layer.cross)
     return side, keys, call.cache.store.rows if call.decodes else keys.tokens
@@ -263,7 +265,9 @@ def call_and_shape(
     """Return the running call of the layer's model, and the shape of the layer's mask."""
     if isinstance(mask, ShardedMask):
         if mask.call.session is not session:
-            raise ValueError("its mask is of another model's call")
+            raise ValueError(
+                "its mask must be made in a call of its model, got one of another model"
+            )
         return mask.call, mask.pattern
     if mask is not None:
         found = f"tensor {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -277,8 +281,8 @@ def call_and_shape(
     return call, MaskShape(causal=bool(causal))
 
 
-# A hybrid model of mostly linear layers continues training from the weights of the softmax layers
-# (Sun et al., "LASP-2", 2025: LASP-2H).
+# A hybrid model, whose layers are mostly linear, continues training from the weights of softmax
+# layers (Sun et al., "LASP-2", 2025: LASP-2H).
 @dataclass(eq=False)
 class LinearLayer:
     """The linear attention that a layer computes in place of softmax attention."""

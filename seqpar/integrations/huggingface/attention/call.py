@@ -23,12 +23,12 @@ from seqpar.integrations.huggingface.model.layers import AttentionLayer, Uncopie
 from seqpar.softmax.module import Attention
 
 _IN_MAIN = "call sp.shard with the batches that the loader returns"
-NAME = "seqpar"  # of the attention implementation, in configs
+NAME = "seqpar"  # the name of the attention implementation in configs
 T = TypeVar("T")
 
 
 class EnabledModel(Uncopied):
-    """The part of a session that attention layers and `generate` use."""
+    """What attention layers and `generate` use of a session."""
 
     model: nn.Module  # the module that was given to `enable`
     inner: Any  # the outermost transformers model
@@ -38,17 +38,17 @@ class EnabledModel(Uncopied):
     process: int  # the id of the process that enabled the model
     attention: Attention  # the strategy's module, which all softmax layers call
     layers: dict[nn.Module, AttentionLayer]  # the model's attention layers, by module
-    blocks: list[dict[nn.Module, set[nn.Module]]]  # for each ModuleList: block -> layers inside
+    blocks: list[dict[nn.Module, set[nn.Module]]]  # per ModuleList, the layers inside each block
     configs: list[Any]  # the model's configs that name seqpar's attention
     mixing: Any  # the session's `TokenMixing`
     silent: bool = False  # whether code runs that only this rank may run, without messages
 
     def abandon(self) -> None:
-        """End the calls that an interruption, such as Ctrl-C, left open."""
+        """End calls that an interruption, such as Ctrl-C, left open."""
         raise NotImplementedError
 
     def check_not_switched(self) -> None:
-        """Raise a ValueError if the model calls another attention since it was enabled."""
+        """Raise a ValueError if the model has been switched to another attention than seqpar's."""
         for config in self.configs:
             if (name := attention_of(config)) != NAME:
                 found = f"it was set to {name!r} after enable"
@@ -60,7 +60,7 @@ class EnabledModel(Uncopied):
                 )
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
-        """Raise a fault of this context, with the layer's name, on all ranks before messages."""
+        """Let all ranks raise an error of this context before messages, with the layer's name."""
         return nullcontext() if is_traced() else self._faults(layer)
 
     @contextmanager
@@ -74,13 +74,14 @@ class EnabledModel(Uncopied):
     def agree(
         self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]], hint: str = ""
     ) -> T:
-        """Return `resolve()`, on all ranks or none; `shared()` must be equal on all ranks.
+        """Return `resolve()`, on all ranks or none. `shared()` must be equal on all ranks.
 
-        `hint` ends the error if `shared()` differs.
+        If `resolve()` fails on a rank, all ranks raise its error. `hint` ends the error if
+        `shared()` differs.
         """
         if self.silent:
             return resolve()
-        if os.getpid() != self.process:  # messages of a forked process never arrive
+        if os.getpid() != self.process:  # a forked process cannot send messages
             where = "in the process that enabled the model, not in a DataLoader's worker"
             raise ValueError(f"shard, generate and the model must be called {where}: {_IN_MAIN}")
         with self.comm.telling_errors():
@@ -104,7 +105,7 @@ class ModelCall:
     items: int | Tensor | None = None  # the divisor of the loss, if the caller gave one
     counted: dict[nn.Module, int] = field(init=False)  # calls of each layer before this call
     entered: bool = False  # whether the text model of an image model has been called
-    prepared: ShardedMask | None = None  # the mask that the model around the text made for it
+    prepared: ShardedMask | None = None  # the mask that the outer model made for the text model
     cache: Any = None  # the `Cache` of a call with `past_key_values`
     joined: bool = True  # whether the outputs of a call with a cache are gathered from all ranks
 
@@ -166,7 +167,7 @@ def _keeps_all(index: Any) -> bool:
 
 
 class PreparedMask(ShardedMask):
-    """The mask of all layers of a compiled model, which passes it on unchanged."""
+    """The mask of all layers of a compiled model, which passes the mask on unchanged."""
 
     ndim = 0
     shape = (0,)

@@ -1,4 +1,4 @@
-"""Compile a whole model. Its masks are made, and its calls checked, outside of the graph."""
+"""Compile a whole model. Masks are made, and calls are checked, outside of the graph."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from seqpar.integrations.huggingface.model.replaced import Replaced
 
 
 class CompiledForward(Replaced):
-    """A model's compiled forward, until `remove`. Dynamo cannot make masks, so `masks` does."""
+    """A model's compiled forward, until `remove`. `masks` makes the masks, since Dynamo cannot."""
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         self._model, self._eager = model, model.forward
         self._forward = torch.compile(model.forward, **options)
-        self.__signature__ = inspect.signature(model.forward)  # Trainers choose columns by it
+        self.__signature__ = inspect.signature(model.forward)  # Trainers read it to choose columns
         super().__init__(model, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,5 +54,5 @@ class CompiledForward(Replaced):
             made = {kind: mask or recurrent_mask for kind, mask in made.items()}
         for mask in made.values() if isinstance(made, dict) else [made]:
             if mask.pattern.chunk is not None:
-                side.in_chunks(mask.pattern.chunk)  # now, because a graph cannot make layouts
+                side.in_chunks(mask.pattern.chunk)  # made here, because a graph cannot make layouts
         return PreparedMask(made.call, made.pattern) if isinstance(made, ShardedMask) else made

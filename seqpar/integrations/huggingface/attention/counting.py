@@ -1,7 +1,7 @@
-"""Count the calls of attention layers, and the bytes that a rank sends for each.
+"""Count the calls of attention layers, and the bytes that a rank sends for each layer.
 
-In eager mode, hooks count. In a compiled graph, an operator counts when the graph runs, because
-Python code of the layer runs only once, when the graph is traced.
+In eager mode, hooks count. In a compiled graph, an operator counts when the graph runs. Python code
+of a layer cannot count, because it runs only once, when the graph is traced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _counted(x: Tensor, handle: Tensor, event: int) -> list[Tensor]:
             layer.forward_bytes += sent
         else:
             _add(layer, sent if event == _BACKWARD_END else -sent)
-    return [x.clone()]  # an operator must not return what it was given
+    return [x.clone()]  # an operator must not return an argument
 
 
 @torch.library.register_fake("seqpar::counted")  # type: ignore[untyped-decorator]
@@ -68,7 +68,7 @@ register_autograd("seqpar::counted", 1, _differentiate, _save)
 def counted(
     layer: AttentionLayer, q: Tensor, attend: Callable[[Tensor], Tensor], decodes: bool
 ) -> Tensor:
-    """Return `attend(q)`, counted each time that it runs."""
+    """Return `attend(q)`, which is counted each time that it runs."""
     if is_traced():
         (q,) = torch.ops.seqpar.counted(q, layer.handle, _BEGIN)
         (out,) = torch.ops.seqpar.counted(attend(q), layer.handle, _END)

@@ -1,6 +1,6 @@
-"""Everything that `enable` replaces in a model's attention, and in transformers.
+"""Everything that `enable` replaces in a model's attention and in transformers.
 
-`replace_attention` returns handles whose `remove` methods undo it.
+`replace_attention` returns handles whose `remove` methods undo the changes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def _check_functions(module: nn.Module, layer: str, body: Any) -> None:
     own = global_of(module, "eager_attention_forward")
     found = {"attention": functions.get(name, own), "masks": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
     for what, function in found.items():
-        is_kernel = "/" in (name or "")  # of the hub, for transformers' attention
+        is_kernel = "/" in (
+            name or ""
+        )  # a kernel of the hub, which computes transformers' attention
         if name != NAME and not is_kernel and _is_users(function):
             given = getattr(function, "__qualname__", type(function).__name__)
             reason = f"{layer} has {name!r}, the function {given}, which seqpar would not call"
@@ -68,13 +70,13 @@ def _is_users(function: Any) -> bool:
         return False
     while isinstance(function, partial):
         function = function.func
-    # A wrapper has the `__module__` of the function that it wraps, but globals of its own.
+    # A wrapper has the `__module__` of the wrapped function, but the globals of its own file.
     file = getattr(function, "__globals__", {}).get("__name__", "")
     return not file.startswith(("transformers.", "transformers_modules."))
 
 
 def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
-    """Make the model's layers call seqpar. Removing the returned handles undoes it."""
+    """Make the model's layers call seqpar. Removing the returned handles undoes this."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -95,7 +97,7 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
 
 
 def _replace_temperatures(session: EnabledModel) -> list[Removable]:
-    """Switch off the scales of Llama 4's layers without rotary positions: `attend` applies them."""
+    """Switch off the scaling of Llama 4's layers without rotary positions; `attend` scales."""
     handles: list[Removable] = []
     for x in session.layers:
         if getattr(x, _TEMPERATURE, False) and not getattr(x, "use_rope", True):
@@ -110,7 +112,7 @@ def _takes_positions(model: nn.Module) -> bool:
 
 
 def _add_position_hooks(model: nn.Module, encoder: nn.Module | None) -> list[Removable]:
-    """Give embeddings the positions of this rank's tokens, where a model counts its own."""
+    """Pass positions of this rank's tokens to embeddings that would count positions themselves."""
     inside = set() if encoder is None else set(encoder.modules())
     handles: list[Removable] = []
     for x in model.modules():

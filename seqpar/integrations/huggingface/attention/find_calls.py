@@ -29,7 +29,7 @@ def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparat
         try:
             found = find(attention, args, kwargs)
         except (ValueError, TypeError):
-            return  # the call itself raises it, on all ranks
+            return  # the call itself raises the error, on all ranks
         for options in found if args[3] is layout else ():
             key = attention, *options.items()
             if key not in kinds:
@@ -94,8 +94,8 @@ def _recurrent_call(
 ) -> list[dict[str, Any]]:
     """Return the arguments of `preparation`.
 
-    With another dtype or device than in this run, the recurrence may compute in another dtype. A
-    known dtype may be autocast's, which the call then takes instead.
+    If the step has another dtype or device than this run, the recurrence may compute in another
+    dtype. A known dtype may be that of autocast, and then replaces the dtype of the call.
     """
     (options,) = _linear_call(known, attention, args, kwargs)
     if known.keys().isdisjoint(("dtype", "device")):

@@ -13,28 +13,31 @@ from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.mask_functions import ranges_within
 from seqpar.layout.masks.mask import Mask
 
-_PACKED = "packed_sequence_mask_function"  # transformers' mask of documents, from some tensor
+_PACKED = "packed_sequence_mask_function"  # transformers' mask of the documents in a tensor
 
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The keys that a query attends to within its document."""
+    """Which keys of its document a query attends to."""
 
     causal: bool = False
-    left: int = -1  # the size of a window, −1 without limit
+    left: int = -1  # the number of earlier keys in a window; −1 is unlimited
     right: int = -1
     chunk: int | None = None  # the length of chunks, which do not attend to each other
     ranges: Mask | None = None  # replaces all other fields
 
     def arguments(self) -> dict[str, Any]:
-        """Return the mask arguments of an attention call. Chunks are part of the layout instead."""
+        """Return the mask arguments of an attention call.
+
+        Chunks are not among them, but in the layout.
+        """
         if self.ranges is not None:
             return {"mask": self.ranges}
         return {"causal": self.causal, "window_size": (self.left, self.right)}
 
     def __and__(self, other: MaskShape) -> MaskShape:
         if self.ranges is not None or other.ranges is not None:
-            raise ValueError("it is a union, within another mask")
+            raise ValueError("it has a union within another mask")
         if self.chunk and other.chunk and self.chunk != other.chunk:
             raise ValueError(f"it cuts chunks of {self.chunk} and of {other.chunk} tokens")
         return MaskShape(
@@ -52,8 +55,9 @@ def _narrower(a: int, b: int) -> int:
 def read_mask(function: Callable[..., Any], documents: BatchDocuments | None = None) -> MaskShape:
     """Return the shape of a mask function of `transformers.masking_utils`, without documents.
 
-    For a whole batch with these `documents`, unions are allowed too, such as images that attend to
-    themselves. Raises a ValueError that names the part that cannot be expressed.
+    If `documents` of a whole batch are given, the function may also be a union of masks, such as
+    causal text with images that attend to themselves. Raises a ValueError that names the part that
+    cannot be expressed.
     """
     try:
         return _read(function)
@@ -72,10 +76,15 @@ def is_packed(function: Callable[..., Any]) -> bool:
 
 
 def _read_all(functions: Sequence[Callable[..., Any]]) -> MaskShape:
-    """Return the intersection. Documents of positions, which layouts have, come in two parts."""
+    """Return the intersection of mask functions.
+
+    A mask of documents from positions, which layouts express, consists of two functions.
+    """
     names = set(map(_name, functions))
     if _PACKED in names and "remap_positions_for_packed_sequence" not in names:
-        raise ValueError("the mask separates documents by a tensor of the model's own")
+        raise ValueError(
+            "the mask must find documents in position_ids, got one that reads another tensor"
+        )
     return reduce(and_, map(_read, functions), MaskShape())
 
 
@@ -96,7 +105,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function)).split(".")[0]
 
 
-# Of the functions that make masks: the shape, from the variables that they close over.
+# By the name of a mask function, a function from the variables that it closes over to the shape.
 _SHAPES: dict[str, Callable[[Mapping[str, Any]], MaskShape]] = {
     "and_masks": lambda x: _read_all(x["mask_functions"]),
     "bidirectional_mask_function": lambda x: MaskShape(),

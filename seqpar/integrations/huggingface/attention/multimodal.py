@@ -1,8 +1,9 @@
 """Models that put images or sound into their text. Only the text is spread over ranks.
 
-Up to the call of the text model, every rank computes the whole batch, as one process does. The text
-model then takes this rank's tokens. A rank therefore holds the embeddings of the whole batch once,
-and computes all images; the gradients of their weights are summed like all others.
+Up to the call of the text model, every rank computes the whole batch, as one process would. The
+text model then computes only this rank's tokens. A rank therefore holds the embeddings of the whole
+batch once, and computes all images. The gradients of their weights are averaged like those of all
+other weights.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class OutsideText:
             for name, part in parts.items()
             for child, x in part.named_modules()
         }
-        self.modules = set(inside.values())  # that neither belong to `body` nor contain it
+        self.modules = set(inside.values())  # modules that neither belong to `body` nor contain it
         self.whole = tuple(  # names of parts with attention, which each rank computes whole
             name for name, part in parts.items() if any(dispatches(type(x)) for x in part.modules())
         )
@@ -77,18 +78,23 @@ class OutsideText:
 
 
 def take_tokens(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cut the arguments of the text model, whose hook this is, to this rank's tokens."""
+    """Cut the arguments of the text model to this rank's tokens.
+
+    This is a hook of the text model.
+    """
     call = current.call
     cached = call is not None and call.cache is not None
     if not cached and takes(text, "use_cache"):
-        kwargs = kwargs | {"use_cache": False}  # the outer model may not pass it on
+        kwargs = kwargs | {"use_cache": False}  # the outer model may not pass this argument on
     if call is None or not call.sharding.whole:  # only text, or a step after the images
         if call is not None and isinstance(mask := kwargs.get("attention_mask"), ShardedMask):
             call.prepared, kwargs = mask, kwargs | {"attention_mask": None}
         return args, kwargs
     with call.session.faults():
         if args or call.entered:
-            raise ValueError("the text model must be called once, with keywords only")
+            raise ValueError(
+                "the model must call its text model once and with keywords only to be enabled"
+            )
         call.entered = True
         return (), _taken(call, kwargs)
 
@@ -117,7 +123,10 @@ def _taken(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask(mask: Any, call: ModelCall) -> Any:
-    """Return masks of layers; None for a single mask, kept in the call, and for padding."""
+    """Return masks of layers.
+
+    Return None for a single mask, which the call keeps, and for padding.
+    """
     side = call.sharding.main
     if isinstance(mask, ShardedMask):
         call.prepared = mask

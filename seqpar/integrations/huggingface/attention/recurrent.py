@@ -1,8 +1,8 @@
 """Recurrent layers of a model, and short convolutions, over the ranks of its group.
 
-The forwards of these layers call functions of their file where tokens mix. In an enabled model, the
-same code calls other functions under these names (`Overlay` in `model/code.py`). They call
-`causal_conv1d` and `RecurrentAttention`.
+The forwards of these layers call functions of their file to mix tokens. In an enabled model, the
+same code calls other functions under the same names (`Overlay` in `model/code.py`). These functions
+call `causal_conv1d` and `RecurrentAttention`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _CACHES = ("cache_params", "past_key_values")
 
 
 class PatchedRecurrence:
-    """The functions that a layer's code calls instead of its file's, in the call's `layout`."""
+    """The functions that a layer calls in place of those of its file, for the call's `layout`."""
 
-    layout: Layout  # only while the layer's forward runs
-    dtype: torch.dtype  # of the model's q, in the last call
+    layout: Layout  # set only while the layer's forward runs
+    dtype: torch.dtype  # the dtype of the model's q in the last call
 
     def __init__(
         self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
     ) -> None:
         self.kind, self.comm, self.attention = kind, comm, attention
-        self._halo = halo_on(comm)  # kept alive here, because graphs hold only its key
+        self._halo = halo_on(comm)  # kept alive here, since compiled graphs hold only its key
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._slopes: tuple[Tensor, int, Tensor] | None = None
 
@@ -88,7 +88,7 @@ class PatchedRecurrence:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Compute the gated delta rule of (1, T_local, H, D), with decays of heads or channels."""
+        """Compute the gated delta rule of (1, T_local, H, D), with a decay per head or channel."""
         refuse_unknown(others, "chunk_size")
         self.dtype, exact = query.dtype, accumulator_dtype(query.dtype)
         q, k, v, log_decay, b = (x[0].to(exact) for x in (query, key, value, g, beta))
@@ -121,8 +121,8 @@ class PatchedRecurrence:
     def dtype_of_products(self, q: Tensor, v: Tensor) -> torch.dtype:
         """Return the dtype of the recurrence's operands, for a model's q and v.
 
-        As in these models' own code, fla's kernels get half precision, and keep states in fp32.
-        Other code computes in fp32, and so does Mamba-2 in fp16, whose products may overflow.
+        As in the code of these models, fla's kernels compute half precision with states in fp32.
+        Other backends compute in fp32. So does Mamba-2 in fp16, whose products may overflow.
         """
         if self.kind == "constant_decay":
             return q.dtype
@@ -146,7 +146,7 @@ class PatchedRecurrence:
         exact = torch.promote_types(slopes.dtype, torch.float32)
         if is_traced() or slopes.is_inference() or slopes.is_meta:
             return -slopes.flatten().to(exact)
-        # They stay on the CPU until `slopes` is written to, so later calls do not wait.
+        # A copy on the CPU is reused until `slopes` is written to, so later calls do not wait.
         version = version_of(slopes)
         if self._slopes is None or self._slopes[0] is not slopes or self._slopes[1] != version:
             self._slopes = slopes, version, -slopes.flatten().to("cpu", exact)
@@ -201,11 +201,13 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
     with session.faults(layer.name):
         call, _ = call_and_shape(module, session, given.get("attention_mask"), True)
         if any(given.get(name) is not None for name in _CACHES):
-            raise ValueError("it has a cache of states, and states of sharded tokens have none")
+            raise ValueError(
+                "it must be called without a cache: states of sharded tokens have none"
+            )
         side, hidden = call.side(layer.in_encoder), given["hidden_states"]
         if hidden.dim() != 3 or hidden.shape[0] != 1 or hidden.shape[1] != side.tokens:
             expected = f"(1, {side.tokens}, channels), the tokens of the sharded batch"
-            raise ValueError(f"its hidden states are {tuple(hidden.shape)}, not {expected}")
+            raise ValueError(f"its hidden states must be {expected}, got {tuple(hidden.shape)}")
 
     def computed(hidden: Tensor) -> Tensor:
         if recurrence.kind == "constant_decay":
@@ -221,9 +223,12 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
 
 
 def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask:
-    """Return the call as the recurrent layers' mask; its documents separate their states."""
+    """Return the mask for recurrent layers.
+
+    It carries the call, whose documents separate states.
+    """
     if isinstance(attention_mask, ShardedMask):
-        return attention_mask  # prepared for a compiled model
+        return attention_mask  # a `PreparedMask` of a compiled model
     return ShardedMask(running_call(), MaskShape(causal=True))
 
 
@@ -246,4 +251,4 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """The layer then does not use a fused kernel."""
+    """Stands for a fused kernel that is not installed, so that the layer does not use it."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from seqpar.core.arguments import shown
 from seqpar.integrations.huggingface.batch.shard_batch import ModelPreparation
 
-_IGNORED_LABEL = -100  # of tokens without a loss
-_MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
+_IGNORED_LABEL = -100  # the label of tokens without a loss
+_MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens with a loss, 0 for others
 COLUMNS = (
     "text",
     "input_ids",
@@ -76,7 +76,7 @@ class Collator:
         made: dict[str, Any] = {}
         for name in names:
             made[name] = [sample[name] for sample in samples]
-            # A value of fixed length may have one sample's number of tokens, but not those of all.
+            # A value of fixed length may be as long as one sample, but not as long as each of them.
             if all(_length(sample[name]) == sample["input_ids"].numel() for sample in samples):
                 each = zip(made[name], places, strict=True)
                 # Empty samples are left out: torch would take an empty list for float32.
@@ -122,7 +122,7 @@ def _mask(name: str, mask: Any, ids: Tensor) -> Tensor:
 
 
 def _length(value: Any) -> int:
-    """Return the length of a sequence of numbers; −1 for anything else."""
+    """Return the length of a sequence of numbers, and −1 for any other value."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else -1
     if isinstance(value, np.ndarray):

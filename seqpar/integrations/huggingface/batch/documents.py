@@ -20,9 +20,9 @@ class BatchDocuments(NamedTuple):
 
     rows: int
     columns: int
-    kept: Ints  # (T,) where the tokens that are not padding are among the B·S tokens of all rows
+    kept: Ints  # (T,) indices, among the B·S tokens of all rows, of tokens that are not padding
     cu_seqlens: Ints  # where documents begin among these T tokens
-    samples: Ints  # where samples begin, for shifts of labels
+    samples: Ints  # where samples begin, at which shifts of labels stop
     packed: bool = False  # whether jumps of positions to other numbers than 0 began documents
 
     def by_rows(self) -> BatchDocuments:
@@ -34,7 +34,7 @@ class BatchDocuments(NamedTuple):
         real = np.zeros(self.rows * self.columns, bool)
         real[self.kept] = True
         if not np.array_equal(mask.detach().cpu().numpy().astype(bool).ravel(), real):
-            raise ValueError("attention_mask must be the one that shard was given")
+            raise ValueError("attention_mask must be the one of the batch that shard received")
 
     def squares(self) -> list[tuple[int, int, int]]:
         """Return (row, start, stop) of each document, in columns of its row."""
@@ -50,9 +50,9 @@ def find_documents(
     """Return the documents of the batch's tokens, whose keys begin with `prefix`.
 
     A document begins at each row's first token that is not padding, at each entry of
-    `cu_seq_lens_q`, and where a position is 0 again. `cuts` decides about every other jump of the
-    positions: True begins a document, and False does not, because the batch has a mask. A string is
-    the reason why the effect is unknown.
+    `cu_seq_lens_q`, and where a position is 0 again. `cuts` decides about all other jumps of the
+    positions. With True they begin documents. With False they do not, because the batch has a mask.
+    A string is the reason why their effect is unknown.
 
     Raises a ValueError that names the key if keys contradict each other, if padding lies between a
     row's tokens, or if positions jump and `cuts` is a string.
@@ -88,7 +88,7 @@ def find_documents(
 
 
 def shape_of(x: object) -> tuple[int, ...] | str:
-    """Return a tensor's shape, and the type of anything else, for an error."""
+    """Return the shape of a tensor, or the type of any other value, for an error."""
     return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
@@ -112,12 +112,14 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
     if (rises > 1).any():
         row = int(np.argmax(rises > 1))
         where = f"between tokens of row {row}"
-        raise ValueError(f"{name} has padding {where}: it may be on the left or the right")
+        raise ValueError(
+            f"{name} must have padding only on the left or the right, got some {where}"
+        )
     return real
 
 
 def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | None:
-    """Return positions (B, S) from which documents can be read; None if the batch has none."""
+    """Return positions (B, S) that show documents; None if the batch has none."""
     if position_ids is None:
         return None
     shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()
@@ -140,7 +142,7 @@ def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
     lists = [parse_cu_seqlens(batch[name], name) for name in names]
     cu = lists[0]
     if any(not np.array_equal(cu, other) for other in lists):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same")
+        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q")
     if real.shape[0] != 1 or not real.all() or cu[-1] != real.size:
         found = f"rows {real.shape[0]}, tokens {int(real.sum())} of {real.shape[1]}, end {cu[-1]}"
         expected = "the tokens of one row without padding"

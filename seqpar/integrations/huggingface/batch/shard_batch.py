@@ -57,18 +57,18 @@ _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 @dataclass(frozen=True)
 class ModelPreparation:
-    """Makes layouts that carry the tables of a model's attention, for one rank.
+    """Makes layouts that include the tables of a model's attention, for one rank.
 
     `SequenceParallel.preparation` makes it, and lists the calls that it leaves out. It can be
     pickled and called in any process.
     """
 
-    kind: str  # of the layouts: zigzag, striped or contiguous
+    kind: str  # the kind of the layouts: zigzag, striped or contiguous
     ranks: int
     calls: tuple[Preparation, ...]  # one for each kind of call
 
     def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
-        """Return these documents' layout, the same as `shard` makes, with its tables."""
+        """Return the layout of these documents that `shard` would make, with its tables."""
         layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
         for prepare in self.calls:
             prepare(layout)
@@ -76,7 +76,7 @@ class ModelPreparation:
 
 
 class BatchSharder:
-    """Cuts the batches of one model into layouts of a `kind`; `shifts` is as in `Origin`."""
+    """Cuts the batches of one model into layouts of one kind; `shifts` is as in `Origin`."""
 
     def __init__(self, model: Any, comm: Comm, kind: str, with_images: bool) -> None:
         self._model, self._comm = model, comm
@@ -102,12 +102,12 @@ class BatchSharder:
         return {"keys of batch": sorted(map(str, batch)), **of_keys}
 
     def shard(self, batch: Batch, layout: Any = None, cached: bool = False) -> Any:
-        """As `SequenceParallel.shard`, for a call with a cache if `cached`."""
+        """Shard as `SequenceParallel.shard` does; with `cached`, for a call with a cache."""
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
         _check_tensors(batch)
         if KEY in batch:
-            raise ValueError("batch must be whole: it was sharded before")
+            raise ValueError("batch must be whole, got one that shard returned")
         if layout is None and isinstance(batch.get("layout"), Layout):
             layout = batch["layout"]  # from Collator(prepare=…)
         layout = getattr(layout, "layout", layout)
@@ -116,11 +116,13 @@ class BatchSharder:
             raise ValueError(f"layout must be {expected}, got {found}")
         if not self._with_encoder:
             main = self._side(batch, "", layout, cached)
-            # A model with images gets whole batches if they have more than text.
+            # A model with images receives a whole batch if the batch has more than text.
             images = self._with_images and any(self._is_beside(main, *x) for x in batch.items())
             return self._cut(batch, Sharding(main, whole=images), {"": main})
         if layout is not None:
-            raise ValueError("layout must be None for a model with an encoder, which needs two")
+            raise ValueError(
+                "layout must be None for a model with an encoder, which has two layouts"
+            )
         batch = self._with_decoder_tokens(batch)
         encoder, main = self._side(batch, "", None), self._side(batch, "decoder_", None)
         return self._cut(batch, Sharding(main, encoder), {"": encoder, "decoder_": main})
@@ -128,11 +130,11 @@ class BatchSharder:
     def preparation(self, calls: tuple[Preparation, ...]) -> ModelPreparation:
         """Return a function that makes the layouts of `shard` with the tables of these calls."""
         if self._with_encoder:
-            raise ValueError("model must have no encoder, which needs a second layout")
+            raise ValueError("model must have no encoder, which would need a second layout")
         return replace(self._make_layout, calls=calls)
 
     def check_tables(self, batch: Batch, sharding: Sharding) -> None:
-        """Refuse numbers outside the model's tables: only the rank that has one would fail."""
+        """Refuse indices outside the model's tables: only the rank that has one would fail."""
         classes = classes_of(self._model)
         for name in ("labels", "shift_labels"):
             x = batch.get(name)
@@ -150,7 +152,9 @@ class BatchSharder:
                 _check_range(name, x, tokens.num_embeddings, "the model's vocabulary")
         types = batch.get("token_type_ids")
         if isinstance(types, Tensor) and types.dim() == 2 and "token_type_ids" in self._takes:
-            for x in tables_of(self._model, TYPES) or [tokens]:  # GPT-2 has them among its tokens
+            for x in tables_of(self._model, TYPES) or [
+                tokens
+            ]:  # GPT-2's are in its table of tokens
                 _check_range("token_type_ids", types, x.num_embeddings, "the model's token types")
         encoder = encoder_of(self._model)
         inside = set() if encoder is None else set(encoder.modules())
@@ -181,7 +185,7 @@ class BatchSharder:
             reason = _REFUSED["output_attentions"]
             raise ValueError(f"output_attentions must be False in the model's config: {reason}")
         if kwargs.get("return_dict") is False:
-            raise ValueError("return_dict must be True: outputs are found by their names")
+            raise ValueError("return_dict must be True, since outputs are found by name, got False")
         self._check_origin(sharding, "labels" in kwargs)
         main, inputs = sharding.main, sharding.encoder or sharding.main
         expected = dict.fromkeys(("labels", "decoder_input_ids"), (1, main.tokens))
@@ -214,7 +218,7 @@ class BatchSharder:
                 raise ValueError(f"the batch must not be sharded for {reason}: {way_out}")
 
     def _is_beside(self, side: Side, name: str, x: Any) -> bool:
-        """Return whether a value belongs to images: the model takes it, or it has another shape."""
+        """Return whether a value belongs to images: the model takes it, or its shape differs."""
         if name == "mm_encoder_outputs":  # image features that `generate` computes first
             return bool(x)
         if not isinstance(x, Tensor) or name in _TEXT:
@@ -222,7 +226,7 @@ class BatchSharder:
         return name in self._takes or tuple(x.shape[:2]) != side.shape
 
     def _with_decoder_tokens(self, batch: Batch) -> Batch:
-        """Return the batch with the decoder's tokens, which are the labels moved by one."""
+        """Return the batch with the decoder's tokens, made by moving the labels by one."""
         if batch.get("decoder_input_ids") is not None:
             return batch
         model, config, labels = self._model, self._model.config, batch.get("labels")
@@ -233,7 +237,7 @@ class BatchSharder:
         elif labels is not None and own is not None:
             moved = own(labels, config.pad_token_id, config.decoder_start_token_id)
         else:
-            raise ValueError("batch must have decoder_input_ids, or labels to make them of")
+            raise ValueError("batch must have decoder_input_ids, or labels to make them from")
         made["decoder_input_ids"] = moved
         return made
 
@@ -250,8 +254,8 @@ class BatchSharder:
 
     def _cuts(self, batch: Batch) -> bool | str:
         """Return the effect of a jump in the positions, as `cuts` of `find_documents`."""
-        # As in transformers, a batch with a mask keeps its positions. Without one, most models make
-        # masks from positions, and begin documents there, unless they keep a cache, as they do by
+        # As in transformers, positions of a batch with a mask begin no documents. Without a mask,
+        # most models begin documents where positions jump, unless they use a cache, which is the
         # default. `check_packing` refuses a call in which the model makes another mask.
         if batch.get("attention_mask") is not None:
             return False
@@ -342,7 +346,7 @@ class BatchSharder:
         if sharding.encoder is None and not sharding.whole:
             ids = sharding.main.position_ids
             assert ids is not None
-            made["position_ids"] = ids.view_as(ids)  # the side does not own what owns the side
+            made["position_ids"] = ids.view_as(ids)  # a view, so that side and ids form no cycle
         if self._comm.size > 1:
             _guard(made, [name for _, name in inputs])
         for side, name in [(sharding.main, "labels"), (sharding.main, "position_ids"), *inputs]:
@@ -354,7 +358,7 @@ class BatchSharder:
 
     def _needs_mask(self, batch: Batch, side: Side) -> bool:
         documents = side.documents
-        if documents.kept.size < documents.rows * documents.columns:  # it has padding
+        if documents.kept.size < documents.rows * documents.columns:  # the batch has padding
             return True
         cut = find_documents(batch, *side.shape, "", True).cu_seqlens
         return not np.array_equal(cut, documents.cu_seqlens)
@@ -390,12 +394,12 @@ _REFUSED = {
     "encoder_hidden_states": "no rank has cut the states of another model",
     "cross_attention_states": "no rank has cut the states of another model",
 }  # arguments of a call
-_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # the layout's padding copies a token
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # the layout's padding is a copied token
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def _guard(part: Any, names: list[str]) -> None:
-    """Let models that are not enabled refuse a rank's tokens, which are entries of a batch."""
+    """Let models that are not enabled refuse the tokens of one rank."""
     for name in [name for name in names if part[name] is not None]:
         if name.endswith("input_ids"):
             part[name] = part[name].as_subclass(TokensOfRank)
@@ -451,7 +455,10 @@ def _check_layout(layout: Layout, documents: BatchDocuments, ranks: int) -> None
         found = f"documents of {_few(given)} tokens, and the batch has {_few(own)}"
         raise ValueError(f"layout must have the batch's documents, got {found}")
     if min(layout.tokens_per_rank) == 0:
-        raise ValueError("layout must give each rank a token, which models need")
+        raise ValueError(
+            "layout must give each rank at least one token, got "
+            f"{_few([*layout.tokens_per_rank])} per rank"
+        )
 
 
 def _few(lengths: list[int]) -> str:

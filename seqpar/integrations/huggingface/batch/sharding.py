@@ -1,4 +1,4 @@
-"""Cut a batch's tensors to one rank's tokens, and put them together again."""
+"""Cut a batch's tensors to one rank's tokens, and put all ranks' tensors together again."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Side:
 
     documents: BatchDocuments
     layout: Layout
-    index: Tensor  # (T_local,) places among the B·S tokens of all rows; −1: the layout's padding
+    index: Tensor  # (T_local,) indices among the B·S tokens of all rows; −1: the layout's padding
     position_ids: Tensor | None
     last_position: int  # the greatest position on any rank
-    padding: int = 0  # how many of this rank's tokens, the last ones, the layout adds
+    padding: int = 0  # number of tokens that the layout adds, the last of this rank
     _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
 
     def in_chunks(self, size: int) -> Layout:
@@ -54,15 +54,15 @@ class Side:
         return self.documents.rows, self.documents.columns
 
     def shows_jumps(self) -> bool:
-        """Return whether this rank's positions jump, so that a model's mask may separate them."""
+        """Return whether this rank's positions jump, so that a mask may separate documents."""
         ids = self.position_ids
         return ids is not None and bool((ids.reshape(-1, self.tokens)[0].diff() != 1).any())
 
     def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
         """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), with B along `dim`.
 
-        Padding gets `value`, or a copy of the first token, since models divide by embeddings'
-        sizes.
+        The layout's padding gets `value`. By default it gets a copy of the first token, since
+        models divide by the norms of embeddings.
         """
         index = self.index.to(x.device)
         first = int(self.documents.kept[0])
@@ -95,7 +95,7 @@ class Opaque:
     """An argument of a model's call that wrappers of the model pass on as one object.
 
     FSDP, DDP, accelerate and Lightning rebuild dataclasses, named tuples and registered pytrees
-    among the arguments. They copy or move other objects, by `to`, if at all.
+    among the arguments. Other objects they copy or move by `to`, if they change them at all.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -118,8 +118,8 @@ class Sharding(Opaque):
 
     Attributes:
         main: the tokens that have logits: the decoder's, if there is an encoder too.
-        labels: how many labels count on all ranks together; None without labels.
-        whole: whether the model gets all tokens, and cuts them after its images.
+        labels: the number of labels that count, on all ranks together; None without labels.
+        whole: whether the model receives all tokens, and its text model cuts them.
         origin: the models for which the batch was sharded.
     """
 
@@ -146,7 +146,7 @@ class Sharding(Opaque):
         return self.with_sides(self.main.on(device), encoder)
 
     def digest(self) -> str:
-        """Return a text that is the same on ranks that hold parts of the same batch."""
+        """Return a text that is equal on ranks that hold parts of the same batch."""
         parts, described = [], [f"{self.labels} labels"]
         for side in (self.main, self.encoder):
             if side is not None:
@@ -159,25 +159,25 @@ class Sharding(Opaque):
 def side_of(
     documents: BatchDocuments, layout: Layout, rank: int, position_ids: Tensor, device: torch.device
 ) -> Side:
-    """Return a rank's part of tokens whose positions are (B, S), or planes of that."""
+    """Return a rank's part of tokens whose positions are (B, S), or planes of (B, S)."""
     kept = torch.from_numpy(documents.kept).to(device)
     index = layout.shard(kept, rank, value=-1)
     rows, columns = documents.rows, documents.columns
     dim = position_ids.dim() - 2
     whole = position_ids.expand(*position_ids.shape[:dim], rows, columns)
-    last = int(whole.max())  # padding included: models that scale by it include padding
+    last = int(whole.max())  # with padding, as in models that scale by the last position
     padding = int(layout.padding(rank).sum())
     side = Side(documents, layout, index, None, last, padding)
     return replace(side, position_ids=side.take(whole, dim=dim))
 
 
 def note_tokens(x: Tensor, side: Side) -> None:
-    """Note on a tensor that it holds one rank's tokens."""
+    """Mark a tensor as one rank's tokens."""
     setattr(x, KEY, side)
 
 
 def has_tokens_of_rank(x: Any) -> bool:
-    """Return whether a value is of one rank's tokens: their ids, or a tensor with a note."""
+    """Return whether a value is one rank's tokens: ids, or a tensor that `note_tokens` marked."""
     noted = isinstance(x, Tensor) and getattr(x, KEY, None) is not None
     return noted or isinstance(x, TokensOfRank)
 
@@ -185,9 +185,9 @@ def has_tokens_of_rank(x: Any) -> bool:
 class TokensOfRank(Tensor):
     """The ids of one rank's tokens, which only an enabled model may look up in its embeddings.
 
-    Any other transformers model would compute a rank's tokens as if they were a whole batch. Such
-    a model raises a ValueError where it looks the ids up, and so does it for integers that are
-    computed from them, such as copies and parts. Everything else treats the ids as usual.
+    Any other transformers model would compute a rank's tokens as if they were a whole batch. Such a
+    model raises a ValueError when it looks the ids up, or integers that are computed from them,
+    such as copies and slices. All other code treats the ids as usual.
     """
 
     @classmethod
@@ -207,14 +207,14 @@ class TokensOfRank(Tensor):
 
 
 def plain_ids(x: Any) -> Any:
-    """Return ids of a rank's tokens as a usual tensor, and other values as they are."""
+    """Return ids of one rank's tokens as a usual tensor, and other values unchanged."""
     return x.as_subclass(Tensor) if isinstance(x, TokensOfRank) else x
 
 
 class UnreadableMask(Opaque):
     """The attention mask of a sharded batch of embeddings, which has no `TokensOfRank`.
 
-    An enabled model drops the mask. A model that is not enabled reads it, which raises a
+    An enabled model drops the mask. A model that is not enabled reads the mask, which raises a
     ValueError.
     """
 
@@ -228,7 +228,7 @@ class UnreadableMask(Opaque):
 
 
 def readable(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an enabled model's call without a mask that nobody may read."""
+    """Return the arguments of an enabled model's call without a mask that cannot be read."""
     return {name: x for name, x in batch.items() if not isinstance(x, UnreadableMask)}
 
 
@@ -236,7 +236,7 @@ def _check_calling_model() -> None:
     """Raise a ValueError if a transformers model is being called that is not enabled."""
     from transformers import PreTrainedModel
 
-    if is_traced():  # the models that are called cannot be found then
+    if is_traced():  # while a graph is traced, the models that are called cannot be found
         raise refusal_of_tokens("compiled model")
     calling = [x for x in calling_modules() if isinstance(x, PreTrainedModel)]
     others = list(takewhile(lambda x: all(KEY not in vars(y) for y in x.modules()), calling))
@@ -261,7 +261,7 @@ def digest_of(x: Any) -> str | None:
 
 
 def scalars_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers, strings and tensors of one number among arguments, for JSON."""
+    """Return the numbers, the strings and the tensors with one number among arguments, for JSON."""
     found = {name: x.item() if _has_one(x) else x for name, x in values.items()}
     return {str(name): x for name, x in found.items() if isinstance(x, int | float | str)}
 

@@ -21,10 +21,10 @@ class Cache:
     """The keys and values of an enabled model's layers, spread over its ranks; see `sp.cache`.
 
     The first call of the model with the cache is a sharded prefill, whose keys stay on the ranks
-    that computed them. In later calls every rank has the new tokens and attends to its own keys;
-    the rank with the fewest keys stores the new ones (`seqpar.ShardedCache`). Padding is not
-    stored. Each rank reorders beams and crops tokens by itself. It is a `transformers.Cache`, with
-    that class's methods.
+    that computed them. In later calls every rank has the new tokens and attends to the keys that it
+    stores; the rank with the fewest keys stores the new ones (`seqpar.ShardedCache`). Padding is
+    not stored. Each rank reorders beams and crops tokens by itself. The object is a
+    `transformers.Cache`, with that class's methods.
 
     Attributes:
         store: the `seqpar.ShardedCache` that holds the keys; None before the prefill. Layers with a
@@ -44,31 +44,32 @@ class Cache:
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        memo[id(self._attention)] = self._attention  # the model's, whose ranks stay
+        memo[id(self._attention)] = self._attention  # the model's module is not copied
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ValueError("past_key_values of sp.cache() cannot be pickled: ranks hold its keys")
+        raise ValueError(
+            "past_key_values of sp.cache() cannot be pickled, since its keys are on several ranks"
+        )
 
     def __repr__(self) -> str:
         return f"Cache({self.get_seq_length()} tokens over {self._attention.ranks} ranks)"
 
     def __len__(self) -> int:
-        """Return how many layers have keys."""
+        """Return the number of layers that have keys."""
         return len(self._windows)
 
     def reset(self) -> None:
-        """Forget all keys."""
         self.store: ShardedCache | None = None
         self.layout: Layout | None = None
         self.padding: Tensor | None = None
         self.decodes = False
         self._columns = self._new = 0
-        self._updated: int | None = None  # the layer that called `update` and has to attend
-        self._filled: dict[int, tuple[Tensor, Tensor]] = {}  # until the prefill ends
-        self._windows: dict[int, int | None] = {}  # of layers, as they attended in the prefill
+        self._updated: int | None = None  # the layer that called `update` and must attend next
+        self._filled: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, until the prefill ends
+        self._windows: dict[int, int | None] = {}  # by layer, the window of the prefill
         self._stores: dict[int | None, ShardedCache] = {}
 
     def is_of(self, attention: Attention) -> bool:
@@ -104,21 +105,25 @@ class Cache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's keys and values (1, H, T, D). Returns all that this rank has."""
+        """Store a layer's keys and values (1, H, T, D).
+
+        Return all keys and values that this rank has.
+        """
         if self.store is None or not self._new:
             raise ValueError("past_key_values must be filled by calls of the enabled model")
         if not self.decodes:
             if layer_idx in self._filled:
                 raise ValueError(f"past_key_values has the keys of layer {layer_idx} already")
-            rows = self.store.layout.tokens_on(self._attention.rank)  # no padding
+            rows = self.store.layout.tokens_on(self._attention.rank)  # without padding
             k, v = (x[0, :, :rows].transpose(0, 1) for x in (key_states, value_states))
             self._filled[layer_idx] = k, v
         else:
             k, v = (x[0].transpose(0, 1) for x in (key_states, value_states))
             k, v = self._store(layer_idx).append(layer_idx, k, v)
             key_states, value_states = (x.transpose(0, 1)[None] for x in (k, v))
-        # Attention finds the keys by this number, also in layers that share another layer's keys.
-        # A layer that changes its keys after the cache loses the number, and is refused.
+        # Attention finds the keys by this number, also in layers that share the keys of another
+        # layer. If a layer changes its keys after `update`, the result lacks the number, and the
+        # layer is refused.
         setattr(key_states, KEY, layer_idx)
         self._updated = layer_idx
         return key_states, value_states
@@ -145,18 +150,18 @@ class Cache:
             store.truncate(store.length - dropped)
 
     def layer_of(self, key: Tensor) -> int:
-        """Return the number of the layer to which keys belong.
+        """Return the index of the layer to which keys belong.
 
-        They must result from the last `update`, or be the very keys of an earlier layer. Otherwise
-        a ValueError is raised.
+        They must be the result of the last `update`, or the same tensor as an earlier layer's keys.
+        Otherwise a ValueError is raised.
         """
         layer: int | None = getattr(key, KEY, self._updated)
         if layer is None:
-            raise ValueError("its keys are not those of past_key_values")
+            raise ValueError("its keys must be those that past_key_values returned, got others")
         return layer
 
     def rows_of(self, layer: int) -> int:
-        """Return how many rows of a layer's keys this rank has in a step."""
+        """Return how many rows of a layer's keys this rank has in a decoding step."""
         return self._store(layer).rows
 
     def attends(self, layer: int, window: int | None) -> None:
@@ -178,7 +183,7 @@ class Cache:
         return out[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many columns the rows have, padding included."""
+        """Return the number of columns of the rows, padding included."""
         return self._columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -210,15 +215,14 @@ class Cache:
             self._columns -= dropped
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Keep the rows with these indices, in this order."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
         self._select([i for i in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep the rows with these indices."""
         self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
 
     def _select(self, rows: Sequence[int]) -> None:

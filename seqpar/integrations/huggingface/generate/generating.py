@@ -1,6 +1,6 @@
-"""`generate` of an enabled model: calls with a cache take and return whole batches.
+"""`generate` of an enabled model. Calls with a cache receive and return whole batches.
 
-The first such call is a sharded prefill; decoding steps follow it.
+The first such call is a sharded *prefill*; *decoding steps* follow it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Generation(Uncopied):
 
     def __init__(self, session: EnabledModel, sharder: BatchSharder) -> None:
         self._session, self._sharder = session, sharder
-        # Per running call: the outer call, the tokens whose logits are computed (None: all), and
-        # how many of the last logits of each row are returned then (0: all).
+        # For each running call: the outer call; the tokens whose logits are computed (None: all);
+        # and how many of the last logits of each row are returned (0: all).
         self.outer_calls: list[tuple[ModelCall | None, Kept | None, int]] = []
         inner = session.inner
         self._handles: list[Any] = [
@@ -62,8 +62,9 @@ class Generation(Uncopied):
         self._has_routers = "output_router_logits" in inspect.signature(inner.forward).parameters
         self._own = vars(inner).get("generate")
         if hasattr(inner, "generate"):
-            # Set on the model, so that other models of its class keep theirs. transformers has no
-            # other public way to add a cache; `_prepare_cache_for_generation` is private.
+            # The method is set on the model, so that other models of its class keep theirs.
+            # transformers has no other public way to add a cache: `_prepare_cache_for_generation`
+            # is private.
             self._handles.append(Replaced(inner, "generate", MethodType(_generate, inner)))
             own = inner.prepare_inputs_for_generation
             self._handles.append(Replaced(inner, own.__name__, _keep_cache(own)))
@@ -74,10 +75,13 @@ class Generation(Uncopied):
 
     def cache(self, block: int, reserve: int) -> Cache:
         if encoder_of(self._session.inner) is not None:
-            raise ValueError("model must have no encoder: the keys that it makes have no cache")
+            raise ValueError("model must have no encoder, whose keys a sharded cache cannot store")
         for layer in self._session.layers.values():
             if layer.recurrence is not None:
-                raise ValueError(f"{layer.name} is recurrent: it has states, which no cache keeps")
+                raise ValueError(
+                    f"model must have no recurrent layers for a cache, got {layer.name}: a sharded "
+                    "cache cannot store states"
+                )
         return cache_type()(self._session.attention, block=block, reserve=reserve)
 
     def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,11 +91,13 @@ class Generation(Uncopied):
 
         def check() -> Cache:
             if model is not self._session.inner:
-                raise ValueError("the model is a copy of one that is enabled")
+                raise ValueError(
+                    "the model is a copy of one that is enabled: call the enabled model"
+                )
             if KEY in named or any(map(has_tokens_of_rank, named.values())):
                 how = "call model.generate(**batch), which shards the prompts itself"
                 raise ValueError(f"batch must be whole for generate, got a sharded one: {how}")
-            # PEFT puts a method of its own there if it wrapped the model after `enable`.
+            # If PEFT wrapped the model after `enable`, this method is PEFT's.
             around = getattr(model.prepare_inputs_for_generation, "__self__", None)
             if reasons := faults_of_adapters([around]):
                 raise ValueError(reasons[0])
@@ -99,7 +105,7 @@ class Generation(Uncopied):
                 configs = _configs(model, named)
                 values = [named.get(name), *(getattr(x, name, None) for x in configs)]
                 value = next((x for x in values if x is not None), kept)
-                if value not in (kept, "hybrid"):  # Gemma's; transformers replaces it
+                if value not in (kept, "hybrid"):  # Gemma's default, which transformers replaces
                     raise ValueError(f"{name} must be {kept}, got {value!r}: {reason}")
             given = named.get("past_key_values")
             if given is None:
@@ -117,7 +123,7 @@ class Generation(Uncopied):
     def begin(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Begin a call with a cache: return the arguments that the model gets on this rank."""
+        """Begin a call with a cache; return the arguments for the model on this rank."""
         self._session.abandon()  # in case a call was interrupted
         kwargs = readable(kwargs)
         cache: Cache = kwargs.pop("past_key_values")
@@ -152,10 +158,13 @@ class Generation(Uncopied):
             raise ValueError("the model is a copy of one that is enabled")
         self._session.check_not_switched()
         if not cache.is_of(self._session.attention):
-            raise ValueError("past_key_values must be of this model's sp.cache()")
+            raise ValueError("past_key_values must be a cache of this model's session, sp.cache()")
         for layer in self._session.layers.values():
             if layer.linear is not None:
-                raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
+                raise ValueError(
+                    f"model must have no linear layers for a cache, got {layer.name}: a sharded "
+                    "cache cannot store states"
+                )
         if args:
             raise ValueError("the model must be called with keywords only, as in model(**batch)")
         if kwargs.get("use_cache") is False:
@@ -163,16 +172,22 @@ class Generation(Uncopied):
             raise ValueError(f"use_cache must be True: {reason}; call model(**sp.shard(batch))")
         for name in ("labels", "shift_labels", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs[name] is not False:
-                raise ValueError(f"{name} must be None in a call with past_key_values")
+                raise ValueError(
+                    f"{name} must be None in a call with past_key_values: for a loss, call "
+                    "model(**sp.shard(batch))"
+                )
         if inner.training and any(most_dropped(x) > 0 for x in inner.modules()):
             reason = "its dropout or jitter would differ between ranks"
             raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
         if isinstance(kwargs.get("logits_to_keep"), Tensor):
-            raise ValueError("logits_to_keep must be a number in a call with past_key_values")
+            raise ValueError("logits_to_keep must be an int with past_key_values, got a tensor")
         if kwargs.get(KEY) is not None:
             check_all_logits(kwargs)
         if kwargs.get(KEY) is not None and cache.is_initialized:
-            raise ValueError("past_key_values must be empty where the batch is sharded")
+            raise ValueError(
+                "past_key_values must be empty for a batch that shard returned: call sp.cache() "
+                "for each prompt"
+            )
 
     def _resolved(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache
@@ -203,7 +218,7 @@ class Generation(Uncopied):
         return made, call, kept, partial(cache.begin, layout, side.documents.columns, padding)
 
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Return whole outputs. Runs after a failure too."""
+        """Return whole outputs. This runs after a failure too."""
         call = current.call
         if not self.outer_calls or call is None or call.cache is None:
             return None
@@ -245,7 +260,7 @@ class Generation(Uncopied):
 
 _PLAIN = (bool, int, float, str, type(None))
 _KEYS_STAY = "keys stay on their ranks, in a cache of seqpar's"
-_REFUSED = {  # setting of `generate`: the only value that it may have, and the reason
+_REFUSED = {  # by setting of `generate`, the only value that it may have, and the reason
     "cache_implementation": (None, _KEYS_STAY),
     "use_cache": (True, _KEYS_STAY),
     "max_time": (None, "ranks have clocks of their own, and must end with the same token"),
@@ -262,7 +277,7 @@ def _refuse_gradient(_: Tensor) -> None:
 
 
 def _by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the positional arguments of a call by their names, where these are known."""
+    """Return the positional arguments of a call by their names, if the names are known."""
     parameters = inspect.signature(function).parameters.values()
     names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     return dict(zip(names, args, strict=False))
@@ -273,7 +288,7 @@ def _configs(model: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, by name, that change tokens and must agree on all ranks."""
+    """Return, by name, the settings that change tokens and must be equal on all ranks."""
     named: dict[str, Any] = {}
     for config in reversed(_configs(model, kwargs)):
         if hasattr(config, "to_dict"):
@@ -288,7 +303,7 @@ def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _described(x: Any, depth: int = 3) -> Any:
-    """Return a text, or texts, that are the same for equal settings of two processes."""
+    """Return a text, or texts, that are equal for equal settings of two processes."""
     if isinstance(x, Tensor):
         return digest_of(x)
     if isinstance(x, _PLAIN):
@@ -317,7 +332,7 @@ def _keep_cache(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     @wraps(own)
     def prepare_inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
         made, cache = own(*args, **kwargs), kwargs.get("past_key_values")
-        # Phi-3 drops its cache, and computes all tokens again, where its rotary factors change.
+        # Phi-3 drops its cache, and computes all tokens again, when its rotary factors change.
         if isinstance(cache, Cache) and made.get("past_key_values") is None:
             cache.reset()
             made["past_key_values"] = cache
@@ -328,10 +343,11 @@ def _keep_cache(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
 
 @contextmanager
 def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
-    """Draw rank 0's random numbers on all ranks; afterwards the others continue with their own."""
-    # `generate` chooses tokens in many places, but its generator's state is sent only once. Logits
-    # have the same bits on all ranks, and the next call's check compares the tokens.
-    if _drawing.get():  # an assistant's generate, called within its model's
+    """Draw rank 0's random numbers on all ranks. Afterwards each rank continues with its own."""
+    # `generate` draws tokens in many places, but the state of the generator is sent only once.
+    # That suffices, since logits have the same bits on all ranks, and the check of the next call
+    # compares the tokens.
+    if _drawing.get():  # the `generate` of an assistant, called within that of its model
         yield
         return
     device = comm.device
@@ -354,9 +370,12 @@ def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class DecodingStep(Side):
-    """A step's tokens, B rows of T in one row as in a prefill, so layers get one kind of call."""
+    """The tokens of a decoding step: B rows of T tokens in one row, as in a prefill.
 
-    # They are the same on every rank. `layout` is the prefill's, and does not contain these tokens.
+    Layers therefore see one kind of call.
+    """
+
+    # The tokens are the same on every rank. `layout` is that of the prefill, without these tokens.
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
         """Return the tokens in their rows, (1, B·T, …) -> (B, T, …)."""
@@ -368,11 +387,11 @@ class Kept:
     """The last tokens of each row, whose logits a call returns, and the ranks that hold them."""
 
     rows: int
-    index: Tensor  # places of this rank's kept tokens among the tokens that it computes
-    layout: Layout | None  # the layout of the kept tokens; None: every rank has all
+    index: Tensor  # indices of this rank's kept tokens among the tokens that it computes
+    layout: Layout | None  # the layout of the kept tokens; None: every rank has all of them
 
     def put_back(self, logits: Tensor, comm: Comm) -> Tensor:
-        """Return the logits of all rows, (1, kept here, V) -> (B, kept, V)."""
+        """Return the logits of all rows, (1, kept on this rank, V) -> (B, kept, V)."""
         if logits.shape[1] != self.index.numel():
             logits = logits[:, self.index]
         packed = logits[0] if self.layout is None else self.layout.unshard(logits[0], comm)
@@ -380,7 +399,7 @@ class Kept:
 
 
 def _prefill_layout(side: Side) -> tuple[Layout, Any]:
-    """Return a prefill's layout without padding, and the padding (B,), which is on the left."""
+    """Return a prefill's layout without padding, and each row's padding on the left, (B,)."""
     documents = side.documents
     by_rows = documents.by_rows().cu_seqlens
     lengths = np.diff(by_rows)
@@ -402,7 +421,7 @@ def _prefill_layout(side: Side) -> tuple[Layout, Any]:
 
 
 def _kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device) -> Kept | None:
-    """Return the last `count` tokens of each row; None for all logits, if a row is shorter."""
+    """Return the last `count` tokens of each row; None stands for all, if a row is shorter."""
     lengths = np.diff(layout.cu_seqlens)
     if not count or count > lengths.min():
         return None
@@ -469,4 +488,4 @@ def _check_mask(cache: Cache, mask: Any, tokens: int) -> None:
     left = torch.zeros(rows) if cache.padding is None else cache.padding
     real = torch.arange(columns, device=mask.device) >= left.to(mask.device)[:, None]
     if not torch.equal(mask.bool(), real):
-        raise ValueError("attention_mask must have the prefill's padding, and no other")
+        raise ValueError("attention_mask must have the same padding as in the prefill")

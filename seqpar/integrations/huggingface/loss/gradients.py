@@ -1,17 +1,17 @@
 """The loss of all ranks' tokens, and the average of its gradients over the ranks.
 
 The loss of a group of ranks is the sum of its ranks' losses. Backward on a rank computes the
-gradients that flow through this rank's tokens, times the number of ranks. Their average over the
-ranks is therefore the gradient of the group's loss. Whoever wraps the model averages: DDP and FSDP
-do, and without them `average_gradients` does. Terms that are equal on all ranks, such as a penalty
-of the weights, have equal gradients, which an average does not change.
+gradients that flow through this rank's tokens, times the number of ranks. The average of these
+gradients over the ranks is therefore the gradient of the group's loss. DDP or FSDP averages if it
+wraps the model, and otherwise `average_gradients` does. Terms that are equal on all ranks, such as
+a penalty of the weights, have equal gradients, which an average does not change.
 
-`LossOfRanks` computes that sum. All other code here refuses uses that would give wrong gradients
-without an error:
+`LossOfRanks` computes the sum of losses. All other code here refuses uses that would give wrong
+gradients without an error:
 
 * `_Output` is a node behind each output of the model. In backward, it refuses the gradient of a
   loss of one rank's tokens.
-* `_check_leaves` refuses a trainable tensor that is not a parameter of the model, because nobody
+* `_check_leaves` refuses a trainable tensor that is not a parameter of the model, because nothing
   averages its gradient.
 * `_LOCAL` and `_check_step` refuse an optimizer's step before `average`, if no wrapper averages.
 * `Averaging`, in `seqpar.comm.averaging`, finds the wrappers, and refuses wrappers that do not
@@ -47,7 +47,7 @@ from seqpar.core.torch_private import (
 from seqpar.integrations.huggingface.loss.outputs import with_tensors
 from seqpar.integrations.huggingface.model.layers import Uncopied
 
-_BUCKET_ELEMENTS = 1 << 24  # averaged in one exchange
+_BUCKET_ELEMENTS = 1 << 24  # limit on the elements that are averaged in one exchange
 _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
     "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
@@ -82,7 +82,7 @@ class LossOfRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if gradient is None:  # DDP passes all outputs through one node, unused ones too
+        if gradient is None:  # DDP passes all outputs through one node, also unused outputs
             return None, None, None
         for gradients in ctx.models:
             gradients.begin_backward(ctx)
@@ -93,8 +93,9 @@ class LossOfRanks(torch.autograd.Function):
 class _Output(torch.autograd.Function):
     """An output of the model that refuses the gradient of one rank's loss.
 
-    A loss that is computed from outputs reaches this node in backward. `check_output` then finds
-    out whether it came through a `LossOfRanks`, which lists the outputs on which it depends.
+    In backward, the gradient of a loss that is computed from outputs reaches this node.
+    `check_output` then finds out whether it came through a `LossOfRanks`, which lists the outputs
+    on which it depends.
     """
 
     @staticmethod
@@ -114,7 +115,7 @@ class _WholeBatch(torch.autograd.Function):
     """Tensors of a whole batch that require gradients, such as embeddings.
 
     All ranks have them, and use different tokens of them. No wrapper averages their gradients, so
-    backward does.
+    this node does so in backward.
     """
 
     @staticmethod
@@ -134,10 +135,10 @@ _LOSS, _OUTPUT = (f"{x.__name__}Backward" for x in (LossOfRanks, _Output))
 _GUARDED = {_LOSS, _OUTPUT}
 
 
-# The parameters of models without a wrapper. From backward to `average`, the value is the identity
-# of the parameter's gradient and the number of writes to it, so that a gradient that was replaced
-# or clipped is noticed. At other times it is None: the gradient is an average, or there is none.
-# All models share the table, because several of them may have the same parameter.
+# By parameter, for models without a wrapper. From backward to `average`, the value is the identity
+# of the parameter's gradient and the number of writes to the gradient, so that a gradient that was
+# replaced or clipped is noticed. At other times the value is None: the gradient is an average, or
+# there is none. All models share the table, because several models may have the same parameter.
 _LOCAL = WeakTensorKeyDictionary()
 
 
@@ -167,7 +168,7 @@ def _check_steps() -> None:
 
 
 class ModelGradients(Uncopied):
-    """The gradients of an enabled model's parameters: who averages them, and whether they did.
+    """The gradients of an enabled model's parameters: what averages them, and whether it has.
 
     A step of training goes through `begin_call`, `watched` (its outputs), `total` or
     `total_of_model` (its loss), `begin_backward`, `end_backward`, and without a wrapper through
@@ -184,16 +185,19 @@ class ModelGradients(Uncopied):
         self._hooks: dict[Tensor, RemovableHandle] = {}  # hooks on parameters: `_note_gradient`
 
     def begin_call(self, averaging: Averaging) -> None:
-        """Note who averages gradients in a call of the model that begins now."""
+        """Note which wrappers average gradients, when a call of the model begins."""
         if not torch.is_grad_enabled() or self.comm.size == 1:
             return
         if not in_backward():
             self.end_backward()  # in case a backward was interrupted
-        if not self._running:  # otherwise a checkpoint around the call computes it again
+        if not self._running:  # in a backward, a checkpoint around the call repeats the call
             self._averaging, self._before_backward = averaging, True
 
     def watched(self, outputs: Any) -> Any:
-        """Return a call's outputs, which refuse gradients except from a loss of all ranks."""
+        """Return a call's outputs.
+
+        They refuse gradients that do not come from a loss of all ranks.
+        """
         if self.comm.size == 1 or not torch.is_grad_enabled():
             return outputs
         known: dict[int, Tensor] = {}
@@ -208,7 +212,7 @@ class ModelGradients(Uncopied):
         return with_tensors(outputs, watched)
 
     def of_whole_batch(self, batch: Any) -> Any:
-        """Return a whole batch, whose tensors get the gradients of all ranks' tokens."""
+        """Return a whole batch whose tensors receive the gradients of all ranks' tokens."""
         if not isinstance(batch, Mapping) or self.comm.size == 1 or not torch.is_grad_enabled():
             return batch
         own = {k: x for k, x in batch.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -226,7 +230,7 @@ class ModelGradients(Uncopied):
         if not outputs and any(x.name() == "CheckpointFunctionBackward" for x in nodes):
             raise ValueError(_REENTRANT)
         if any(x.gradients.comm is not self.comm for x in outputs):
-            raise ValueError("loss must be of models that are enabled on the same group")
+            raise ValueError("loss must depend only on models that are enabled on one group")
         if self.comm.size > 1:
             owners = dict.fromkeys([self, *(x.gradients for x in outputs)])
             _check_leaves(nodes, owners, "loss must not depend on {}")
@@ -269,27 +273,27 @@ class ModelGradients(Uncopied):
         self._counted.update(loss.outputs)
 
     def end_backward(self) -> None:
-        """Forget the backward that was running. An interrupted backward needs this too."""
+        """Forget the backward that was running, also if it was interrupted."""
         self._running = False
         self._counted.clear()
 
     def check_scale(self, gradient: Tensor) -> None:
-        """Refuse a loss that ranks multiply by different numbers; each rank sends 8 bytes to each.
+        """Refuse a loss that ranks multiply by different numbers.
 
-        Does nothing with `check_ranks=False`.
+        Each rank sends 8 bytes to each other rank. Does nothing with `check_ranks=False`.
         """
         if not self._check_ranks or self.comm.size == 1:
             return
         own = gradient.detach().reshape(1).double().to(self.comm.device)
         factors = torch.cat(self.comm.all_gather(own, label="loss scale"))
         differ = (factors - factors[0]).abs() > 1e-3 * factors[0].abs()
-        if differ.any():  # not where they are NaN, as a scaler of gradients may make them
+        if differ.any():  # NaN does not count as different: a scaler of gradients may produce it
             values = enumerate(factors.tolist())
             listed = ", ".join(f"rank {rank} has {x:.6g}" for rank, x in values)
             raise ValueError(f"loss must be multiplied by the same number on all ranks: {listed}")
 
     def check_output(self, node: Any) -> None:
-        """Raise a ValueError if a gradient of an output does not come from a loss of all ranks."""
+        """Raise a ValueError unless the gradient of an output comes from a loss of all ranks."""
         if not self._running or node not in self._counted:
             raise ValueError(_REENTRANT if node.recomputed else _NO_TOTAL)
 
@@ -309,8 +313,8 @@ class ModelGradients(Uncopied):
         """Average the gradients of the model's parameters over the ranks, without a wrapper."""
         if self.comm.size == 1 or self._averaging.wrappers:
             return
-        # Parameters that accelerate offloads are on the meta device. It loads copies while their
-        # module runs, and drops the gradients of the copies, as in one process.
+        # Parameters that accelerate offloads are on the meta device. Accelerate loads copies while
+        # their module runs, and drops the gradients of the copies, also in a single process.
         parameters = [x for x in self._model.parameters() if x.requires_grad and not x.is_meta]
         gradients = [placed_as(x, x.grad) for x in parameters]
         averages = average_over_ranks(parameters, gradients, self.comm)
@@ -318,7 +322,7 @@ class ModelGradients(Uncopied):
             if average is None:
                 continue
             if x.grad is None or x.grad is not gradient or x.grad.layout != torch.strided:
-                x.grad = average.clone()  # an average is a part of a message
+                x.grad = average.clone()  # not a view of the whole message
             else:
                 with torch.no_grad():
                     x.grad.copy_(average)
@@ -347,7 +351,7 @@ class ModelGradients(Uncopied):
             elif (noted := _LOCAL.get(x)) and (x.grad is None or _written(x.grad) != noted):
                 if x.grad is not None and _dense(x, x.grad).any():
                     raise self._changed(x)
-                _LOCAL[x] = None  # zeroed since the last backward
+                _LOCAL[x] = None  # the gradient was zeroed since the last backward
 
     def _changed(self, x: Tensor) -> ValueError:
         return ValueError(
@@ -356,7 +360,7 @@ class ModelGradients(Uncopied):
         )
 
     def _check_parameters(self, loss: Any) -> None:
-        """Raise a ValueError if the loss depends on a parameter that nobody averages."""
+        """Raise a ValueError if the loss depends on a parameter whose gradient nothing averages."""
         averaging = self._averaging
         if left_out := averaging.left_out(self._model):
             raise ValueError(
@@ -370,7 +374,7 @@ class ModelGradients(Uncopied):
     def own_leaves(self) -> set[int] | None:
         """Return the ids of tensors whose gradients are averaged, or None if they are unknown.
 
-        They are unknown under FSDP1, which flattens parameters, and where accelerate offloads them.
+        They are unknown under FSDP1, which flattens parameters, and if accelerate offloads them.
         """
         if self._averaging.flattened or any(x.is_meta for x in self._model.parameters()):
             return None
@@ -385,7 +389,7 @@ class ModelGradients(Uncopied):
     def makes_leaves(self) -> bool:
         """Return whether a hook of transformers or PEFT turns embeddings into leaves.
 
-        They do this for reentrant checkpoints, whose inputs must require gradients.
+        They do so for reentrant checkpoints, whose inputs must require gradients.
         """
         hooks = (f for x in self._model.modules() for f in forward_hooks(x)[1].values())
         names = (getattr(f, "__name__", "") for f in hooks)
@@ -497,11 +501,11 @@ def _written(gradient: Tensor | None) -> tuple[int, int]:
 def _nodes(root: Any, number: int, ends: set[str]) -> list[Any]:
     """Return the nodes of autograd's graph that lead to output `number` of the node `root`.
 
-    The search stops at nodes whose names are in `ends`, and at a whole batch.
+    The search stops at nodes whose names are in `ends`, and at `_WholeBatch`.
     """
     ends = ends | {f"{_WholeBatch.__name__}Backward"}
     of_ddp = ddp_node()
-    known: dict[tuple[Any, int], None] = {}  # in one order on all ranks
+    known: dict[tuple[Any, int], None] = {}  # a dict, for the same order on all ranks
     waiting = [(root, number)]
     while waiting:
         edge = node, number = waiting.pop()
@@ -516,7 +520,7 @@ def _nodes(root: Any, number: int, ends: set[str]) -> list[Any]:
 
 
 def _check_leaves(nodes: list[Any], owners: Iterable[ModelGradients], refusal: str) -> None:
-    """Raise a ValueError if nobody averages the gradient of a leaf of autograd's graph.
+    """Raise a ValueError if nothing averages the gradient of a leaf of autograd's graph.
 
     `owners` are the models whose parameters are averaged. `refusal` is the beginning of the error.
     """

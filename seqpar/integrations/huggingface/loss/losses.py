@@ -1,9 +1,10 @@
 """The losses of a model's outputs, over the tokens of all ranks.
 
-The router loss multiplies for each expert the number of tokens that chose it and the sum of its
-probabilities, over all tokens and layers (Fedus et al., "Switch Transformers", 2021, equations 4 to
-6). Ranks therefore exchange the counts, one number per expert, which have no gradient; with these,
-each rank's own probabilities give its part of the loss.
+For each expert, the router loss multiplies the number of tokens that chose the expert by the sum of
+the expert's probabilities, over all tokens and layers (Fedus et al., "Switch Transformers", 2021,
+equations 4 to 6). Ranks therefore exchange the counts, one number per expert, which have no
+gradient. With the counts of all ranks, each rank computes its summand of the loss from its own
+probabilities.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _TERMS = ("z_loss_coefficient",)  # settings that add a term to the loss of the 
 def losses_of(
     model: Any, call: ModelCall, outputs: Any, comm: Comm, total: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Return the mean loss of labels and, on request, the router loss; `total` sums parts."""
+    """Return the mean loss of labels and, on request, the router loss.
+
+    `total` sums the losses of ranks.
+    """
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
         reason = f"its loss is made of them, got a {type(outputs).__name__}"
@@ -69,7 +73,7 @@ def check_loss_function(model: Any) -> None:
 
 
 def check_loss_terms(model: Any) -> None:
-    """Raise a ValueError if a setting adds other terms to the loss of the labels than aux_loss."""
+    """Raise a ValueError if a setting adds a term other than aux_loss to the loss of the labels."""
     for config in configs_of(model):
         for name in _TERMS:
             if value := getattr(config, name, 0):
@@ -87,7 +91,7 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
         shift_labels=labels,
         vocab_size=logits.shape[-1],
         config=model.config,
-        num_items_in_batch=count + (count == 0),  # without labels the loss is 0
+        num_items_in_batch=count + (count == 0),  # at least 1, so the loss is 0 without labels
     )
 
 
@@ -100,7 +104,7 @@ class RouterLoss:
 
     @classmethod
     def of(cls, model: Any) -> RouterLoss | None:
-        """Return a model's router loss, or None if it is not known to be this one."""
+        """Return a model's router loss, or None unless the model is known to compute this loss."""
         own = global_of(model, ROUTER_LOSS)
         top = _setting(model, "num_experts_per_tok")
         coefficient = _setting(model, "router_aux_loss_coef", "aux_loss_coef")
@@ -109,10 +113,10 @@ class RouterLoss:
         return cls(int(top), float(coefficient))
 
     def share(self, logits: tuple[Tensor, ...], side: Side, comm: Comm) -> Tensor:
-        """Return a rank's part () of the loss; loss and gradient are the sums of the parts.
+        """Return a rank's summand () of the loss.
 
-        `logits` are (T_local, experts) of each layer. Each rank sends 4 bytes per expert to all
-        others.
+        The loss and its gradients are sums over the ranks. `logits` are (T_local, experts) of each
+        layer. Each rank sends 4 bytes per expert to each other rank.
         """
         held = (side.index >= 0).to(logits[0].device)
         chosen, likely = _sums(logits, held, self.top)
@@ -122,7 +126,7 @@ class RouterLoss:
 
 
 def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
-    """Return why a router loss would be wrong. `padded`: a whole batch with padding."""
+    """Return why a router loss would be wrong; `padded` is whether a whole batch has padding."""
     asked = asked or any(getattr(x, "output_router_logits", False) for x in configs_of(model))
     if not asked or global_of(model, ROUTER_LOSS) is None:
         return []
@@ -143,7 +147,7 @@ def _setting(model: Any, *names: str) -> Any:
 
 
 def _sums(logits: tuple[Tensor, ...], held: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return two (experts,): how many tokens chose each, and the sum of their probabilities."""
+    """Return two (experts,): how many tokens chose each expert, and the sums of probabilities."""
     weights = held.float()
     chosen = likely = weights.new_zeros(logits[0].shape[-1])
     for layer in logits:
@@ -160,7 +164,7 @@ def _balance(chosen: Tensor, likely: Tensor, rows: int) -> Tensor:
 
 @cache
 def _is_this(own: Callable[..., Any]) -> bool:
-    """Return whether a model's function computes this loss, by a sample of two layers."""
+    """Return whether a model's function computes this loss, from a sample of two layers."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 8, 5, generator=generator).unbind()
     held = torch.arange(8) < 7

@@ -32,7 +32,7 @@ def tensors_in(nested: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Tens
 def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: str = "") -> Any:
     """Return mappings, lists and tuples with `function(tensor, name)` in place of each tensor.
 
-    Of their subclasses, it rebuilds only named tuples.
+    Of the subclasses of these types, only named tuples are rebuilt.
     """
     if isinstance(nested, Tensor):
         return function(nested, name)
@@ -46,7 +46,7 @@ def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: s
 
 
 def mark(outputs: Any, sharding: Sharding) -> None:
-    """Note on each output tensor which tokens its rows are."""
+    """Note on each output tensor which tokens its rows belong to."""
     for names, x in tensors_in(outputs):
         if sharding.whole and not set(names).issubset(_OF_TEXT):
             setattr(x, KEY, None)
@@ -58,7 +58,7 @@ def mark(outputs: Any, sharding: Sharding) -> None:
 
 
 def check_of_tokens(outputs: Any) -> None:
-    """Refuse marked outputs of transformers with answers for whole sequences, such as (1, D)."""
+    """Refuse marked outputs of transformers that have one value per sequence, such as (1, D)."""
     from transformers.utils.generic import ModelOutput
 
     if not isinstance(outputs, ModelOutput):
@@ -90,7 +90,7 @@ class _Cleared(torch.autograd.Function):
 
 
 def clear_padding(outputs: Any) -> Any:
-    """Return marked outputs with zeros in the rows of padding, which pass no gradient on."""
+    """Return marked outputs with zeros in the rows of padding, through which no gradient flows."""
     cleared: dict[int, Tensor] = {}
 
     def clear(x: Tensor, name: str) -> Tensor:
@@ -98,9 +98,9 @@ def clear_padding(outputs: Any) -> Any:
         if side is None or not side.padding:
             return x
         if id(x) not in cleared:
-            dim = int(_is_of(x, side))  # otherwise flat
+            dim = int(_is_of(x, side))  # if not, rows are the first dimension (`_FLAT`)
             # Logits are cleared in place, because a copy could double a step's memory and no
-            # backward needs them. Others, such as hidden states, may be inputs of recomputed
+            # backward needs them. Other outputs, such as hidden states, may be inputs of recomputed
             # layers, and are copied.
             cleared[id(x)] = _Cleared.apply(x, dim, side.padding, name == "logits")
         return cleared[id(x)]
@@ -116,9 +116,12 @@ def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
         if side is None and sharding is not None and _is_of(x, sharding.main):
             side = sharding.main
         if side is None:
-            found = f"a tensor {tuple(x.shape)} that the model did not return so"
-            raise ValueError(f"outputs must be a model's, got {found}: give its sharded batch too")
-        if not _is_of(x, side):  # flat
+            raise ValueError(
+                "outputs must be tensors that the model returned, unchanged, got one of shape "
+                f"{tuple(x.shape)}: for a tensor that you computed, pass the sharded batch too, as "
+                "sp.unshard(outputs, batch)"
+            )
+        if not _is_of(x, side):  # rows are the first dimension
             return side.put_back(x[None], comm).flatten(0, 1)
         return side.put_back(x, comm)
 

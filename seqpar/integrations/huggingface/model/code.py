@@ -5,7 +5,7 @@ that is read or changed here can change with any release, so each function says 
 and refuses a model for which that does not hold. A release of transformers that breaks one of these
 assumptions fails the tests of all families.
 
-| of whom | what | relies on |
+| code that is read | by | relies on |
 |---|---|---|
 | transformers' layers | `dispatches` | the name `get_interface` in their code |
 | transformers' models | `calls_loss_function` | the name `loss_function` in `forward` |
@@ -32,7 +32,7 @@ from torch import nn
 
 from seqpar.integrations.huggingface.model.replaced import Replaced
 
-ATTENTION = re.compile(r"Attention|Attn(?!_)")  # in the names of layers' classes
+ATTENTION = re.compile(r"Attention|Attn(?!_)")  # in the names of classes of layers
 ROUTER_LOSS = "load_balancing_loss_func"  # global function of models' files
 _LIBRARIES = ("torch", "transformers", "peft")  # classes of all other packages are the user's
 # CPython 3.11 raises a SystemError if two threads make syntax trees simultaneously.
@@ -45,7 +45,6 @@ def global_of(x: object, name: str) -> Any:
 
 
 def takes(x: nn.Module, argument: str) -> bool:
-    """Return whether a module's `forward` has a parameter of this name."""
     return argument in inspect.signature(type(x).forward).parameters
 
 
@@ -61,9 +60,9 @@ def dispatches(kind: type) -> bool:
 
 
 def calls_loss_function(kind: type) -> bool:
-    """Return whether a model computes its loss by `loss_function`, transformers' interface for it.
+    """Return whether a model computes its loss by `loss_function`, as transformers provides.
 
-    Other models may treat labels in any way: some causal models do not shift them.
+    Other models may use labels in any way: some causal models do not shift them.
     """
     forwards = (x for x in _functions(kind) if x.__name__ == "forward")
     return any("loss_function" in x.__code__.co_names for x in forwards)
@@ -72,9 +71,9 @@ def calls_loss_function(kind: type) -> bool:
 def read_elsewhere(kind: type) -> set[str]:
     """Return the attributes of a layer that `eager_attention_forward` of the layer's file reads.
 
-    Seqpar's attention replaces this function and would ignore these attributes. The function's
-    parameter for the layer is `module` in all files. The attribute `sinks` is not ignored if the
-    layer passes it as the argument `s_aux`, which seqpar's attention takes too.
+    Seqpar's attention replaces this function and would ignore these attributes. In all files, the
+    parameter of the function for the layer is called `module`. The attribute `sinks` is not ignored
+    if the layer passes it as the argument `s_aux`, which seqpar's attention also accepts.
     """
     own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
     if own is None or own.__module__ != kind.__module__:
@@ -88,10 +87,10 @@ def read_elsewhere(kind: type) -> set[str]:
 def users_of_labels(model: nn.Module, inner: nn.Module) -> list[str]:
     """Return the names of the user's classes that use labels in a model or in modules around it.
 
-    An enabled model gets no labels, because its loss is computed after its call. A class that only
-    passes `labels=labels` on, to the model inside it or to its base class, does not notice this. A
-    model that the user wrote, and that is of no family of transformers, may pass the labels to
-    `loss_function`, but may not shift them itself, and may not change the loss.
+    An enabled model receives no labels, because its loss is computed after its call. This makes no
+    difference to a class that only passes `labels=labels` on, to the model inside it or to its base
+    class. A model that the user wrote, and that is of no family of transformers, may pass the
+    labels to `loss_function`, but may neither shift them itself nor change the loss.
     """
     around = [x for x in model.modules() if any(y is inner for y in x.modules())]
     users: list[str] = []
@@ -147,7 +146,7 @@ def _makes_another_loss(function: FunctionType, owner: nn.Module, models: list[n
 
 
 def _calculates(x: ast.AST) -> bool:
-    """Return whether a node calculates with numbers, and does not only join tuples or mappings."""
+    """Return whether a node calculates with numbers, and does not just join tuples or mappings."""
     if isinstance(x, ast.BinOp) and isinstance(x.left, ast.Tuple):
         return False
     return isinstance(x, ast.BinOp | ast.AugAssign) and not isinstance(x.op, ast.BitOr)
@@ -186,7 +185,7 @@ def _syntax(function: FunctionType) -> list[ast.AST]:
     try:
         with _PARSING:
             return list(ast.walk(ast.parse(textwrap.dedent(_source(function)))))
-    except SyntaxError:  # a part of a line, such as a lambda
+    except SyntaxError:  # the source is only a part of a statement, as for a lambda
         return []
 
 
@@ -194,7 +193,7 @@ class Overlay(Replaced):
     """Runs a module's own forward with other functions in place of some of its globals.
 
     This holds until `remove`. The forward keeps its code, closures and decorators. Only this
-    module's copy of the forward sees the other functions: neither its file nor its class changes.
+    module's copy of the forward uses the other functions: neither its file nor its class changes.
     With `around`, a call of the module calls `around(own, module, …)`, where `own` is the copy.
     """
 
@@ -217,7 +216,7 @@ class Overlay(Replaced):
         super().__init__(module, "forward", MethodType(made, module))
 
     def remove(self) -> None:
-        """Restore the forward from before, unless somebody has replaced this one since."""
+        """Restore the previous forward, unless this forward has been replaced since."""
         if vars(self._module).get("forward") is self._value:
             super().remove()
 
@@ -226,7 +225,9 @@ def check_forward(module: nn.Module, names: Iterable[str]) -> None:
     """Raise a ValueError if an `Overlay` of these names cannot replace a module's forward."""
     found = type(module).__name__
     if "forward" in vars(module):
-        raise ValueError(f"model must have its own forwards, and a {found} has another one")
+        raise ValueError(
+            f"model must have the forwards of its classes, but that of a {found} was replaced"
+        )
     if missing := sorted(set(names) - named_in(module)):
         reason = f"a {found} does not call {', '.join(missing)}"
         raise ValueError(f"model must be of a release of transformers that seqpar knows: {reason}")
@@ -276,5 +277,5 @@ def _holds_what_it_decorates(function: object) -> bool:
 def _has(cell: CellType, content: object) -> bool:
     try:
         return cell.cell_contents is content
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return False

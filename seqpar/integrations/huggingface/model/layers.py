@@ -1,6 +1,6 @@
-"""What a model consists of: its attention layers, its tables of positions, and its loss.
+"""Find the attention layers of a model, its tables of positions, and its kind of loss.
 
-`find_layers` also refuses modules that need the whole sequence, of which a rank has a part.
+`find_layers` also refuses modules that need the whole sequence, of which a rank has only a part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MIXING_SETTINGS = {
     "expert_capacity": "experts take the first tokens that choose them, of a rank",
     "token_dropout": "embeddings depend on how many tokens a rank's sequence has",
 }
-_MODEL_TYPES = {  # families that nothing but their name shows to be inexact
+_MODEL_TYPES = {  # families that cannot be computed exactly, which only their name shows
     "t5gemma": "without a mask, it makes one of the tokens that are equal to padding's; choose "
     "another family",
 }
@@ -56,7 +56,7 @@ _LOSSES = {
     "ForMaskedLM": False,
     "ForTokenClassification": False,
 }
-# Class -> a kind of `RecurrentAttention`, or "convolution" if only a convolution mixes tokens.
+# By class, a kind of `RecurrentAttention`, or "convolution" if only a convolution mixes tokens.
 _RECURRENT = {
     "BambaMixer": "scalar_decay",
     "FalconH1Mixer": "scalar_decay",
@@ -74,7 +74,7 @@ _RECURRENT = {
     "Qwen3_5MoeGatedDeltaNet": "gated_delta",
     "Zamba2MambaMixer": "scalar_decay",
 }
-# Kind -> the global functions that mix tokens, which the forwards of this kind call.
+# By kind, the global functions with which the forwards of the kind mix tokens.
 CALLED: dict[str, tuple[str, ...]] = {
     "constant_decay": (),
     "convolution": ("causal_conv1d_fn",),
@@ -89,7 +89,7 @@ _RECURRENT_TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 class Uncopied:
-    """A part of an enabled model, which the model's copies share. Their calls are refused."""
+    """What copies of an enabled model share with the model. Calls of the copies are refused."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -105,10 +105,10 @@ class AttentionLayer(Uncopied):
     cross: bool  # whether a decoder's queries attend to the encoder's keys
     in_encoder: bool
     calls: int = 0  # how often the layer's forward ran
-    forward_bytes: int = 0  # that this rank sent for the layer
-    steps: int = 0  # calls after a prefill
+    forward_bytes: int = 0  # bytes that this rank sent for the layer in forward
+    steps: int = 0  # number of calls after a prefill
     step_bytes: int = 0  # forward bytes of these calls
-    backward_bytes: int = 0  # that this rank sent for the layer
+    backward_bytes: int = 0  # bytes that this rank sent for the layer in backward
     linear: Callable[..., Tensor] | None = None  # linear attention, after `make_linear`
     recurrence: Any = None  # the `PatchedRecurrence` of a recurrent layer
     handle: Any = None  # a tensor: compiled graphs find this object by it
@@ -117,7 +117,7 @@ class AttentionLayer(Uncopied):
 
 
 def kind_of(layer: type) -> str | None:
-    """Return a layer's kind of recurrence, if any. FSDP's subclasses share the forward."""
+    """Return a layer's kind of recurrence, or None. FSDP's subclasses share the layer's forward."""
     for base in layer.__mro__:
         ours = base.__module__.startswith("transformers.models.") and base.__name__ in _RECURRENT
         if ours and getattr(layer, "forward", None) is base.forward:  # type: ignore[attr-defined]
@@ -128,7 +128,10 @@ def kind_of(layer: type) -> str | None:
 def find_layers(
     model: nn.Module, prefix: str, faults: list[str]
 ) -> dict[nn.Module, AttentionLayer]:
-    """Return the attention layers by module; a ValueError names all others, and `faults`."""
+    """Return the attention layers by module.
+
+    Raise a ValueError that names all layers that cannot be computed, and `faults`.
+    """
     modules = dict(model.named_modules(prefix=prefix))
     kinds: dict[str, type] = {name: type(x) for name, x in modules.items()}
     softmax = {name for name, x in kinds.items() if dispatches(x)}
@@ -151,9 +154,9 @@ def find_layers(
 
 
 def loss_shifts(model: Any) -> bool | None:
-    """Return whether labels are next tokens; None if the model has no loss that is known.
+    """Return whether labels are next tokens; None unless the model's loss is known.
 
-    Raises a ValueError if the model's labels are of whole sequences.
+    Raises a ValueError if the model has one label per sequence.
     """
     if encoder_of(model) is not None:
         return False
@@ -166,7 +169,7 @@ def loss_shifts(model: Any) -> bool | None:
     if kind is not None and kind not in _LOSSES:
         reason = "it answers for whole sequences, whose tokens no rank has"
         raise ValueError(f"model must have a head for each token, got {name}: {reason}")
-    # BartForCausalLM, for example, makes a loss itself, of labels that it does not shift.
+    # BartForCausalLM, for example, computes its loss itself, and does not shift the labels.
     if kind is None or (kind == "ForCausalLM" and not calls_loss_function(type(model))):
         return None
     return _LOSSES[kind]
@@ -176,19 +179,19 @@ def encoder_of(model: Any) -> nn.Module | None:
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
         return None
-    if not takes(model, "decoder_input_ids"):  # an encoder by itself, whose config has both
+    if not takes(model, "decoder_input_ids"):  # an encoder alone, whose config describes both
         return None
     encoder: nn.Module = model.get_encoder()
     return encoder if encoder is not model else None
 
 
 def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, columns: int) -> Tensor:
-    """Return the positions (B, S) that the model would give the tokens of a whole batch."""
+    """Return the positions (B, S) that the model would give to the tokens of a whole batch."""
     modules: list[Any] = list(model.modules())
     for x in modules:
         if (make := _numbering(x)) is not None:
             if "input_ids" not in batch:
-                raise ValueError("position_ids must be given where input_ids are not")
+                raise ValueError("position_ids must be given for a batch without input_ids")
             return make(batch["input_ids"], x.padding_idx)
     device = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).device
     of_columns = torch.arange(columns, device=device).expand(rows, columns)
@@ -202,20 +205,20 @@ def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, column
 
 
 def _numbering(x: Any) -> Callable[..., Tensor] | None:
-    """Return the function that numbers tokens from their padding, as RoBERTa's does, or None."""
+    """Return the function that numbers tokens from their padding, as in RoBERTa, or None."""
     if not is_formula(x) and not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
         return None
     return getattr(x, _NUMBERING, None) or global_of(x, _NUMBERING)
 
 
 def tables_of(model: nn.Module, kind: re.Pattern[str]) -> list[nn.Embedding]:
-    """Return the tables of embeddings with such a name, `POSITIONS` or `TYPES`."""
+    """Return the tables of embeddings whose names match, `POSITIONS` or `TYPES`."""
     named = model.named_modules()
     return [x for name, x in named if isinstance(x, nn.Embedding) and kind.search(name)]
 
 
 def classes_of(model: Any) -> int | None:
-    """Return the number of classes of a model's labels, if it is known."""
+    """Return the number of classes of a model's labels, or None if it is not known."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None and "ForTokenClassification" in type(model).__name__:
         return int(model.config.num_labels)
@@ -234,7 +237,7 @@ def is_formula(x: nn.Module) -> bool:
 
 
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
-    """List layers that compute attention themselves, and call no function of transformers'."""
+    """List layers that compute attention without calling a function of transformers."""
     deaf = {}
     for name, x in modules.items():
         if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
@@ -256,7 +259,7 @@ def _mixing(
     reached: Collection[str],
     recurrent: Collection[str],
 ) -> list[str]:
-    """List modules that mix tokens in other ways than attention: each rank would mix its own."""
+    """List modules that mix tokens, but not by attention: a rank would mix only its tokens."""
     mixers = {}
     for name, x in modules.items():
         kind = type(x).__name__
@@ -316,7 +319,7 @@ def layerdrop_faults(model: nn.Module) -> list[str]:
 
 
 def most_dropped(module: nn.Module) -> float:
-    """Return the greatest probability of a dropout, or of another setting named for one."""
+    """Return the greatest probability of a dropout, or of another setting with such a name."""
     if isinstance(module, _DROPOUTS):
         return module.p
     numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, float))
@@ -324,21 +327,21 @@ def most_dropped(module: nn.Module) -> float:
 
 
 def random_settings(module: nn.Module) -> list[str]:
-    """Return the settings of a module's config that draw other random numbers than dropout's."""
+    """Return the settings of a module's config that draw random numbers other than for dropout."""
     config = getattr(module, "config", None)
     return [name for name in _RANDOM if getattr(config, name, None) is not None]
 
 
 def adapter_faults(model: nn.Module, inner: nn.Module, labelled: bool) -> list[str]:
     """Return why PEFT, around a transformers model, would compute something from a rank's part."""
-    # PEFT may also be around `model`, if PEFT wrapped it after `enable`. An adapter that
-    # transformers puts into its model has no code around the model.
+    # PEFT may also be around `model`, if it wrapped the model after `enable`. An adapter that
+    # transformers adds to a model has no code around the model.
     inside = takewhile(lambda x: x is not inner, model.modules())
     return faults_of_adapters([*calling_modules(), *inside], labelled)
 
 
 def faults_of_adapters(around: Iterable[object], labelled: bool = False) -> list[str]:
-    reasons: dict[str, None] = {}  # in order; PEFT has the configs in two modules
+    reasons: dict[str, None] = {}  # in order, without repetitions
     for x in around:
         for name, config in getattr(x, "peft_config", {}).items():
             kind = getattr(config, "peft_type", None)

@@ -1,4 +1,4 @@
-"""Attributes of a module's own, in place of its class's, that can be taken back."""
+"""Set attributes of a module in place of those of its class, and undo this later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Replaced:
-    """An attribute that a module has itself, in place until `remove`."""
+    """An attribute that is set on a module until `remove`."""
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self._module, self._name, self._value = module, name, value

@@ -1,4 +1,8 @@
-"""Groups of ranks, each of which acts as one process of accelerate."""
+"""Groups of ranks, each of which accelerate treats as one process.
+
+In an evaluation, the groups compute the batches of a single process in turns: in each *turn*, every
+group computes one batch.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,11 @@ _OPTIONS = (
 
 
 class Groups:
-    """The groups of an Accelerator's processes, each of which it treats as one process.
+    """The groups of an Accelerator's processes. The Accelerator treats each group as one process.
 
-    The Accelerator then gives all ranks of a group the same batches, and gathers a group's values
-    once. In an evaluation, groups take turns at the batches of a single process. If batches run out
-    in the last turn, the results of the other groups are dropped. `firsts` are the groups' first
-    processes.
+    It gives all ranks of a group the same batches, and gathers a group's values once. If batches
+    run out in the last turn of an evaluation, the results of the groups without a batch are
+    dropped. `firsts` are the groups' first processes.
     """
 
     def __init__(self, accelerator: Any, firsts: list[int], index: int) -> None:
@@ -44,7 +47,10 @@ class Groups:
 
     @classmethod
     def of(cls, comm: Comm, accelerator: Any) -> Groups:
-        """Return the groups; `comm` is this process's. Each process must be in one group."""
+        """Return the groups; `comm` is the group of this process.
+
+        Each process must be in one group.
+        """
         from accelerate.utils import gather_object
 
         processes = comm.processes
@@ -114,7 +120,7 @@ class Groups:
         return x if self.count == 1 else recursively_apply(self._gather_rows, x)
 
     def gather_for_metrics(self, x: Any, use_gather_object: bool = False) -> Any:
-        """Return an evaluation's rows, each batch's once, up to the dataset's last sample."""
+        """Return the rows of an evaluation, each batch once, up to the dataset's last sample."""
         from accelerate.utils import gather_object
 
         objects = use_gather_object or not _only_tensors(x)
@@ -137,7 +143,7 @@ class Groups:
 
     @property
     def _counted(self) -> list[int]:
-        """The first process of each group whose batch does not repeat another group's."""
+        """The first process of each group whose batch does not repeat another group's batch."""
         turn = self._turn
         if turn is None or not self._accelerator.gradient_state.end_of_dataloader:
             return self._firsts
@@ -166,13 +172,13 @@ class Groups:
         setattr(made, KEY, turn)
 
     def _dispatch(self, made: Any) -> None:
-        """Give a loader the samples that accelerate would dispatch to this process."""
+        """Let a loader return the samples that accelerate would dispatch to this process."""
         base, size = made.base_dataloader, made.base_dataloader.batch_size
         if not self._accelerator.split_batches:
             size *= self.count
         elif size % self.count:
             what = f"a multiple of the {self.count} groups to be split, got {size}"
-            raise ValueError(f"per_device_train_batch_size must be {what}")
+            raise ValueError(f"per_device_train_batch_size must be {what}, got {size}")
         if base.num_workers > 1:
             made.base_dataloader = self._of_merged_workers(base)
             return
@@ -193,12 +199,12 @@ class Groups:
             batch_size=None,
             collate_fn=base.collate_fn,
             pin_memory=base.pin_memory,
-            generator=torch.Generator(),  # so that only `workers` draws a seed from the process's
+            generator=torch.Generator(),  # only `workers` then draws from the process's generator
         )
 
 
 class _Turn:
-    """A turn of `batches` different batches, one for each group; the last one has `rows` rows."""
+    """A turn of `batches` different batches, one per group; the last batch has `rows` rows."""
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:
         self.groups, self.group, self.dispatches = groups, group, dispatches
@@ -248,7 +254,8 @@ class _DealtLoader(DataLoader[Any]):
 class _Dispatched(IterableDataset[Any]):
     """The samples that accelerate's DataLoaderDispatcher would give one process in an epoch.
 
-    A turn has `size` samples, in equal parts; the last one is filled with the first samples.
+    A turn has `size` samples, divided equally among the groups. The last turn is filled up with the
+    first samples.
     """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool, groups: Groups) -> None:
@@ -281,12 +288,12 @@ class _DispatchedBatches(IterableDataset[list[Any]]):
     """The batches, as lists, that accelerate's DataLoaderDispatcher would give one process.
 
     `workers` loads lists of samples in several processes. A turn has `batches` of these lists,
-    divided equally among the groups. The last turn is filled with the first samples, or left out
-    with `drop_last`. Turns, and the group's batches, are made in this process: a worker has only
-    some of the samples.
+    divided equally among the groups. The last turn is filled up with the first samples, or left out
+    with `drop_last`. Turns, and the group's batches, are made in this process, since a worker has
+    only some of the samples.
     """
 
-    # This is a dataset because accelerate, when training resumes, makes another loader of it.
+    # This is a dataset because accelerate makes another loader from it when training resumes.
 
     def __init__(self, workers: DataLoader[Any], batches: int, groups: Groups) -> None:
         self._workers, self._batches = workers, batches
@@ -307,7 +314,7 @@ class _DispatchedBatches(IterableDataset[list[Any]]):
                 if self._workers.drop_last and len(turn) < self._batches:
                     return
                 samples += islice(cycle(first), -len(samples) % self._groups)
-            # As in accelerate, samples that cannot be divided are left out of other turns.
+            # As in accelerate, samples of other turns that cannot be divided equally are left out.
             part = len(samples) // self._groups
             if part:
                 yield samples[self._group * part : (self._group + 1) * part]

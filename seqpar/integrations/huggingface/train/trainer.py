@@ -95,7 +95,7 @@ class OverRanks:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sp = _session_in(self.model)
-        # For a few models, such as GPT-2, transformers counts the first label of each row too.
+        # For a few models, such as GPT-2, transformers also counts the first label of each row.
         shifts = TRAINER.read(self, "_loss_shifts_labels")
         self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
         balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
@@ -108,7 +108,7 @@ class OverRanks:
         }
         for name, given in refused.items():
             if given:
-                raise ValueError(f"{name} must not be set for a model that runs over ranks")
+                raise ValueError(f"{name} must not be set for an enabled model")
         if getattr(self.args, "torch_compile", False):
             reason = "call sp.compile() before the trainer is made"
             raise ValueError(f"torch_compile must not be set for an enabled model: {reason}")
@@ -124,7 +124,7 @@ class OverRanks:
         self._keep_columns()
 
     def _keep_columns(self) -> None:
-        """Keep columns that a `Collator` reads, which transformers drops if forward lacks them."""
+        """Keep columns that a `Collator` reads. transformers drops them if forward lacks them."""
         if isinstance(self.data_collator, Collator):
             columns = TRAINER.read(self, "_signature_columns")
             self._signature_columns = list(dict.fromkeys([*columns, *COLUMNS]))
@@ -134,8 +134,8 @@ class OverRanks:
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        # accelerate takes a model that was evaluated before for one that it has prepared, and would
-        # not wrap it in DDP: nobody would average gradients.
+        # accelerate counts a model that was evaluated before as one that it has prepared, and would
+        # not wrap the model in DDP. Nothing would then average gradients.
         if self.model_wrapped is self.model and is_prepared(self.model):
             forget_prepared(self.model)
         with self._sp.comm.telling_errors():
@@ -155,7 +155,7 @@ class OverRanks:
         return total // self._sp.comm.size
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count the labels of a step, of all groups if it trains and tokens are averaged."""
+        """Count the labels of a step; in training, those of all groups if tokens are averaged."""
         if not self.model_accepts_loss_kwargs or not batch_samples:  # type: ignore[attr-defined]
             return None
         counts = [self._sp.count_labels(batch) for batch in batch_samples]
@@ -166,7 +166,8 @@ class OverRanks:
             counts += [int((x != -100).sum()) for x in firsts]
         count = torch.tensor(sum(counts), device=device)
         count = self.accelerator.gather(count).sum() if self._averages_tokens else count
-        return count if self._groups.evaluates else count.clamp(min=1)  # a step without labels: 0
+        # In training the count is at least 1, so a step without labels has the loss 0.
+        return count if self._groups.evaluates else count.clamp(min=1)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -192,7 +193,7 @@ class OverRanks:
 
     @property
     def _averages_tokens(self) -> bool:
-        """Whether a loss weighs the tokens of all groups equally; not so in an evaluation."""
+        """Whether a loss weighs the tokens of all groups equally; in an evaluation it does not."""
         return bool(self.args.average_tokens_across_devices) and not self._groups.evaluates
 
     def _labelled_shard(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -213,11 +214,11 @@ class OverRanks:
             loss = self._sp.total(self.label_smoother(outputs, labels, **given))
         counted = batch[KEY].labels if items is None else items
         if self._groups.evaluates and not counted:
-            loss = loss * torch.nan  # as on one process, so that the mean of batches leaves it out
+            loss = loss * torch.nan  # as on one process: the mean over batches leaves it out
         return self._scaled(loss, items), outputs
 
     def _scaled(self, loss: Tensor, items: Any) -> Tensor:
-        """Return a loss, times the number of groups if it was divided by averaged `items`."""
+        """Return a loss, times the number of groups if it was divided by the `items` of all."""
         return loss * self._groups.count if items is not None and self._averages_tokens else loss
 
 
@@ -232,8 +233,8 @@ def _session_in(model: nn.Module) -> SequenceParallel:
 class OverRanksSFT(OverRanks):
     """The methods of TRL's SFTTrainer that differ over ranks, in addition to those of `OverRanks`.
 
-    Its model returns a rank's log-probabilities by TRL's fused head, which accepts shifted labels.
-    TRL itself divides by counts of processes, and drops processes at an epoch's end.
+    The model returns a rank's log-probabilities by TRL's fused head, which accepts shifted labels.
+    TRL itself divides by counts of processes, and drops processes at the end of an epoch.
     """
 
     aux_loss_enabled: bool
@@ -263,7 +264,9 @@ class OverRanksSFT(OverRanks):
             if self.args.loss_type == "dft":
                 losses = losses * outputs.log_probs.exp().detach()
             count = batch[KEY].labels if num_items_in_batch is None else num_items_in_batch
-            count = torch.as_tensor(count).clamp(min=1)  # without labels the loss is 0, as in TRL
+            count = torch.as_tensor(count).clamp(
+                min=1
+            )  # so the loss is 0 without labels, as in TRL
             local = losses.sum() / count
             loss = self._scaled(self._sp.total(local), num_items_in_batch)
         self._note(outputs, inputs)

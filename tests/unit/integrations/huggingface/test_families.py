@@ -329,8 +329,8 @@ def test_families_with_their_own_masks_or_losses_are_refused(family):
 
 
 # Of what moshi returns, other outputs than logits are cut to the last tokens too.
-NOT_GENERATING = {"moshi": "outputs must be a model's"}
-NOT_GENERATING |= dict.fromkeys(RECURRENT, "it has states, which no cache keeps")
+NOT_GENERATING = {"moshi": "outputs must be tensors that the model returned"}
+NOT_GENERATING |= dict.fromkeys(RECURRENT, "a sharded cache cannot store states")
 
 
 @pytest.mark.exhaustive

@@ -110,7 +110,7 @@ def test_image_families_whose_text_generates_are_refused(family):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", RECURRENT)
 def test_image_families_with_recurrent_text_generate_nothing(family):
-    with pytest.raises(ValueError, match="it has states, which no cache keeps"):
+    with pytest.raises(ValueError, match="a sharded cache cannot store states"):
         generate(family)
 
 
@@ -220,7 +220,7 @@ def changed(gemma, change):
 CALLS = {
     "another mask of padding": (
         lambda x: x | {"attention_mask": torch.ones_like(x["attention_mask"])},
-        "attention_mask must be the one that shard was given",
+        "attention_mask must be the one of the batch",
     ),
     "tokens of one rank": (
         lambda x: x | {"input_ids": x["input_ids"][:, :4]},

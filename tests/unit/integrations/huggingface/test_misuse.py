@@ -210,10 +210,10 @@ REFUSED = {
     "other tokens": (differing("input_ids", lambda x: x + 1), "batch['input_ids'] must be"),
     "other labels": (differing("labels", lambda x: x - 1), "batch['labels'] must be"),
     "another mask": (differing("attention_mask", torch.ones_like), "batch['attention_mask'] must"),
-    "other outputs": (of_whole_logits, "outputs must be a model's"),
+    "other outputs": (of_whole_logits, "outputs must be tensors that the model returned"),
     "a batch that was not sharded": (
         lambda sp, model: sp.unshard(IDS, hf.batch()),
-        "batch must be one that shard returned",
+        "batch must be a sharded batch",
     ),
     "a loss that is no tensor": (lambda sp, model: sp.total(1.0), "loss must be"),
     "a loss of several numbers": (lambda sp, model: sp.total(torch.ones(2)), "loss must be"),
@@ -223,7 +223,7 @@ REFUSED = {
     "compiled after disable": (after_disable, "model cannot be compiled whole: it was disabled"),
     "enabled twice": (
         lambda sp, model: huggingface.enable(model, sp.comm),
-        "model is enabled already",
+        "model must not be enabled twice",
     ),
     "another max_new_tokens": (generated(max_new_tokens=(3, 4)), "max_new_tokens must be"),
     "another min_new_tokens": (

@@ -107,7 +107,7 @@ def test_layerdrop_is_refused_where_layers_would_be_skipped():
 def test_a_models_own_documents_are_refused():
     """transformers separates documents of positions in two parts, and ESMC chains in one."""
     chains = utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1]]))
-    with pytest.raises(ValueError, match="documents by a tensor of the model's own"):
+    with pytest.raises(ValueError, match="got one that reads another tensor"):
         read_mask(utils.and_masks(utils.bidirectional_mask_function, chains))
     positions = torch.tensor([[0, 1, 0, 1]])
     both = utils.packed_sequence_compatibility_function(
@@ -389,7 +389,7 @@ def test_enabling_twice_fails_and_copies_are_not_enabled(llama):
     def run(comm):
         model = copy.deepcopy(llama)
         sp = huggingface.enable(model, comm)
-        with pytest.raises(ValueError, match="enabled already"):
+        with pytest.raises(ValueError, match="enabled twice"):
             huggingface.enable(model, comm)
         with pytest.raises(ValueError, match="must be called with what shard returned"):
             type(model).generate(model, input_ids=hf.batch()["input_ids"], max_new_tokens=2)
@@ -418,7 +418,7 @@ def test_outputs_of_unknown_order_are_refused(llama):
         batch = sp.shard(hf.batch())
         logits = sp.model(**batch).logits.float() * 2
         assert sp.unshard(logits, batch).shape == (2, 22, hf.VOCABULARY)
-        with pytest.raises(ValueError, match="give its sharded batch too"):
+        with pytest.raises(ValueError, match="pass the sharded batch too"):
             sp.unshard(logits)
 
     virtual(2, run)

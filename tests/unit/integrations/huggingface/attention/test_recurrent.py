@@ -127,7 +127,7 @@ def test_make_linear_numbers_layers_as_the_report_does(models):
 MISTAKES = {
     "a copy": (
         lambda sp, model: copy.deepcopy(model.model.layers[0])(torch.zeros(1, 11, 32), None),
-        "copy a model before you enable it",
+        "copy the model before you enable it",
     ),
     "a layer alone": (
         lambda sp, model: model.model.layers[0](torch.zeros(1, 11, 32), None),
@@ -137,13 +137,16 @@ MISTAKES = {
         lambda sp, model: model.model(input_ids=torch.zeros(1, 11, dtype=torch.long)),
         "its batch must come through shard",
     ),
-    "a cache": (lambda sp, model: sp.cache(), "layers.0.linear_attn is recurrent: it has states"),
+    "a cache": (
+        lambda sp, model: sp.cache(),
+        "no recurrent layers for a cache, got layers.0.linear_attn",
+    ),
     "generate": (
         lambda sp, model: model.eval().generate(**generation.prompts((0, 7)), max_new_tokens=2),
-        "layers.0.linear_attn is recurrent: it has states",
+        "no recurrent layers for a cache, got layers.0.linear_attn",
     ),
     "linear": (lambda sp, model: sp.make_linear(["model.layers.0.linear_attn"]), "layers must be"),
-    "enabled again": (lambda sp, model: huggingface.enable(model, sp.comm), "enabled already"),
+    "enabled again": (lambda sp, model: huggingface.enable(model, sp.comm), "enabled twice"),
 }
 
 
@@ -168,7 +171,7 @@ def test_a_forward_that_was_replaced_is_refused(models):
             del model.model.layers[0].linear_attn.forward
             huggingface.enable(model, comm).disable()
 
-    assert "model must have its own forwards" in hf.refusal(on_rank)
+    assert "model must have the forwards of its classes" in hf.refusal(on_rank)
 
 
 def test_other_kinds_are_refused():

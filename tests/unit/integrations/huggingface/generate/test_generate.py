@@ -206,7 +206,7 @@ WRONG = [
     ),
     (
         lambda own, sp: generated(own, prompts(), past_key_values=of_other(own, sp.comm)),
-        "past_key_values must be of this model's",
+        "past_key_values must be a cache of this model's",
     ),
     (
         lambda own, sp: own(**sp.shard(prompts()), past_key_values=transformers.DynamicCache()),
@@ -246,7 +246,7 @@ WRONG = [
             attention_mask=torch.ones(2, 21),
             past_key_values=filled(own, sp),
         ),
-        "attention_mask must have the prefill's padding",
+        "attention_mask must have the same padding as in the prefill",
     ),
     (
         lambda own, sp: own(
@@ -256,7 +256,7 @@ WRONG = [
     ),
     (
         lambda own, sp: own(**sp.shard(prompts()), past_key_values=filled(own, sp)),
-        "past_key_values must be empty where the batch is sharded",
+        "past_key_values must be empty for a batch that shard returned",
     ),
     (
         lambda own, sp: own(
