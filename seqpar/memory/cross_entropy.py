@@ -27,8 +27,8 @@ _HALF = (torch.bfloat16, torch.float16)
 class LogProbabilities(NamedTuple):
     """What the head's distribution over words says about each token, in fp32, or fp64 for fp64."""
 
-    log_probability: Tensor  # of the label, with the labels' shape
-    entropy: Tensor  # of the distribution, in nats, with the labels' shape
+    log_probability: Tensor  # the label's log-probability, with the labels' shape
+    entropy: Tensor  # the entropy of the distribution in nats, with the labels' shape
 
 
 def chunked_cross_entropy(
@@ -50,25 +50,25 @@ def chunked_cross_entropy(
     logits, the losses and the sums of gradients are fp32, or fp64 for fp64. Labels are not shifted:
     `labels[i]` belongs to `hidden[i]`. Divide the sum by the number of labels of the whole batch.
 
-    Backward computes each chunk's logits again: with C channels and V words, a token takes 8·C·V
-    FLOPs instead of 6·C·V. Between the passes, `hidden` and two numbers per token are kept. Both
-    passes hold at most four copies of one chunk's logits, 4·chunk·V bytes each. Backward also holds
-    the weight's gradient in fp32.
+    Backward recomputes each chunk's logits: with C channels and V words, a token takes 8·C·V FLOPs
+    instead of 6·C·V. Between the passes, `hidden` and two numbers per token are kept. Both passes
+    hold at most four copies of one chunk's logits, 4·chunk·V bytes each. Backward also holds the
+    weight's gradient in fp32.
 
     Args:
         hidden: (..., C), fp64, fp32, bf16 or fp16; under autocast it is cast like arguments of
             `torch.nn.functional.linear`.
         weight: (V, C), the head's weight, in hidden's dtype. It may be tied to the embedding.
-        labels: (...), int32 or int64, from 0 to V − 1, or `ignore_index`. A label out of this
-            range raises an error on a CPU. On a GPU it makes the loss NaN, because an error would
-            have to wait for the GPU.
+        labels: (...), int32 or int64, from 0 to V − 1, or `ignore_index`. A label out of this range
+            raises an error on a CPU. On a GPU it makes the loss NaN, because an error would have to
+            wait for the GPU.
         chunk: the number of tokens whose logits are held at a time.
         bias: (V,), added to the logits.
         ignore_index: the label of tokens that are left out of the loss.
         token_weights: (...), the factor of each token's loss; it may have a gradient.
         softcap: a logit x becomes softcap·tanh(x/softcap), as in Gemma 2; 0 means none.
-        label_smoothing: the part of the target that is spread evenly over all words, 0 to 1, as in
-            `torch.nn.functional.cross_entropy`.
+        label_smoothing: the fraction of the target that is spread evenly over all words, 0 to 1, as
+            in `torch.nn.functional.cross_entropy`.
         z_loss: the factor of (log Σ exp(logits))², which is added to each token's loss, as in PaLM
             (Chowdhery et al., 2022, section 5).
 
@@ -132,8 +132,8 @@ class _Statistics(NamedTuple):
 
     log_sum_exp: Tensor
     label_logit: Tensor
-    logit_sum: Tensor  # Σ z; zeros if it was not asked for
-    expected_logit: Tensor  # Σ softmax(z)·z; zeros if it was not asked for
+    logit_sum: Tensor  # Σ z; zeros unless it is wanted
+    expected_logit: Tensor  # Σ softmax(z)·z; zeros unless it is wanted
 
 
 class _Wanted(NamedTuple):
@@ -235,8 +235,9 @@ class _LogitStatistics(torch.autograd.Function):
         for rows in _chunks(len(hidden), wanted.chunk):
             d_lse, d_label, d_sum, d_expected = (x[rows, None] for x in gradients)
             z = _logits(hidden[rows], wide, bias, wanted.softcap)
-            # The derivatives by z: of log Σ exp(z), softmax(z); of the label's logit, 1 at the
-            # label; of Σ z, 1; of E = Σ softmax(z)·z, softmax(z)·(1 + z − E).
+            # The derivative of log Σ exp(z) by z is softmax(z), that of the label's logit is 1 at
+            # the label, that of Σ z is 1, and that of E = Σ softmax(z)·z is
+            # softmax(z)·(1 + z − E).
             dz = (z - log_sum_exp[rows, None]).exp_()
             if wanted.expected:
                 from_mean = torch.where(dz > 0, z - expected_logit[rows, None], 0)
@@ -288,7 +289,7 @@ def _expected(z: Tensor, probabilities: Tensor) -> Tensor:
 
 
 def _check_tensors(hidden: Tensor, **others: Tensor | None) -> None:
-    """Raise a ValueError that names an argument that is no plain tensor on hidden's device."""
+    """Raise a ValueError that names an argument that is not a plain tensor on hidden's device."""
     for name, x in {"hidden": hidden, **others}.items():
         if x is None and name in ("bias", "token_weights"):
             continue

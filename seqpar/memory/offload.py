@@ -1,4 +1,4 @@
-"""Keep a share of the tensors that autograd saves in host memory, copied while the device computes.
+"""Keep a fraction of the tensors that autograd saves in host memory, copied during computation.
 
 As in ByteScale (2025), the activations of a long document then fit on fewer devices.
 """
@@ -18,7 +18,7 @@ from seqpar.core.torch_private import base_of
 
 
 class offload:
-    """Keep a share of the tensors that autograd saves in this context in host memory.
+    """Keep a fraction of the tensors that autograd saves in this context in host memory.
 
     ```python
     with seqpar.offload(0.5) as kept:
@@ -27,15 +27,16 @@ class offload:
     ```
 
     Gradients keep their bits. Parameters, integers, sparse tensors, small tensors and tensors on
-    the host stay where they are. On a GPU, copies use pinned memory and separate streams: tensors
-    leave while forward computes, and return `ahead` tensors before backward needs them. As with
-    `torch.autograd.graph.save_on_cpu`, saved tensors must not be changed in place.
+    the host stay where they are. On a GPU, copies use pinned memory and separate streams. Tensors
+    are copied to the host while forward computes. In backward, each tensor is copied back while the
+    `ahead` tensors before it are used. As with `torch.autograd.graph.save_on_cpu`, saved tensors
+    must not be changed in place.
 
     Args:
-        ratio: the share of saved bytes to copy, from 0 to 1. A tensor is copied when it is saved,
-            if the copied bytes then stay within this share of the bytes saved until then.
+        ratio: the fraction of saved bytes to copy, from 0 to 1. A tensor is copied when it is
+            saved, if the copied bytes then stay within this fraction of the bytes saved until then.
         least: the size in bytes of the smallest tensor that is copied.
-        ahead: the number of tensors that return before backward needs them.
+        ahead: the number of tensors that are copied back before backward needs them.
         simulate: also copy tensors on the host, to try offloading without a GPU.
 
     Attributes:
@@ -52,7 +53,9 @@ class offload:
         self._least, self._ahead = as_int("least", least, 0), as_int("ahead", ahead, 0)
         self._simulate = as_bool("simulate", simulate)
         self.saved_bytes = self.copied_bytes = 0
-        self._order: list[weakref.ref[_Copied]] = []  # in the order of saving; backward reverses it
+        self._order: list[
+            weakref.ref[_Copied]
+        ] = []  # in the order of saving, which backward reverses
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> offload:
@@ -64,7 +67,7 @@ class offload:
 
     def _pack(self, x: Tensor) -> Tensor | _Copied:
         on_host = x.device.type == "cpu" and not self._simulate
-        # Sparse tensors have no storage.
+        # Only strided tensors have a storage to copy.
         numbers = x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
         if on_host or not numbers or x.nbytes < self._least or _is_parameter(x):
             return x
@@ -77,7 +80,7 @@ class offload:
         return copied
 
     def _unpack(self, packed: object) -> Tensor:
-        """Return the saved tensor, and start to bring back the tensors saved just before it."""
+        """Return the saved tensor, and start to copy back tensors that were saved before it."""
         if not isinstance(packed, _Copied):
             assert isinstance(packed, Tensor)
             return packed
@@ -90,7 +93,7 @@ class offload:
 
 
 class _Copied:
-    """A tensor in host memory, or on its way there or back."""
+    """A tensor in host memory, or being copied there or back."""
 
     def __init__(self, x: Tensor, number: int) -> None:
         self.number, self._device = number, x.device
@@ -121,7 +124,7 @@ class _Copied:
     def wait(self) -> Tensor:
         """Return the tensor on its device, ready for the current stream."""
         assert self._back is not None
-        back, self._back = self._back, None  # a second backward copies it again
+        back, self._back = self._back, None  # a second backward copies the tensor again
         if self._arrived is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(self._arrived)

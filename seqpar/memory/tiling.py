@@ -17,18 +17,18 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.torch_private import never_compiled, version_of
 
 M = TypeVar("M", bound=nn.Module)
-Autocast = tuple[str, torch.dtype, bool]  # kind of device, dtype, whether it is enabled
-Versions = dict[str, tuple[Tensor, int | None]]  # tensors by name, each with its version
+Autocast = tuple[str, torch.dtype, bool]  # type of device, dtype, whether autocast is enabled
+Versions = dict[str, tuple[Tensor, int | None]]  # by name, a tensor and its version
 
 
 def tiled(module: M, chunk: int = 4096) -> M:
     """Let a module compute at most `chunk` tokens at a time, forward and backward.
 
-    The intermediate tensors of an MLP then take the memory of one chunk. Backward computes each
-    chunk's forward again. The gradients of parameters are summed over the chunks in fp32 (fp64 for
-    fp64) and rounded once. Results and gradients equal those of the plain module but for rounding.
-    Dropout draws other numbers than in the plain module, and backward draws them again, from
-    torch's default generators.
+    The intermediate tensors of an MLP then take the memory of one chunk. Backward recomputes each
+    chunk's forward. The gradients of parameters are summed over the chunks in fp32 (fp64 for fp64)
+    and rounded once. Results and gradients equal those of the plain module up to rounding. Dropout
+    draws other numbers than in the plain module, and backward draws them again, from torch's
+    default generators.
 
     The module must compute each token by itself: an MLP, a norm, or experts without a limit of
     tokens. It must take one tensor (..., T, C) as its only tensor argument, return one tensor (...,
@@ -62,7 +62,7 @@ def tiled(module: M, chunk: int = 4096) -> M:
 
 
 class _TiledForward:
-    """A module's `forward`, which calls that of its class on chunks; copied with the module."""
+    """A module's `forward`, which calls its class's forward on chunks; copied with the module."""
 
     def __init__(self, module: nn.Module, chunk: int) -> None:
         self._module, self._chunk = module, chunk
@@ -74,7 +74,10 @@ class _TiledForward:
             expected = "one tensor (..., T, C) of numbers as its first argument"
             raise ValueError(f"a tiled module takes {expected}, got {what}")
         if _holds_tensor([args, kwargs]):
-            raise ValueError("a tiled module takes one tensor, its first argument, and no other")
+            raise ValueError(
+                "a tiled module must be called with one tensor, its first argument: got further "
+                "tensors"
+            )
 
         def call(part: Tensor) -> Tensor:
             out = type(module).forward(module, part, *args, **kwargs)
@@ -99,7 +102,7 @@ class _Work(NamedTuple):
     module: nn.Module
     call: Callable[[Tensor], Tensor]
     chunk: int  # tokens
-    names: list[list[str]]  # of each parameter that requires a gradient
+    names: list[list[str]]  # all names of each parameter that requires a gradient
 
 
 class _Tiled(torch.autograd.Function):
@@ -126,7 +129,8 @@ class _Tiled(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         work: _Work = ctx.work
         d_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
-        # Hooks of a parameter are for its whole gradient, so chunks are computed with other leaves.
+        # Hooks of a parameter must see its whole gradient once, so chunks are computed with other
+        # leaves.
         leaves: list[Tensor] = [nn.Parameter(p.detach()) for p in parameters]
         sums: list[Tensor | None] = [None] * len(parameters)
         start = 0
@@ -155,7 +159,8 @@ class _Tiled(torch.autograd.Function):
                     d_x[..., rows, :] = 0 if d_part is None else d_part
                 for i, (own, total) in enumerate(zip(found, sums, strict=True)):
                     if own is not None:
-                        # A copy, because a gradient may be a view of the result's gradient.
+                        # The sum begins with a copy, because a gradient may be a view of the
+                        # result's gradient.
                         kind = accumulator_dtype(own.dtype)
                         sums[i] = own.to(kind, copy=True) if total is None else total.add_(own)
                 start += part.shape[-2]
@@ -167,7 +172,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _holds_tensor(value: object) -> bool:
-    """Return whether a value is a tensor, or a collection with one."""
+    """Return whether a value is a tensor, or a collection that contains one."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple | set):
@@ -177,7 +182,7 @@ def _holds_tensor(value: object) -> bool:
 
 @never_compiled
 def _names_of_parameters(module: nn.Module) -> dict[Tensor, list[str]]:
-    """Return the parameters that require a gradient, with all names of each."""
+    """Return the parameters that require a gradient, each with all of its names."""
     names: dict[Tensor, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if p.requires_grad:
@@ -198,7 +203,7 @@ class _Caller(nn.Module):
 
 @never_compiled
 def _versions(module: nn.Module, x: Tensor) -> Versions:
-    """Return a module's input, parameters and buffers, each with a number that grows by writes."""
+    """Return a module's input, parameters and buffers, each with a number that writes increase."""
     named = {"its input": x, **dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: (y, None if y.is_inference() else version_of(y)) for name, y in named.items()}
 
@@ -239,7 +244,7 @@ def _autocast(settings: Autocast | None) -> AbstractContextManager[object]:
 
 @never_compiled
 def _refuse_lost_gradients(out: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError if a result depends on a leaf that is none of the inputs."""
+    """Raise a RuntimeError if a result depends on a leaf that is not one of the inputs."""
     pending, seen = [out.grad_fn], set()
     while pending:
         node = pending.pop()
