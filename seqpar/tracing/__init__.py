@@ -1,4 +1,4 @@
-"""Traces of computation, messages and waits, and the communication that compute does not hide.
+"""Traces of computation, messages and waits, and communication that computation does not hide.
 
 Start with `trace.py`.
 """

@@ -1,4 +1,4 @@
-"""Exposure: how much of the communication of a step is not hidden under compute."""
+"""Exposure: how much of a step's communication is not hidden under computation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Exposure:
 
     Attributes:
         rounds: three times per round, in seconds of the slowest rank: the unchanged step, the step
-            with exchanges that send nothing, and the step without the compute of attention.
+            with exchanges that send nothing, and the step without the computation of attention.
     """
 
     rounds: tuple[tuple[float, float, float], ...]
@@ -38,7 +38,7 @@ class Exposure:
 
     @property
     def communication(self) -> float:
-        """The seconds of the step without the compute of attention."""
+        """The seconds of the step without the computation of attention."""
         return statistics.median(communication for _, _, communication in self.rounds)
 
     @property
@@ -51,24 +51,24 @@ class Exposure:
 
     @property
     def fraction(self) -> float:
-        """The share of communication that is not hidden: the median of `fractions`.
+        """The fraction of communication that is not hidden: the median of `fractions`.
 
-        A busy machine slows all three times of a round, so each round has its own fraction. Two
+        A busy machine slows all three times of a round, so each round has a separate fraction. Two
         rounds are too few: one stall moves their median by half.
 
-        It is above 1 if communication costs more than it takes without compute: because ranks with
-        uneven work wait for each other in turn, or because messages slow the compute. If
-        `fractions` differ widely, a value above 1 is noise.
+        The fraction is above 1 if communication adds more time to the step than it takes without
+        computation. The reason may be that ranks with uneven work wait for each other in turn, or
+        that messages slow the computation. If `fractions` differ widely, a value above 1 is noise.
         """
         return statistics.median(self.fractions)
 
 
 @outside_graphs
 def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Exposure:
-    """Measure how much of the communication of `step` is not hidden under compute.
+    """Measure how much of the communication of `step` is not hidden under computation.
 
     All ranks of `group` call this with the same step. A round runs the step in three ways:
-    unchanged, with exchanges that send nothing, and without the compute of attention. One round
+    unchanged, with exchanges that send nothing, and without the computation of attention. One round
     warms up, and `rounds` rounds are measured. In the second and third way results are arbitrary,
     so the step must not update anything that you want to keep. The step makes its calls in this
     thread; calls of other threads are computed as usual. All ranks get the same numbers.
@@ -82,7 +82,7 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
     def timed() -> float:
         comm.synchronize()
         comm.all_gather(torch.zeros(1, device=comm.device), label="exposure")
-        comm.synchronize()  # on a GPU, only this waits for the others, so that ranks begin together
+        comm.synchronize()  # on a GPU, only this call waits for the other ranks
         start = time.perf_counter()
         step()
         comm.synchronize()

@@ -27,7 +27,7 @@ EVENT_KINDS = ("compute", "wait", "flight")  # in the order of the rows of the p
 class Event:
     """One event of a rank."""
 
-    kind: str  # "compute", "wait" or "flight", from a post to the end of its wait
+    kind: str  # "compute", "wait", or "flight": from the post of messages to the end of their wait
     what: str  # the strategy and its pass, such as "ring backward"
     step: int  # the strategy's step; for a compute, the number of computes before it in this pass
     start: Any  # seconds since the epoch, by this rank's clock
@@ -35,7 +35,7 @@ class Event:
     rank: int = 0  # the rank of the event
     peers: tuple[int, ...] = ()  # the receivers of a flight, or the ranks that a wait was for
     bytes: int = 0  # the bytes that a flight sent
-    area: int = 0  # (query, key) pairs × query heads; or what costs the same in linear attention
+    area: int = 0  # (query, key) pairs × query heads, or as many as linear attention costs
 
 
 class Trace:
@@ -101,7 +101,7 @@ class Trace:
     def waited_for(self) -> dict[tuple[str, int, tuple[int, ...]], float]:
         """Return the seconds waited, by (strategy and pass, step, peers), longest first.
 
-        A slow rank or link is therefore the first entry.
+        A slow rank or link is therefore in the first entry.
         """
         waits: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
         for event in self.events:
@@ -139,7 +139,7 @@ class Trace:
 
 
 def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """Return now as a CUDA event and in seconds; events only know distances to events."""
+    """Return the present as a CUDA event and in seconds, since events measure only differences."""
     torch.cuda.synchronize(device)
     now = moment(device)
     assert isinstance(now, torch.cuda.Event)
@@ -148,7 +148,10 @@ def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
 
 
 def _shown(number: int, event: Event) -> list[ChromeEvent]:
-    """Return an event in Chrome's format; a flight becomes two, its start and its end."""
+    """Return an event in Chrome's format.
+
+    A flight becomes two objects, for its start and its end.
+    """
     peers = ", ".join(map(str, event.peers))
     common: ChromeEvent = {
         "name": f"{event.what}, step {event.step}" + (f": rank {peers}" if peers else ""),
@@ -160,7 +163,7 @@ def _shown(number: int, event: Event) -> list[ChromeEvent]:
     start, stop = event.start * 1e6, event.stop * 1e6
     if event.kind != "flight":
         return [common | {"ph": "X", "ts": start, "dur": stop - start, "args": details}]
-    return [  # Flights overlap, but events with a duration ("X") must not.
+    return [  # flights overlap, which events with a duration ("X") must not
         common | {"ph": "b", "id": number, "ts": start, "args": details},
         common | {"ph": "e", "id": number, "ts": stop},
     ]
