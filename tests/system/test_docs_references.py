@@ -78,6 +78,16 @@ def test_the_table_of_costs_is_the_committed_result():
     assert errors["all"]["median"] < 0.1
 
 
+def test_the_table_of_recordings_is_the_committed_result():
+    rows = results("recording")["rows"]
+    page = (ROOT / "docs/guides/parity.md").read_text()
+    for row in rows:
+        times = f"{row['without']:.2f} | {row['with']:.2f} | {row['ratio']:.2f}"
+        size = f"{row['bytes'] / 1e6:.1f}"
+        assert f"| {row['width']} | {row['tokens']:,} | {times} | {size} |" in page
+    assert max(row["ratio"] for row in rows) <= 2
+
+
 def test_tables_of_disaggregated_plans_match_the_results():
     from benchmarks.balance import disaggregated, simulated_steps
 
