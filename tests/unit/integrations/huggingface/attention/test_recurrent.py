@@ -139,11 +139,11 @@ MISTAKES = {
     ),
     "a cache": (
         lambda sp, model: sp.cache(),
-        "no recurrent layers for a cache, got layers.0.linear_attn",
+        "no recurrent layers for a cache, got model.layers.0.linear_attn",
     ),
     "generate": (
         lambda sp, model: model.eval().generate(**generation.prompts((0, 7)), max_new_tokens=2),
-        "no recurrent layers for a cache, got layers.0.linear_attn",
+        "no recurrent layers for a cache, got model.layers.0.linear_attn",
     ),
     "linear": (lambda sp, model: sp.make_linear(["model.layers.0.linear_attn"]), "layers must be"),
     "enabled again": (lambda sp, model: huggingface.enable(model, sp.comm), "enabled twice"),
