@@ -137,8 +137,9 @@ class BoundModule(nn.Module, Generic[S]):
     ) -> list[Traffic]:
         """Return the messages of a rank (default: this one) in a call, by pass, step and peer.
 
-        Takes the arguments of a call, and uses only the shapes and dtypes of tensors. This method
-        computes and sends nothing. The rows of the backward pass assume that all ranks run it. With
+        Takes the arguments of a call, and uses only the shapes, dtypes and devices of tensors. Meta
+        tensors stand for tensors on a GPU with FlashAttention-4. This method computes and sends
+        nothing. The rows of the backward pass assume that all ranks run it. With
         `return_lse`, they also assume that lse has a gradient.
         """
         call = self._resolve(q, k, v, layout, **options)

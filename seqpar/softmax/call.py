@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import EllipsisType
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
+import torch
 from torch import Tensor
 
 from seqpar.attention.backend import current_backend
@@ -27,6 +28,7 @@ from seqpar.softmax.compute.call_options import CallOptions, check_slopes, parse
 from seqpar.softmax.compute.max_logits import MaxLogits
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 Causal = bool | EllipsisType  # `...` if the call does not have the argument
 
 
@@ -106,7 +108,9 @@ class CallArguments(NamedTuple):
             deterministic=deterministic,
         )
 
-    def to_call(self, comm: Comm, shape: OperandShape, has_sinks: bool) -> ResolvedCall:
+    def to_call(
+        self, comm: Comm, shape: OperandShape, has_sinks: bool, device: torch.device
+    ) -> ResolvedCall:
         """Return the resolved call; raise a ValueError if a layout, the mask or a number is wrong.
 
         Checks and results that only depend on the settings are made once and kept with the layouts.
@@ -120,10 +124,12 @@ class CallArguments(NamedTuple):
             if layout.cut.most_documents or kv_layout.cut.most_documents:
                 _check_most_documents(layout, kv_layout, mask)
             self.options.check(shape.dtype)
-            return mask, _kept(layout, kv_layout, comm.rank, mask, self.options, shape)
+            settings = comm.rank, mask, self.options, shape, device
+            return mask, _kept(layout, kv_layout, *settings)
 
         checked = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, shape, *self.mask_contents(), *self[CARRIED.tensors :]
+        of_call = comm.rank, comm.size, shape, device
+        key = *of_call, *self.mask_contents(), *self[CARRIED.tensors :]
         mask, kept = checked(key, check_settings)
         options = self.options
         if self.alibi_slopes is not None:
@@ -138,6 +144,7 @@ class CallArguments(NamedTuple):
             has_sinks=has_sinks,
             return_lse=self.return_lse,
             kept=kept,
+            device=device,
         )
 
     def _mask(self, layout: Geometry, kv_layout: Geometry) -> Mask:
@@ -229,6 +236,7 @@ class ResolvedCall:
     return_lse: bool
     kept: Memo = field(repr=False)
     max_logits: MaxLogits | None = None
+    device: torch.device = _CPU  # of the operands
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return `build()`, called once for all calls that differ only in their tensors.
@@ -247,7 +255,7 @@ class ResolvedCall:
     def altered(self, **changes: Unpack[CallChanges]) -> ResolvedCall:
         """Return the call of another rank, with other layouts or another shape."""
         call = replace(self, **changes)
-        settings = call.rank, call.mask, call.options.with_slopes(None), call.shape
+        settings = call.rank, call.mask, call.options.with_slopes(None), call.shape, call.device
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
     def with_heads_of(self, call: ResolvedCall, heads: slice) -> ResolvedCall:

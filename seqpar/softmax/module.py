@@ -60,7 +60,7 @@ class SoftmaxPreparation(Preparation):
         )
         options = arguments.options._replace(backend=self.backend)
         arguments = arguments._replace(options=options)
-        call = arguments.to_call(comm, shape, self.has_sinks)
+        call = arguments.to_call(comm, shape, self.has_sinks, self.device)
         if layout.geometry.cut.most_documents:
             check_most_documents(strategy, arguments.return_max_logits, self.is_routed)
         strategy.check(call)

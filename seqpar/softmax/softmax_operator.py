@@ -16,6 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, rank_invariant_refusal, refusal, triton_refusal
@@ -55,7 +56,8 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
         with naming_rank(bound.comm):
             bound.comm.check_device("q", tensors.q.device)
             shape = OperandShape.of(tensors.q, tensors.k, tensors.v)
-            call = arguments.to_call(bound.comm, shape, tensors.sinks is not None)
+            has_sinks = tensors.sinks is not None
+            call = arguments.to_call(bound.comm, shape, has_sinks, tensors.q.device)
             _check_tensors(call, tensors)
             self.check(bound, call, tensors, arguments)
         return call
@@ -155,7 +157,8 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
         self, bound: Bound, comm: Comm, arguments: CallArguments, saved: Saved
     ) -> tuple[ResolvedCall, Compared]:
         sinks, slopes = saved.tensors[-1], arguments.alibi_slopes
-        call = arguments.to_call(comm, _saved_shape(saved), sinks is not None)
+        device = _saved_q(saved).device
+        call = arguments.to_call(comm, _saved_shape(saved), sinks is not None, device)
         return call, {"sinks": sinks, "alibi_slopes": slopes}
 
     def backward(
@@ -186,11 +189,13 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
 
     def flops(self, tensors: Operands, arguments: CallArguments) -> int:
         shape = OperandShape.of(tensors.q, tensors.k, tensors.v)
-        return 2 * _area(shape, arguments, backward=False) * (shape.dim + shape.value_dim)
+        area = _area(shape, tensors.q.device, arguments, backward=False)
+        return 2 * area * (shape.dim + shape.value_dim)
 
     def backward_flops(self, arguments: CallArguments, saved: Saved) -> int:
         shape = _saved_shape(saved)
-        return 2 * _area(shape, arguments, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
+        area = _area(shape, _saved_q(saved).device, arguments, backward=True)
+        return 2 * area * (3 * shape.dim + 2 * shape.value_dim)
 
 
 def _saved_sizes(saved: Saved) -> list[Sequence[int]]:
@@ -198,15 +203,22 @@ def _saved_sizes(saved: Saved) -> list[Sequence[int]]:
     return [saved.sizes[i : i + 4] for i in (0, 4, 8)]
 
 
-def _saved_shape(saved: Saved) -> OperandShape:
+def _saved_q(saved: Saved) -> Tensor:
+    """Return a saved tensor that has the dtype and the device of q."""
     assert saved.tensors[0] is not None
-    return OperandShape.of_sizes(saved.tensors[0].dtype, *_saved_sizes(saved))
+    return saved.tensors[0]
 
 
-def _area(shape: OperandShape, arguments: CallArguments, backward: bool) -> int:
+def _saved_shape(saved: Saved) -> OperandShape:
+    return OperandShape.of_sizes(_saved_q(saved).dtype, *_saved_sizes(saved))
+
+
+def _area(
+    shape: OperandShape, device: torch.device, arguments: CallArguments, backward: bool
+) -> int:
     """Return the number of pairs that this rank computes, in all heads and batch entries."""
     bound: Bound = BoundStrategy.of(arguments.strategy)
-    call = arguments.to_call(bound.comm, shape, has_sinks=False)
+    call = arguments.to_call(bound.comm, shape, False, device)
     areas = bound.strategy.backward_areas if backward else bound.strategy.areas
     return shape.batch * sum(areas(call, bound.comm.rank))
 

@@ -53,7 +53,8 @@ class AllGatherAttention(Attention):
 
     The bytes, the messages, the halves of backward, `message_dtype`, `gradient_dtype` and
     `deterministic="ranks"` are as in `RingAttention`; the owner of rows adds gradients in the order
-    of the exchanges.
+    of the exchanges. Contributions to the keys of several ranks, which arrived in one exchange,
+    always have w = 4 (8 for fp64).
 
     Memory of a group of heads: all keys and values that this rank's queries attend to, where Ring
     holds two blocks. Backward adds the group's fp32 gradients of this rank's tokens, fp32 gradients

@@ -78,12 +78,13 @@ class MeshAttention(Attention):
             part of a larger mesh, all ranks of the larger mesh must make the first module on it, at
             the same point of their programs: it makes a group.
         check_ranks, deterministic, routing: as in `Attention`. `deterministic="ranks"` is refused.
-        partial_dtype: the dtype of travelling partial outputs, as in `TokenRingAttention`; by
-            default the accumulator's, which adds no error.
+        partial_dtype: the dtype of travelling partial outputs, as in `TokenRingAttention`. By
+            default it adds no error: it is the accumulator's on meshes with several rows.
         message_dtype: the dtype of travelling keys and values, as in `RingAttention`; by default
             their own.
         gradient_dtype: the dtype of travelling contributions to dq, dk and dv, as in
-            `RingAttention` and `TokenRingAttention`; by default the accumulator's.
+            `RingAttention` and `TokenRingAttention`. By default dk and dv travel in the
+            accumulator's dtype, and so does dq on meshes with several rows.
 
     A rank posts all exchanges of its column's keys first, and computes its own queries with them as
     they arrive; these keys stay. Queries of the other ranks of the row then arrive one rank at a
@@ -93,13 +94,14 @@ class MeshAttention(Attention):
 
     Bytes sent by rank r, with m(r, s) its query rows that attend to a key of the column of s, n(r,
     s) its key rows that a query of the row of s attends to, b the bytes of an element, w those of a
-    partial output, and e = 4 (8 for fp64). Sums are over the other ranks p of its row and o of its
-    column. `traffic` returns these numbers.
+    partial output, d those of a contribution to dq, and e = 4 (8 for fp64). If no dtype is given, w
+    and d are e; on a mesh with one row they are as in `TokenRingAttention`. Sums are over the other
+    ranks p of its row and o of its column. `traffic` returns these numbers.
 
     * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e), keys and values Σ n(r,
       o)·B·Hkv·(D + Dv)·b;
     * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), results Σ m(p,
-      r)·B·Hq·D·e, keys and values as in forward, and their gradients Σ n(o, r)·B·Hkv·(D + Dv)·e.
+      r)·B·Hq·D·d, keys and values as in forward, and their gradients Σ n(o, r)·B·Hkv·(D + Dv)·e.
 
     Messages: one to each rank of the column with keys and values, in backward another one with
     their gradients; to each rank of the row, as in `TokenRingAttention`.
@@ -163,7 +165,9 @@ def best_mesh(
         value_dim: Dv, the head dim of v; by default D.
         causal: True for a causal mask, False for a full mask.
         dtype: the dtype of q, k and v.
-        partial_dtype, message_dtype, gradient_dtype: as in `MeshAttention`.
+        partial_dtype, message_dtype, gradient_dtype: as in `MeshAttention`. If partial_dtype or
+            gradient_dtype is None, results are counted in the accumulator's dtype, even for one
+            row.
         backward: whether to count backward in addition to forward.
 
     Raises:

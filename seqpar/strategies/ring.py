@@ -36,16 +36,20 @@ class RingAttention(Attention):
 
     The messages of a step are posted before the compute that hides them. In backward, the compute
     with the rank's own keys is cut into two halves: the first hides the arrival of the first keys,
-    and the second hides the return of the last gradients. Each rank returns its fp32 contributions
-    to dk and dv directly to the owner of the rows, which adds them in the order of the steps. See
-    `Attention` for the call, which all strategies share.
+    and the second hides the return of the last gradients. Each rank returns its contributions to
+    dk and dv directly to the owner of the rows, which adds them in fp32 in the order of the steps.
+    See `Attention` for the call, which all strategies share.
 
     Bytes sent by rank r, with n(p, r) the rows of r that queries of p attend to, S = B·Hkv·(D +
-    Dv), b the bytes of an element, and sums over the other ranks p. `traffic` returns these
-    numbers.
+    Dv), b the bytes of an element, w those of a contribution, and sums over the other ranks p.
+    `traffic` returns these numbers.
 
     * forward: Σ n(p, r)·S·b;
-    * backward: the same again, and Σ n(r, p)·S·4 (8 for fp64).
+    * backward: the same again, and Σ n(r, p)·S·w.
+
+    w is b if one call of FlashAttention returned the contribution to the keys of one rank, and
+    otherwise 4 (8 for fp64). On contiguous and zigzag layouts without a window, one call returns
+    each contribution. The bits of results do not depend on w.
 
     Messages: one per peer and group of heads with keys and values, and in backward another one with
     their gradients. Ranks with many rows compute their heads in g groups, one after another. With
@@ -61,13 +65,13 @@ class RingAttention(Attention):
     `deterministic="ranks"`, rows of tiles that ranks share also travel, and gradients of keys are
     added level by level along a tree.
 
-    With `gradient_dtype=torch.bfloat16`, gradients travel in 2 bytes instead of 4. The error of an
+    With `gradient_dtype=torch.bfloat16`, all contributions travel in 2 bytes. The error of an
     element is then at most 1/256 of the sum of the absolute values of other ranks' contributions.
 
     Memory of a group of heads: two blocks of a peer's keys and values, and this rank's keys and
     values packed. Forward adds the partial of the group. Backward adds the group's fp32 gradients
-    of this rank's tokens, and three blocks of fp32 gradients: computed, leaving and arriving.
-    Messages count until they have been waited for. The results of all heads are held in addition.
+    of this rank's tokens, and three blocks of gradients: computed, leaving and arriving. Messages
+    count until they have been waited for. The results of all heads are held in addition.
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
     (2023), section 3.

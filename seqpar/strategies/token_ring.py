@@ -39,13 +39,14 @@ class TokenRingAttention(Attention):
 
     Args:
         gradient_dtype: the dtype of contributions to dq, which travel in backward: None, the
-            default, is the accumulator's; torch.bfloat16 takes 2 bytes. The error of an element is
+            default, is q's dtype for contributions that one call of FlashAttention returned, and
+            otherwise the accumulator's; torch.bfloat16 takes 2 bytes. The error of an element is
             then at most 1/256 of the sum of the absolute values of other ranks' contributions.
         partial_dtype: the dtype of travelling partial outputs. lse always travels in the
             accumulator's dtype.
 
-            * None, the default: the accumulator's dtype, fp32 (fp64 for fp64), without additional
-              error and with twice the bytes of bf16.
+            * None, the default, without additional error: q's dtype for results that one call of
+              FlashAttention returned, and otherwise the accumulator's, fp32 (fp64 for fp64).
             * torch.bfloat16 with bf16 inputs: each partial is rounded once more, to the dtype of
               the result. The RMS error of out is at most √2 times that of one device. Measured,
               with 2 to 16 ranks and 1,024 tokens: 1.08 to 1.24 times under a causal mask, 1.23 to
@@ -55,12 +56,14 @@ class TokenRingAttention(Attention):
               about 0.2% with int8 (docs/internals/numerics.md).
 
     Bytes sent by rank r, with m(r, p) the query rows of r that attend to a key of p, b the bytes of
-    an element of q, w those of a partial output, e = 4 (8 for fp64), and sums over the other ranks
-    p:
+    an element of q, e = 4 (8 for fp64), and sums over the other ranks p. w is the bytes of an
+    element of a partial output, and d those of a contribution to dq. If no dtype is given, both are
+    b for results that one call of FlashAttention returned, and otherwise e. On contiguous and
+    zigzag layouts without a window, one call returns each result.
 
     * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e);
     * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), results Σ m(p,
-      r)·B·Hq·D·e.
+      r)·B·Hq·D·d.
 
     Messages: one per peer for travelling rows, and one for their results. If the rows are one
     contiguous range, backward sends q, dout and the statistics separately, without a copy. Ranks
@@ -73,7 +76,7 @@ class TokenRingAttention(Attention):
     merged. Only the first terms grow with the rows.
 
     * forward: B·T·Hq·(4·Dv + 8 + ((2 + c)·D·b + 3·(Dv·w + 4) + 8)/g);
-    * backward: B·T·Hq·(4·D + 16 + ((2 + c)·((D + Dv)·b + 8) + 12·D)/g), and dk and dv in fp32.
+    * backward: B·T·Hq·(4·D + 16 + ((2 + c)·((D + Dv)·b + 8) + 3·D·d)/g), and dk and dv in fp32.
 
     TokenRing is faster than Ring if Hkv = Hq and queries and results have separate links that are
     free at the same time, as on a full mesh, but not on a host with one NIC. Bytes per token in
@@ -81,7 +84,7 @@ class TokenRingAttention(Attention):
 
     * forward: Ring 4·Hkv·D and 0, TokenRing 2·Hq·D and Hq·(w·D + 4). With Hq = Hkv, a link carries
       half of Ring's bytes if w = 2, and the same bytes if w = 4.
-    * backward: Ring 4·Hkv·D and 8·Hkv·D, TokenRing Hq·(4·D + 8) and 4·Hq·D.
+    * backward: Ring 4·Hkv·D and 2·d·Hkv·D, TokenRing Hq·(4·D + 8) and d·Hq·D.
 
     With GQA, Hq ≥ 2·Hkv, Ring sends the same bytes or fewer: use Ring.
 

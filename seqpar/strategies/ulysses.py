@@ -233,7 +233,8 @@ class Ulysses(Strategy):
                 ]
         size = len(plan.row)
         for group in plan.groups:
-            outer = self.outer.traffic(group.call, rank // size)
+            own_call = group.call.with_heads_of(call, group.own.q)
+            outer = self.outer.traffic(own_call, rank // size)
             rows += [row._replace(peer=plan.column[row.peer]) for row in outer]
         return rows
 

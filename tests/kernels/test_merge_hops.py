@@ -17,6 +17,8 @@ from seqpar import Layout
 from seqpar.softmax.backends import flash_attn
 from seqpar.softmax.compute import waiting_results
 from seqpar.softmax.compute.partial import OutputGradient, Partial, QuerySums
+from seqpar.softmax.keys import key_plan
+from seqpar.softmax.queries import tile_strategy
 from seqpar.softmax.wire.row_messages import Rows
 from tests.kernels.flash_cases import DEVICE
 from tests.support import varlen_kernels
@@ -317,29 +319,112 @@ def test_dq_is_rounded_to_the_dtype_of_its_results(merged_by_kernels):
 def test_results_do_not_wait_once_sums_were_read(merged_by_kernels):
     hops = [hop(name, i) for i, name in enumerate(RANGES)]
     expected = one_by_one(hops, nothing())
+    merged_by_kernels.clear()
     total = partial_of(hops[:2])
-    heads = total.of_heads(slice(1, 3))
-    for rows, out, lse in hops[2:4]:
-        heads.merge(rows, out[:, :, 1:], lse[:, :, 1:])
-        total.of_heads(slice(0, 1)).merge(rows, out[:, :, :1], lse[:, :, :1])
-    total.merge(*hops[4])
-    assert_same_bits(heads.sums, [x[:, :, 1:] for x in expected])
-    assert_same_bits(total.sums, expected)
+    sums = total.sums
+    for rows, out, lse in hops[2:]:
+        total.merge(rows, out, lse)
+    assert len(merged_by_kernels) == 4
+    assert_same_bits(sums, expected)
+
+
+GROUPS = [slice(0, 1), slice(1, 3)]  # of heads
+
+
+@few_rows(pairs=False)
+@pytest.mark.parametrize("first", [0, 2])  # results of all heads before those of groups
+@pytest.mark.parametrize("is_read", [False, True])  # after the results of the first group
+@pytest.mark.parametrize("last", [0, 1])  # results of all heads after those of groups
+def test_results_of_groups_of_heads_wait_too(merged_by_kernels, first, is_read, last):
+    hops = [hop(name, i) for i, name in enumerate(MANY)]
+    stop = len(hops) - last
+    expected = one_by_one(hops, nothing())
+    merged_by_kernels.clear()
+    q = torch.empty(2, ROWS, 3, 16, dtype=torch.bfloat16, device=DEVICE)
+    total = Partial.nothing(q, q)
+    for rows, out, lse in hops[:first]:
+        total.merge(rows, out, lse)
+    total.divide(GROUPS)
+    for heads in GROUPS:
+        for rows, out, lse in hops[first:stop]:
+            total.merge(rows, out[:, :, heads], lse[:, :, heads], heads=heads)
+        if is_read:
+            total.add_up()
+    for rows, out, lse in hops[stop:]:
+        total.merge(rows, out, lse)
+    sinks = torch.tensor([0.5, -torch.inf, 3.0], device=DEVICE)
+    whole = Partial.of(*(x.clone() for x in expected)).finish(sinks, torch.float32)
+    found = total.finish(sinks, torch.float32)
+    torch.testing.assert_close(found[0], whole[0], rtol=1e-6, atol=1e-6)
+    assert_same_bits(found[1:], [expected[1].float()])
+    assert len(merged_by_kernels) < len(hops)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_dq_of_groups_of_heads_waits_too(merged_by_kernels, is_read):
+    hops = [hop(name, i) for i, name in enumerate(MANY)]
+    expected = torch.zeros(2, ROWS, 3, 16, device=DEVICE)
+    sums = QuerySums(expected, torch.float32)
+    sums.divide(GROUPS)
+    for rows, part, _ in hops:
+        expected[:, rows.local(DEVICE)] += part.float()
+    for heads in GROUPS:
+        for rows, part, _ in hops:
+            sums.add(rows, part[:, :, heads], heads=heads, is_owned=False)
+        if is_read:
+            sums.add_up()
+    assert_same_bits([sums.sums], [expected])
+    assert len(merged_by_kernels) < len(hops)
+
+
+def test_groups_without_results_are_empty(merged_by_kernels):
+    rows, out, lse = hop("all", 1)
+    total = Partial.nothing(out, out)
+    total.divide(GROUPS)
+    total.merge(rows, out[:, :, 1:], lse[:, :, 1:], heads=GROUPS[1])
+    found, of_found = total.finish(None, torch.float32)
+    assert not found[:, :, :1].any() and of_found[:, :, :1].isneginf().all()
+    assert_same_bits([found[:, :, 1:]], [out[:, :, 1:].float()])
+
+
+@pytest.fixture
+def one_kernel(monkeypatch):
+    """All blocks of the backend flash_attn are computed by a stand-in of FlashAttention-4."""
+    functions = {"_flash_attn_fwd": varlen_kernels.fa4_forward}
+    functions |= {"_flash_attn_bwd": varlen_kernels.fa4_backward}
+    kernel = flash_attn.PACKAGES["FlashAttention-4"].kernel(
+        SimpleNamespace(__name__="package", **functions), 9
+    )
+    monkeypatch.setattr(flash_attn, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the ranks' tensors are on the CPU")
+@pytest.mark.parametrize("rows", [4096, 10])  # of a group of heads: one group, or two
+def test_results_of_other_ranks_wait_for_one_merge(
+    merged_by_kernels, one_kernel, monkeypatch, rows
+):
+    """They have the bits of merges one after another, in fewer launches."""
+    monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", rows)
+    case = Case(
+        "token_ring", Layout.zigzag([0, 60, 61, 130], 4), causal=True, dtype=torch.bfloat16,
+        heads=4, kv_heads=2, backend="flash_attn", sinks=True,
+        module_options=(("deterministic", False),),
+    )  # fmt: skip
+    found, launches = virtual(4, run, case)[0], len(merged_by_kernels)
+    monkeypatch.setattr(tile_strategy, "_kept_bytes", lambda total: 0)
+    merged_by_kernels.clear()
+    expected = virtual(4, run, case)[0]
+    assert all(map(np.array_equal, found, expected))
+    assert launches < len(merged_by_kernels) - 8
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the ranks' tensors are on the CPU")
 @few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", "disaggregated"])
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "heads": 4, "batch": 2}])
-def test_strategies_merge_the_hops_of_a_kernel(merged_by_kernels, monkeypatch, strategy, options):
+def test_strategies_merge_the_hops_of_a_kernel(merged_by_kernels, one_kernel, strategy, options):
     """There is one merge per rank and pass, except where partial results travel."""
-    functions = {"_flash_attn_fwd": varlen_kernels.fa4_forward}
-    functions |= {"_flash_attn_bwd": varlen_kernels.fa4_backward}
-    kernel = flash_attn.PACKAGES["FlashAttention-4"].kernel(
-        SimpleNamespace(__name__="package", **functions), 9
-    )
-    monkeypatch.setattr(flash_attn, "_kernel", lambda *_, **__: kernel)
-    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
     layout = Layout.zigzag([0, 40, 41, 90], 3)
     options = {"causal": True, "dtype": torch.bfloat16, "backend": "flash_attn"} | options
     case = Case(strategy, layout, module_options=(("deterministic", False),), **options)

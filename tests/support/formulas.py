@@ -58,10 +58,10 @@ class Formulas:
     messages: Callable[[Setting], tuple[int, int]]
 
 
-def moved_keys(sent, received):
-    """Bytes: bf16 keys and values go one way in both passes, and in backward their fp32 gradients
-    the other way."""
-    return 2 * sent, 2 * sent + 4 * received
+def moved_keys(sent, received, of_one_call=0):
+    """Bytes: bf16 keys and values go one way in both passes, and in backward their gradients the
+    other way: in fp32, or in bf16 if one kernel call returned them, as on a GPU."""
+    return 2 * sent, 2 * sent + 4 * received - 2 * of_one_call
 
 
 def head_groups(s):
@@ -76,9 +76,19 @@ def one_a_peer(s):
     return groups * s.targets, groups * (s.targets + s.sources)
 
 
+def single_sources(s):
+    """How many other ranks' keys arrive alone in an exchange of AllGather: in the first and in the
+    last one."""
+    return len({1, s.ranks - 1} & {*range(1, s.sources + 1)})
+
+
 # Ring and AllGather, in other steps.
-KEYS = Formulas(
-    sent=lambda s: moved_keys(s.keys * s.targets, s.keys * s.sources),
+RING = Formulas(
+    sent=lambda s: moved_keys(s.keys * s.targets, s.keys * s.sources, s.keys * s.sources),
+    messages=one_a_peer,
+)
+ALL_GATHER = Formulas(
+    sent=lambda s: moved_keys(s.keys * s.targets, s.keys * s.sources, s.keys * single_sources(s)),
     messages=one_a_peer,
 )
 
@@ -155,18 +165,18 @@ def exchange_formulas(ring, row):
     )
 
 
-def token_ring_blocks(s):
-    """Bytes of a rank's visiting rows (q; q, dout, lse and delta) and of their results (fp32 out
-    and lse; fp32 dq)."""
+def token_ring_blocks(s, size):
+    """Bytes of a rank's visiting rows (q; q, dout, lse and delta) and of their results (out and
+    fp32 lse; dq). Elements of out and dq have this size: 2 if one kernel call returned them."""
     visitors = s.rows * 2 * s.dim, s.rows * (2 * (s.dim + s.value_dim) + 8)
-    return visitors, (s.rows * (4 * s.value_dim + 4), s.rows * 4 * s.dim)
+    return visitors, (s.rows * (size * s.value_dim + 4), s.rows * size * s.dim)
 
 
 def token_ring_moved(visits, results):
     """Rows visit the ranks whose keys they see, and results leave for the ranks whose rows see the
     keys here."""
     return lambda s: tuple(
-        v * visits(s) + r * results(s) for v, r in zip(*token_ring_blocks(s), strict=True)
+        v * visits(s) + r * results(s) for v, r in zip(*token_ring_blocks(s, 2), strict=True)
     )
 
 
@@ -197,7 +207,7 @@ def mesh_counts(s):
 
 def mesh_sent(s):
     visits, guests, to, sources = mesh_counts(s)
-    (query, row), (result, dq) = token_ring_blocks(s)
+    (query, row), (result, dq) = token_ring_blocks(s, 4)  # over the keys of several ranks
     forward = query * visits + result * guests + 2 * s.keys * to
     return forward, row * visits + dq * guests + s.keys * (2 * to + 4 * sources)
 
@@ -240,13 +250,13 @@ def tasks_messages(s):
 
 FORMULAS = {
     "disaggregated": Formulas(sent=tasks_sent, messages=tasks_messages),
-    "ring": KEYS,
-    "all_gather": KEYS,
+    "ring": RING,
+    "all_gather": ALL_GATHER,
     "token_ring": Formulas(
         sent=token_ring_moved(lambda s: s.sources, lambda s: s.targets),
         messages=token_ring_messages,
     ),
     "mesh": Formulas(sent=mesh_sent, messages=mesh_messages),
-    "ulysses": exchange_formulas(KEYS, lambda s: s.ranks),
-    "usp": exchange_formulas(KEYS, lambda s: 2),
+    "ulysses": exchange_formulas(RING, lambda s: s.ranks),
+    "usp": exchange_formulas(RING, lambda s: 2),
 }

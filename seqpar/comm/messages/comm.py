@@ -122,6 +122,7 @@ class Comm:
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self._calls = [0] * size  # counts of calls, shared by all Comms of a group
         self._turn = RLock()  # held by the thread whose call runs; all Comms of a group share it
+        self._equal: dict[str, bool] = {}  # what `have_equal` has found; they share it too
         # What was sent, shared with the Comms that `call` and `channel` return.
         self._sent: Counter[str] = Counter()
 
@@ -158,7 +159,7 @@ class Comm:
             else:
                 plain = cls.of(group)
                 comm._heartbeat, comm._calls = plain._heartbeat, plain._calls
-                comm._turn = plain._turn
+                comm._turn, comm._equal = plain._turn, plain._equal
                 comm._communicators = plain._communicators
             known[order, shape] = comm
         return known[order, shape]
@@ -426,6 +427,20 @@ class Comm:
         # The tensors are copies, since torch.set_rng_state fails with a view that has an offset.
         return [gathered[(peer - self.rank) % self.size].clone() for peer in range(self.size)]
 
+    def have_equal(self, name: str, text: str) -> bool:
+        """Return whether this text is the same on all ranks.
+
+        Ranks exchange their texts in the first call with this name on the group. All ranks must
+        make that call at the same point of their programs. Later texts are not read.
+        """
+        if self._group() is None:  # all ranks are in this process
+            return True
+        if name not in self._equal:
+            straight = copy(self)
+            straight._router = None  # which knows only the messages of the call
+            self._equal[name] = len({*straight.all_gather_text(text, label=name)}) == 1
+        return self._equal[name]
+
     def maximum(self, x: Tensor, *, label: str) -> Tensor:
         """Return the elementwise maximum of all ranks' `x`, in ⌈log₂ P⌉ messages of x's size."""
         if self.numbers is OUTSIDE:
@@ -472,6 +487,9 @@ class SubComm(Comm):
             for messages in (sends, recvs)
         )
         return self._whole.exchange(sends, recvs, label=self._label, step=step)
+
+    def have_equal(self, name: str, text: str) -> bool:
+        return self._whole.have_equal(name, text)
 
     def channel(self, name: str) -> SubComm:
         channel = copy(self)

@@ -360,12 +360,16 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock:
     """Return the backend of a block of keys with these slices, for tensors like q and v."""
-    kernels = {has_dlse: _kernel(q, v, options, has_dlse) for has_dlse in (False, True)}
+    device = device_of(q)
+    kernels = {x: kernel_for(q, v, options, x, device) for x in (False, True)}
     return VarlenBlock(kernels, q, v, slices)
 
 
-def _kernel(q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> VarlenKernel | None:
-    major = gpu_major(device_of(q))
+def kernel_for(
+    q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool, device: torch.device
+) -> VarlenKernel | None:
+    """Return the kernel that computes operands of these dtypes and head dims on a device."""
+    major = gpu_major(device)
     for name in PACKAGES:
         kernel = load_package(name, major)
         if not isinstance(kernel, str) and kernel.takes(q, v, options, has_dlse):

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.attention.backend import DEFAULT, triton_refusal
 from seqpar.core.device_tables import device_of
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import aten_cuda
+from seqpar.softmax.backends import aten_cuda, flash_attn
 from seqpar.softmax.backends.aten_cuda import gpu_major, load_cudnn
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
@@ -68,6 +68,9 @@ CALLS = {  # head dim and softcap of kinds of calls that varlen kernels may comp
     "the same, head dims to 248": (248, 0.0),
     "the same, a softcap, head dims to 128": (128, 1.0),
 }
+# FlashAttention-4, whether it is installed or not.
+_ON_META = PACKAGES["FlashAttention-4"].kernel(ModuleType("meta"), 9)
+_ON_META = _ON_META._replace(softcap=True, deterministic=True)
 OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 
 
@@ -94,6 +97,47 @@ def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> V
     if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
         return aten_cuda.KERNEL
     return cudnn
+
+
+def preferred_kernel(
+    q: Tensor, v: Tensor, options: CallOptions, device: torch.device
+) -> VarlenKernel | None:
+    """Return the kernel that computes each block whose segments varlen kernels can compute.
+
+    Only the dtypes and head dims of q and v are read, not their devices. Return None if other
+    kernels may compute some of these blocks. A meta device stands for a GPU with FlashAttention-4.
+    """
+    if device.type == "meta":
+        return _ON_META if _ON_META.takes(q, v, options, True) else None
+    if options.backend == "flash_attn":
+        kernel = flash_attn.kernel_for(q, v, options, True, device)
+    elif options.backend == DEFAULT and device.type == "cuda":
+        kernel = _first_kernel(q, v, options, gpu_major(device))
+        if kernel is aten_cuda.KERNEL:
+            return kernel
+    else:
+        return None
+    without_dlse = flash_attn.kernel_for(q, v, options, False, device)
+    return kernel if kernel is without_dlse else None
+
+
+def _first_kernel(q: Tensor, v: Tensor, options: CallOptions, major: int) -> VarlenKernel | None:
+    """Return the first kernel of a GPU's order, unless it computes only some of the masks."""
+    for name in () if torch.version.hip else ORDERS.get(major, ORDERS[12]).names:
+        is_aten = name == "aten" and isinstance(load_cudnn(major), str)
+        if name not in PACKAGES and not is_aten:
+            return None
+        kernel = aten_cuda.KERNEL if is_aten else load_package(name, major)
+        if not isinstance(kernel, str) and kernel.takes(q, v, options, True):
+            return kernel
+    return None
+
+
+def described_kernels(device: torch.device) -> str:
+    """Return a text that is the same on ranks where `preferred_kernel` returns the same kernels."""
+    major = gpu_major(device)
+    kernels = [load_package(name, major) for name in PACKAGES]
+    return str([major, torch.version.hip, [None if isinstance(x, str) else x[2:] for x in kernels]])
 
 
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:

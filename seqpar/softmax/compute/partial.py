@@ -148,30 +148,32 @@ class Partial(WaitingResults):
     def allocate(self) -> None:
         _ = self.sums
 
-    def of_heads(self, heads: slice) -> Partial:
-        """Return the partial of some heads, whose sums are views of the sums."""
-        partial = Partial.of(self.out[:, :, heads], self.lse[:, :, heads])
-        partial.empty = self.empty
-        return partial
-
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Set rows that have no keys yet. The tensors belong to the partial from now on."""
         if not self._keep(Result(rows, out, lse, is_owned=True)):
             self.out[:, rows], self.lse[:, rows] = out, lse
 
-    def merge(self, rows: slice | Rows, out: Tensor, lse: Tensor, is_owned: bool = False) -> None:
+    def merge(
+        self,
+        rows: slice | Rows,
+        out: Tensor,
+        lse: Tensor,
+        is_owned: bool = False,
+        heads: slice | None = None,
+    ) -> None:
         """Add the partial of the same rows over other keys.
 
         out (B, n, H, Dv) and lse (B, n, H) must not change until the partial is finished or its
-        sums are read. With `is_owned`, both tensors belong to the partial from now on.
+        sums are read. With `is_owned`, both tensors belong to the partial from now on. `heads` are
+        the heads of the result, a group of `divide`; None means all heads.
         """
-        result = Result(rows, out, lse, is_owned)
+        result = Result(rows, out, lse, is_owned, heads)
         if rehearsing():
             self.request_tables(rows)
         elif self._by_kernel:
             self._wait(result)
         elif not self._keep(result):
-            self._merge_in_torch(rows, out, lse)
+            self._merge_in_torch(rows, out, lse, heads)
 
     def finish(
         self,
@@ -184,6 +186,8 @@ class Partial(WaitingResults):
         With `into`, out and lse are written to these two tensors, in their dtypes. The sinks (Hq,)
         are added to the denominator of out, and are not part of lse.
         """
+        if self._by_kernel and self._waiting and not self._all_wait:
+            self._sum_up()
         if self._by_kernel and self._waiting:
             is_result = into is None and sinks is None and self._is_one_result
             if not is_result:
@@ -207,12 +211,14 @@ class Partial(WaitingResults):
         return self._sums is not None
 
     def _only_result(self) -> tuple[Tensor, Tensor]:
-        ((_, out, lse, _),) = self._waiting
+        ((_, out, lse, *_),) = self._waiting
         assert lse is not None
         return out, lse
 
     def _sum_up(self) -> tuple[Tensor, Tensor]:
         """Merge the results that wait into the sums, and return the sums."""
+        if self._waiting and self._sums is None and not self._all_wait:
+            self._sums = self._without_keys()
         into, sums = self._into, self._sums
         if self._waiting and self._by_kernel:
             if sums is None:
@@ -228,22 +234,31 @@ class Partial(WaitingResults):
             out = out.to(self.dtype) if into is None else into.copy_(out)
             sums = out, lse.to(torch.float64).contiguous()
         elif sums is None:
-            # Not `torch.zeros`, which stands for scores where a model's own attention is read.
-            device, rows = self._device, self._shape[:-1]
-            if into is None:
-                out = torch.full(self._shape, 0.0, dtype=self.dtype, device=device)
-            else:
-                out = into.zero_()
-            sums = out, torch.full(rows, -torch.inf, dtype=torch.float64, device=device)
+            sums = self._without_keys()
         self._waiting, self._held, self._sums = [], 0, sums
         return sums
 
-    def _merge_in_torch(self, rows: slice | Rows, out: Tensor, lse: Tensor) -> None:
-        local = rows.local(self._device) if isinstance(rows, Rows) else rows
-        if isinstance(local, Tensor):
-            old_out, old_lse = (x.index_select(1, local) for x in (self.out, self.lse))
+    def _without_keys(self) -> tuple[Tensor, Tensor]:
+        """Return the sums of rows that have no keys yet."""
+        # Not `torch.zeros`, which stands for scores where a model's own attention is read.
+        device, rows = self._device, self._shape[:-1]
+        if self._into is None:
+            out = torch.full(self._shape, 0.0, dtype=self.dtype, device=device)
         else:
-            old_out, old_lse = self.out[:, local], self.lse[:, local]
+            out = self._into.zero_()
+        return out, torch.full(rows, -torch.inf, dtype=torch.float64, device=device)
+
+    def _merge_in_torch(
+        self, rows: slice | Rows, out: Tensor, lse: Tensor, heads: slice | None
+    ) -> None:
+        local = rows.local(self._device) if isinstance(rows, Rows) else rows
+        sums = self.sums
+        if heads is not None:
+            sums = sums[0][:, :, heads], sums[1][:, :, heads]
+        if isinstance(local, Tensor):
+            old_out, old_lse = (x.index_select(1, local) for x in sums)
+        else:
+            old_out, old_lse = (x[:, local] for x in sums)
         # Only the difference of the two lse needs fp64. A row without keys on either side keeps its
         # out of 0: its weight is 0, not NaN. So a weight is NaN only if one of the lse is NaN.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
@@ -257,8 +272,8 @@ class Partial(WaitingResults):
             old_out.lerp_(out, weight.sigmoid_().unsqueeze(-1))
             torch.logaddexp(old_lse, lse, out=old_lse)
         if isinstance(local, Tensor):
-            self.out.index_copy_(1, local, old_out)
-            self.lse.index_copy_(1, local, old_lse)
+            sums[0].index_copy_(1, local, old_out)
+            sums[1].index_copy_(1, local, old_lse)
 
 
 class Zeros:
@@ -386,26 +401,37 @@ class QuerySums(WaitingResults):
     def allocate(self) -> None:
         _ = self.sums
 
-    def add(self, rows: slice | Rows, part: Tensor, sign: int = 1) -> None:
+    def add(
+        self,
+        rows: slice | Rows,
+        part: Tensor,
+        sign: int = 1,
+        heads: slice | None = None,
+        is_owned: bool = True,
+    ) -> None:
         """Add sign · part to these rows.
 
-        The part is (B, n, Hq, D), and the sign is −1, 0 or 1. The part belongs to the sums from now
-        on.
+        The part is (B, n, H, D), and the sign is −1, 0 or 1. `heads` are the heads of the part, a
+        group of `divide`; None means all heads. With `is_owned`, the part belongs to the sums from
+        now on. Otherwise it must not change until the results that wait are added.
         """
         if sign != 1 and self._may_wait:
             part, sign = part.mul_(sign), 1
-        result = Result(rows, part, None, is_owned=True)
-        if self._by_kernel and self._may_wait:
+        result = Result(rows, part, None, is_owned, heads)
+        if self.waits:
             self._wait(result)
         elif not self._keep(result):
             local = rows.local(self._device) if isinstance(rows, Rows) else rows
-            add_rows(part, self.sums, local, sign)
+            sums = self.sums if heads is None else self.sums[:, :, heads]
+            add_rows(part, sums, local, sign)
 
     def finish(self, into: Tensor | None = None) -> Tensor:
         """Return dq in fp32 or, rounded once, in the dtype of the results.
 
         With `into`, dq is written to this tensor, in its dtype.
         """
+        if self._by_kernel and self._waiting and not self._all_wait:
+            self._sum_up()
         if self._by_kernel and self._waiting and not (into is None and self._is_one_result):
             if into is None:
                 dtype = self._waiting[0].out.dtype
@@ -420,6 +446,8 @@ class QuerySums(WaitingResults):
         return self._sums is not None
 
     def _sum_up(self) -> Tensor:
+        if self._waiting and self._sums is None and not self._all_wait:
+            self._sums = self._zeros()
         into, sums, dtype, device = self._into, self._sums, self.dtype, self._device
         if self._waiting and self._by_kernel:
             before = None if sums is None else (sums, None)
@@ -432,13 +460,14 @@ class QuerySums(WaitingResults):
             dq = self._waiting[0].out
             sums = dq.to(self.dtype) if into is None else into.copy_(dq)
         elif sums is None:
-            sums = (
-                torch.zeros(self._shape, dtype=dtype, device=device)
-                if into is None
-                else into.zero_()
-            )
+            sums = self._zeros()
         self._waiting, self._held, self._sums = [], 0, sums
         return sums
+
+    def _zeros(self) -> Tensor:
+        if self._into is not None:
+            return self._into.zero_()
+        return torch.zeros(self._shape, dtype=self.dtype, device=self._device)
 
 
 @dataclass
@@ -498,15 +527,15 @@ class PackedGradients(PartialGradients):
         """(Tk, B, Hkv, D + Dv)."""
         return self.keys.tensors[2]
 
-    def message(self, dtype: torch.dtype | None) -> Tensor:
-        """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv), in a dtype or in the sums' dtype.
+    def message(self, dtype: torch.dtype) -> Tensor:
+        """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv), in a dtype.
 
         If a single kernel call returned dk and dv in this dtype, they are not copied to sums. The
         bits are the same, because fp32 represents each number of bf16 and fp16.
         """
         dk, dv, *sums = self.keys.results
         if sums or dk.dtype != dtype:
-            return self.packed.to(dtype or self.packed.dtype)
+            return self.packed.to(dtype)
         return torch.cat([dk.transpose(0, 1), dv.transpose(0, 1)], -1)
 
     def of_block(self, k: Tensor, v: Tensor) -> PackedGradients:

@@ -6,6 +6,7 @@ Legend: B batch, T rows, n rows of a result, H heads, D head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +24,14 @@ class Result(NamedTuple):
     out: Tensor  # (B, n, H, D)
     lse: Tensor | None  # (B, n, H), or None for results that are added without weights
     is_owned: bool  # whether nothing else uses the tensors
+    heads: slice | None = None  # the heads that the result has, or None for all of them
+
+    def of(self, heads: slice | None) -> Result:
+        """Return the result of these heads, which are some of its heads."""
+        if heads == self.heads:
+            return self
+        lse = None if self.lse is None else self.lse[:, :, heads]
+        return self._replace(out=self.out[:, :, heads], lse=lse, heads=heads)
 
 
 class WaitingResults:
@@ -49,18 +58,37 @@ class WaitingResults:
         self._waiting: list[Result] = []
         self._held = 0  # bytes of the results that wait
         self._may_wait = True
+        # Heads that are summed together. A result has all heads, or those of one group.
+        self._groups: Sequence[slice | None] = [None]
 
-    def make_room(self, rows: int, dtype: torch.dtype, columns: int = 0) -> None:
+    @property
+    def elements(self) -> int:
+        """The number of elements of the sums."""
+        return self._elements
+
+    def divide(self, groups: Sequence[slice | None]) -> None:
+        """Let later results have all heads, or the heads of one of these groups."""
+        self._groups = groups
+
+    @property
+    def waits(self) -> bool:
+        """Whether results wait for the kernel."""
+        return self._by_kernel and self._may_wait
+
+    def make_room(
+        self, rows: int, dtype: torch.dtype, columns: int = 0, heads: slice | None = None
+    ) -> None:
         """Sum the results that wait, unless a result of `rows` rows can wait beside them.
 
         Backends call it before a kernel allocates its result in this dtype. `columns` is the head
-        dim of what the kernel allocates, if that is larger than D.
+        dim of what the kernel allocates, if that is larger than D. `heads` are those of the result.
         """
         if not self._waiting:
             return
-        batch, _, heads, width = self._shape
-        needed = batch * rows * heads * max(columns, width) * dtype.itemsize
-        if not (self._by_kernel and self._fits(needed)):
+        batch, _, count, width = self._shape
+        count = count if heads is None else heads.stop - heads.start
+        needed = batch * rows * count * max(columns, width) * dtype.itemsize
+        if not (self._by_kernel and self._fits(needed, heads)):
             self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
@@ -69,6 +97,11 @@ class WaitingResults:
             self._place(rows)
         elif isinstance(rows, Rows):
             rows.local(self._device)
+
+    def add_up(self) -> None:
+        """Sum the results that wait, so that their tensors may change."""
+        if self._waiting:
+            self._sum_up()
 
     def _sum_up(self) -> object:
         """Sum the results that wait, and return the sums."""
@@ -82,7 +115,7 @@ class WaitingResults:
         """Let a result wait for the kernel, if results may wait."""
         needed = _held_bytes(result)
         if self._waiting and not (
-            self._fits(needed) and _dtypes(self._waiting[0]) == _dtypes(result)
+            self._fits(needed, result.heads) and _dtypes(self._waiting[0]) == _dtypes(result)
         ):
             self._sum_up()  # one launch reads results of one dtype
         self._waiting.append(result)
@@ -101,18 +134,29 @@ class WaitingResults:
         """Return whether the result could be the sums: owned, of all rows, and contiguous."""
         rows, count = result.rows, self._shape[1]
         are_all = rows.are_all(count) if isinstance(rows, Rows) else rows == slice(0, count)
-        return result.is_owned and are_all and result.out.is_contiguous()
+        is_all = are_all and result.heads is None
+        return result.is_owned and is_all and result.out.is_contiguous()
 
     @property
     def _is_one_result(self) -> bool:
         waiting = self._waiting
         return not self._has_sums and len(waiting) == 1 and self._is_whole(waiting[0])
 
-    def _fits(self, needed: int) -> bool:
-        """Return whether a result that takes these bytes can wait with the others."""
+    def _fits(self, needed: int, heads: slice | None) -> bool:
+        """Return whether a result of these heads, in these bytes, can wait with the others."""
         limit = self.most_bytes - (self.dtype.itemsize if self._has_sums else 0)
-        fits = self._held + needed <= limit * self._elements
-        return fits and len(self._waiting) < _most_hops()
+        groups = self._groups if heads is None else [heads]
+        has_hop = all(len(self._waiting_of(x)) < _most_hops() for x in groups)
+        return self._held + needed <= limit * self._elements and has_hop
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether results of each group of heads wait."""
+        return all(self._waiting_of(x) for x in self._groups)
+
+    def _waiting_of(self, heads: slice | None) -> list[Result]:
+        """Return the waiting results that have these heads, which are those of a group."""
+        return [x for x in self._waiting if x.heads is None or x.heads == heads]
 
     def _merge_by_kernel(
         self,
@@ -121,11 +165,25 @@ class WaitingResults:
         sums: tuple[Tensor, Tensor | None] | None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Write the sums, if there are any, merged with the results that wait, to out and lse."""
+        """Write the sums, if there are any, merged with the results that wait, to out and lse.
+
+        Without sums, results of each group of heads must wait.
+        """
         from seqpar.kernels.flash_attention import HopResult, merge_hops  # imports Triton
 
-        hops = [HopResult(x.out, x.lse, self._place(x.rows)) for x in self._waiting]
-        merge_hops(hops, out, lse, *(sums or (None, None)), sinks)
+        is_in_place = sums is not None and sums[0] is out
+        for heads in self._groups:
+            waiting = [x.of(heads) for x in self._waiting_of(heads)]
+            if not waiting:
+                assert is_in_place
+                continue
+            into = _of_heads(out, heads), _of_heads(lse, heads)
+            before: Sequence[Tensor | None] = into
+            if not is_in_place:
+                before = [_of_heads(x, heads) for x in sums or (None, None)]
+            of_group = sinks if sinks is None or heads is None else sinks[heads]
+            hops = [HopResult(x.out, x.lse, self._place(x.rows)) for x in waiting]
+            merge_hops(hops, *into, *before, of_group)
 
     def _place(self, rows: slice | Rows) -> int | Tensor:
         if isinstance(rows, Rows):
@@ -138,6 +196,10 @@ def _most_hops() -> int:
     from seqpar.kernels.flash_attention import MOST_HOPS  # imports Triton
 
     return MOST_HOPS
+
+
+def _of_heads(x: Tensor | None, heads: slice | None) -> Tensor | None:
+    return x if x is None or heads is None else x[:, :, heads]
 
 
 def _held_bytes(result: Result) -> int:

@@ -19,6 +19,7 @@ from seqpar.comm.messages.comm import Arriving, Comm
 from seqpar.comm.messages.message_header import Message
 from seqpar.softmax.compute.partial import PackedGradients
 from seqpar.softmax.keys.key_plan import KeyStep
+from seqpar.softmax.result_dtypes import ResultDtypes
 from seqpar.softmax.wire.message_buffers import MessageBuffers
 from seqpar.softmax.wire.message_dtypes import decode_rows, encode_rows, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
@@ -125,12 +126,20 @@ def key_buffers(
     return MessageBuffers(min(ahead + 1, len(sizes)), sizes * groups)
 
 
-def gradient_buffer(steps: Sequence[KeyStep], width: int, groups: int) -> MessageBuffers:
+def gradient_buffer(
+    steps: Sequence[KeyStep], width: int, groups: int, dtypes: ResultDtypes
+) -> MessageBuffers:
     """Return the buffer for gradients that return, of `width` elements per token.
 
-    Each step's gradients must be added before those of the next step are posted.
+    Each step's gradients must be added before those of the next step are posted. The gradients of
+    some steps may have a larger dtype than those of others.
     """
-    return MessageBuffers(1, [x.sent_rows * width for x in steps if x.travels] * groups)
+    unit, sizes = dtypes.of_one_call, list[int]()
+    for step in steps:
+        if step.travels:
+            larger = dtypes.of(step.return_of_one_call).itemsize // unit.itemsize
+            sizes.append(step.sent_rows * width * larger)
+    return MessageBuffers(1, sizes * groups, unit=unit)
 
 
 class GradientReturn:
@@ -142,21 +151,22 @@ class GradientReturn:
         label: str,
         step: KeyStep,
         block: Tensor | None,
+        dtype: torch.dtype,
         buffers: MessageBuffers | None = None,
     ) -> None:
         """Post the exchange.
 
         `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
-        travelled. The ranks that received this rank's rows send back the gradients of these rows.
-        They arrive in one of the `buffers`, or in new memory if `buffers` is None.
+        travelled. The ranks that received this rank's rows send back the gradients of these rows,
+        in this dtype. They arrive in one of the `buffers`, or in new memory if `buffers` is None.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:
             shape = step.sent_rows, *block.shape[1:]
             if buffers is None:
-                arriving = block.new_empty(shape)
+                arriving = block.new_empty(shape, dtype=dtype)
             else:
-                arriving = buffers.take(math.prod(shape), block.dtype, block.device).view(shape)
+                arriving = buffers.take(math.prod(shape), dtype, block.device).view(shape)
             sends = _messages(step.source, block, step.counts)
             recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import Ints
-from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import UNLIMITED
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
@@ -28,6 +27,7 @@ from seqpar.layout.masks.mask import Blocks, Mask, Slices, halves, slices_betwee
 from seqpar.layout.masks.reach import AttentionSide
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
+from seqpar.softmax.result_dtypes import ResultDtypes, hops_are_one_call, is_one_call
 from seqpar.softmax.wire.message_dtypes import encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -45,6 +45,10 @@ class KeyStep:
     counts: list[int]  # how many rows arrive from each rank of `source`
     rows_for: Callable[[int], Rows]
     build_slices: Callable[[], Slices]
+    # Return whether one kernel call returns the gradients of the rows that arrive, and of the rows
+    # that this rank sends. These are False if one block has the rows of several ranks.
+    leave_of_one_call: Callable[[], bool]
+    return_of_one_call: Callable[[], bool]
 
     @cached_property
     def rows(self) -> int:
@@ -115,7 +119,10 @@ class KeyPlan:
             owners, arriving = with_rows(source[part], counts[part])
             leaving = with_rows(to[part], sent_counts[part])
             build = partial(tables.slices_over, owners or source[begin : begin + 1])
-            step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build)
+            has_one_owner = len(distances[number - 1]) == 1
+            pairs = ([(call.rank, x) for x in owners], [(x, call.rank) for x in leaving[0]])
+            calls = [cache(partial(tables.are_one_call, x if has_one_owner else [])) for x in pairs]
+            step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build, *calls)
             self.steps.append(step)
         last = self.steps[-1].number if self.steps else 0
         self.ends_early = last < len(distances)  # whether steps without rows were left out
@@ -168,6 +175,18 @@ class KeyTables:
             return slices_between(queries, self._rank, keys, owners[0], self._mask)
         return slices_over(queries, self._rank, keys, tuple(owners), self._mask)
 
+    def are_one_call(self, pairs: list[tuple[int, int]]) -> bool:
+        """Return whether one kernel call returns the gradients of each block.
+
+        A block is a pair of ranks, the first with queries and the second with keys. Return False if
+        there are no blocks.
+        """
+        queries, keys = self._geometry
+        if not pairs or hops_are_one_call(queries, keys, self._mask):
+            return bool(pairs)
+        slices = (slices_between(queries, x, keys, y, self._mask) for x, y in pairs)
+        return all(is_one_call(x, backward=True) for x in slices)
+
 
 def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
     """Return how many key rows a rank sends to and receives from each rank, (ranks,) arrays.
@@ -211,21 +230,19 @@ def key_traffic(
     rank: int,
     distances: Distances,
     message_dtype: torch.dtype | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    gradient_dtypes: ResultDtypes | None = None,
     groups: int = 1,
-    returning: bool = True,
 ) -> list[Traffic]:
-    """Return a rank's messages: keys and values in both passes, and gradients if `returning`.
+    """Return a rank's messages: keys and values in both passes, and gradients in these dtypes.
 
-    Heads travel in `groups` groups, each with its own messages.
+    Without `gradient_dtypes`, no gradients return. Heads travel in `groups` groups, each with its
+    own messages.
     """
     shape, rows = call.shape, list[Traffic]()
     dims, heads = (shape.dim, shape.value_dim), shape.batch * shape.kv_heads
     size = heads * sum(dims) * shape.dtype.itemsize  # bytes per row
     if message_dtype is not None:
         size = heads * encoded_width(dims)
-    gradient_dtype = gradient_dtype or accumulator_dtype(shape.dtype)
-    gradient_size = heads * sum(dims) * gradient_dtype.itemsize
     numbers, senders, receivers = _numbered(rank, call.ranks, distances)
     sent, received = key_counts(call, rank)
 
@@ -237,8 +254,13 @@ def key_traffic(
     for number, peer, count in messages(receivers, sent):
         rows.append(Traffic("forward", number, peer, groups, count * size))
         rows.append(Traffic("backward", number, peer, groups, count * size))
-    if returning:
+    if gradient_dtypes is not None:
+        tables = KeyTables(replace(call, rank=rank))
         for number, peer, count in messages(senders, received):
+            has_one_owner = len(distances[number - 1]) == 1
+            blocks = [(rank, peer)] if has_one_owner else []
+            dtype = gradient_dtypes.of(partial(tables.are_one_call, blocks))
+            gradient_size = heads * sum(dims) * dtype.itemsize
             rows.append(Traffic("backward", number, peer, groups, count * gradient_size))
     return rows
 

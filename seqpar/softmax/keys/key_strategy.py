@@ -35,6 +35,7 @@ from seqpar.softmax.keys.key_plan import (
 )
 from seqpar.softmax.keys.rank_invariant_attention import TileCall
 from seqpar.softmax.keys.rank_invariant_plan import tile_areas, tile_traffic
+from seqpar.softmax.result_dtypes import ResultDtypes, result_dtypes
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.message_buffers import MessageBuffers
 from seqpar.softmax.wire.message_dtypes import (
@@ -154,16 +155,17 @@ class KeyStrategy(Strategy):
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
         width = batch * -(-kv_heads // len(groups)) * (dim + value_dim)  # in the largest group
         steps = self.plan(call, comm.is_routed).steps
+        dtypes = result_dtypes(comm, call, True, self.gradient_dtype)
         buffers = PassBuffers(
             self._key_buffers(comm, call, operands, len(groups)),
-            gradient_buffer(steps, width, len(groups)),
+            gradient_buffer(steps, width, len(groups), dtypes),
         )
 
         def add(
             heads: HeadSlices, output: OutputGradient, own: Operands, total: PackedGradients
         ) -> None:
             of_group = call if len(groups) == 1 else call.with_heads_of(call, heads.queries)
-            self._attend_backward(comm, of_group, output, own, total, buffers)
+            self._attend_backward(comm, of_group, output, own, total, buffers, dtypes)
 
         return gradients_by_group(groups, output, operands, add)
 
@@ -175,6 +177,7 @@ class KeyStrategy(Strategy):
         operands: Operands,
         total: PackedGradients,
         buffers: PassBuffers,
+        dtypes: ResultDtypes,
     ) -> None:
         """Add the gradients of the heads in `operands` to `total`.
 
@@ -197,8 +200,11 @@ class KeyStrategy(Strategy):
             del k_block, v_block
             if returning is not None:
                 returning.add_to(total)
-            message = None if gradients is None else gradients.message(self.gradient_dtype)
-            returning = GradientReturn(comm, label, step, message, buffers.gradients)
+            message = None
+            if gradients is not None:
+                message = gradients.message(dtypes.of(step.leave_of_one_call))
+            arriving = dtypes.of(step.return_of_one_call)
+            returning = GradientReturn(comm, label, step, message, arriving, buffers.gradients)
             del gradients, message
         keys.close()  # frees the last block
         if returning is not None and plan.ends_early:
@@ -219,5 +225,5 @@ class KeyStrategy(Strategy):
         if self.rank_invariant:
             return tile_traffic(call, rank, distances)
         groups = len(head_groups(call.shape, call.kv_layout, call.mask))
-        dtypes = self.message_dtype, self.gradient_dtype
-        return key_traffic(call, rank, distances, *dtypes, groups)
+        dtypes = result_dtypes(None, call, True, self.gradient_dtype)
+        return key_traffic(call, rank, distances, self.message_dtype, dtypes, groups)

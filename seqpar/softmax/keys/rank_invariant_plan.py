@@ -294,7 +294,7 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
     tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)
     element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
-    rows = key_traffic(tiled, rank, distances, returning=False)
+    rows = key_traffic(tiled, rank, distances)
     if tiles.moved is not None:
         heads, dims = shape.batch * shape.heads, (shape.dim, shape.value_dim)
         statistics = (1 + call.return_lse) * accumulator

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
@@ -27,15 +28,19 @@ from seqpar.softmax.compute.partial import (
     QuerySums,
     Sums,
 )
+from seqpar.softmax.compute.waiting_results import WaitingResults
 from seqpar.softmax.keys.key_exchange import GradientReturn, travelling_keys
+from seqpar.softmax.keys.key_plan import HeadSlices
 from seqpar.softmax.queries.query_exchange import (
     HopMessages,
     QueryExchange,
     QuerySchedule,
+    Travelling,
     packs_all_rows,
     query_groups,
 )
 from seqpar.softmax.queries.tiles import Tile, Tiles
+from seqpar.softmax.result_dtypes import ResultDtypes, result_dtypes
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.message_dtypes import (
     CODES,
@@ -45,7 +50,7 @@ from seqpar.softmax.wire.message_dtypes import (
     encode_rows,
     encoded_width,
 )
-from seqpar.softmax.wire.row_messages import RowFormat, add_rows
+from seqpar.softmax.wire.row_messages import RowFormat
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,10 @@ class TileStrategy(Strategy):
         """The dtype of keys and values in messages: None for their own dtype, or 8 bits."""
         return None
 
+    def _partial_dtypes(self, comm: Comm | None, call: ResolvedCall) -> ResultDtypes:
+        chosen = torch.int8 if self.partial_code else self.partial_dtype
+        return result_dtypes(comm, call, False, chosen)
+
     def columns_of(self, call: ResolvedCall) -> int:
         raise NotImplementedError
 
@@ -94,8 +103,7 @@ class TileStrategy(Strategy):
         self,
         comm: Comm,
         call: ResolvedCall,
-        travelling: Sequence[RowFormat],
-        results: Sequence[RowFormat],
+        travelling: Travelling,
     ) -> tuple[Tile, QuerySchedule]:
         """Return this rank's tile, and the schedule by which tensors of these formats travel.
 
@@ -103,10 +111,11 @@ class TileStrategy(Strategy):
         """
         columns, routed = self.columns_of(call), comm.is_routed
         tile = call.once(("tile", columns, routed), lambda: Tile(call, self.tiles(call), routed))
-        key = "query schedule", columns, routed, tuple(travelling), tuple(results)
+        key = "query schedule", columns, routed, travelling
 
         def build() -> QuerySchedule:
-            return QuerySchedule.of(call, tile.query_hops, tile.last_step, travelling, results)
+            counts = tile.last_step, tile.hop_count
+            return QuerySchedule.of(call, tile.query_hops, *counts, travelling)
 
         return tile, call.once(key, build)
 
@@ -115,18 +124,20 @@ class TileStrategy(Strategy):
         label, accumulator = f"{self.name} forward", accumulator_dtype(q.dtype)
         dims, code = [v.shape[-1]], self.partial_code
         width = encoded_width(dims) if code else dims[0]
-        query_format = RowFormat((q.shape[-1],), q.dtype)
-        out_format = RowFormat((width,), torch.int8 if code else self.partial_dtype or accumulator)
-        tile, schedule = self.plan(
-            comm, call, [query_format], [out_format, RowFormat((), accumulator)]
+        travelling = Travelling(
+            (RowFormat((q.shape[-1],), q.dtype),),
+            RowFormat((width,), accumulator),
+            (RowFormat((), accumulator),),
+            self._partial_dtypes(comm, call),
+            backward=False,
         )
+        tile, schedule = self.plan(comm, call, travelling)
         total, groups = Partial.nothing(q, v), schedule.groups
         steps = tile.steps
-        travelling = travelling_keys(comm, steps, (k, v), label, len(steps), self.keys_dtype)
+        exchanged = travelling_keys(comm, steps, (k, v), label, len(steps), self.keys_dtype)
         # The first `next` posts the exchanges of all steps.
-        arriving: Iterator[Sequence[Tensor]] = chain([next(travelling)], travelling)
+        arriving: Iterator[Sequence[Tensor]] = chain([next(exchanged)], exchanged)
         blocks: list[Sequence[Tensor]] = []
-        totals: list[Partial] = []  # for each group of heads
         keys: list[list[list[Tensor]]] = []  # for each group of heads, k and v of each block
 
         def compute_first() -> None:
@@ -135,8 +146,9 @@ class TileStrategy(Strategy):
                     attend(q, block[0], block[1], slices, total, call.options, call.max_logits)
                 blocks.append(block)
             for heads in groups:
-                totals.append(total.of_heads(heads.queries))
                 keys.append([[x[:, :, heads.keys] for x in block] for block in blocks])
+            if not queries.keeps_results:
+                total.allocate()
 
         def compute_last() -> None:
             i, slices = tile.last
@@ -155,13 +167,18 @@ class TileStrategy(Strategy):
             if code:
                 encode_rows(into[:1], None, code, out)
 
-        queries = QueryExchange(comm, schedule, [q], label)
-        for group, rows, (out, lse) in queries.results(compute_first, compute_last, compute):
+        parts = _parts(groups)
+        total.divide(parts)
+        queries = QueryExchange(comm, schedule, [q], label, _kept_bytes(total))
+        results = queries.results(compute_first, compute_last, compute)
+        for group, rows, (out, lse), is_last in results:
             if code:
                 (out,) = decode_rows(out, dims, code, accumulator)
-            totals[group].merge(rows, out, lse)  # at once: later messages reuse the memory
+            total.merge(rows, out, lse, heads=parts[group])
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next hop is computed
+            if is_last:
+                total.add_up()
         return ForwardResult(*total.finish(sinks, q.dtype), [])
 
     def gradients(
@@ -174,12 +191,12 @@ class TileStrategy(Strategy):
         travelling = [q, output.dout, torch.stack(columns, -1)]
         formats = [RowFormat(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
         accumulator = accumulator_dtype(q.dtype)
-        sent = self.gradient_dtype or accumulator
-        tile, schedule = self.plan(comm, call, formats, [RowFormat((q.shape[-1],), sent)])
+        dtypes = result_dtypes(comm, call, True, self.gradient_dtype)
+        result = RowFormat((q.shape[-1],), accumulator)
+        tile, schedule = self.plan(comm, call, Travelling(tuple(formats), result, (), dtypes, True))
         groups, steps = schedule.groups, tile.steps
         arriving = travelling_keys(comm, steps, (k, v), label, len(steps), self.keys_dtype)
         blocks, gradients = [next(arriving)], [total]
-        totals: list[Tensor] = []  # for each group of heads, dq
         keys: list[list[list[Tensor]]] = []  # for each group of heads, each block's k, v, dk and dv
         returning: list[GradientReturn] = []
 
@@ -189,20 +206,21 @@ class TileStrategy(Strategy):
                 gradients.append(total.of_block(block[0], block[1]))
                 attend_backward(output, q, block[0], block[1], first, gradients[-1], call.options)
                 blocks.append(block)
+            tensors = [
+                (*block, own.dk, own.dv) for block, own in zip(blocks, gradients, strict=True)
+            ]
             for heads in groups:
-                tensors = [
-                    (*block, own.dk, own.dv) for block, own in zip(blocks, gradients, strict=True)
-                ]
-                totals.append(total.dq[:, :, heads.queries])
                 keys.append([[x[:, :, heads.keys] for x in block] for block in tensors])
+            if not exchange.keeps_results:
+                total.queries.allocate()
 
         def compute_last() -> None:
             keys.clear()
             for step, (_, last) in zip(steps, tile.own[1:], strict=True):
                 (k_block, v_block), own = blocks.pop(1), gradients.pop(1)
                 attend_backward(output, q, k_block, v_block, last, own, call.options)
-                message = own.message(sent) if step.travels else None
-                returning.append(GradientReturn(comm, label, step, message))
+                message = own.message(dtypes.of_several) if step.travels else None
+                returning.append(GradientReturn(comm, label, step, message, dtypes.of_several))
             attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
         def compute(messages: HopMessages, received: list[Tensor], results: list[Tensor]) -> None:
@@ -221,10 +239,15 @@ class TileStrategy(Strategy):
                 attend_backward(received_output, q_block, k_part, v_part, slices, sums, options)
             queries.finish(leaving)
 
-        exchange = QueryExchange(comm, schedule, travelling, label)
-        for group, rows, (dq,) in exchange.results(compute_first, compute_last, compute):
-            add_rows(dq, totals[group], rows.local(q.device))
+        parts = _parts(groups)
+        total.queries.divide(parts)
+        exchange = QueryExchange(comm, schedule, travelling, label, _kept_bytes(total.queries))
+        results = exchange.results(compute_first, compute_last, compute)
+        for group, rows, (dq,), is_last in results:
+            total.queries.add(rows, dq, heads=parts[group], is_owned=False)
             del dq
+            if is_last:
+                total.queries.add_up()
         for returned in returning:
             returned.add_to(total)
         return total.results()
@@ -242,7 +265,8 @@ class TileStrategy(Strategy):
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         shape, tiles = call.shape, self.tiles(call)
         element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
-        gradient = self.gradient_dtype.itemsize if self.gradient_dtype else accumulator
+        partials = self._partial_dtypes(None, call)
+        gradients = result_dtypes(None, call, True, self.gradient_dtype)
         rows, groups = list[Traffic](), len(query_groups(call))
         row, column = tiles.row(rank), tiles.column(rank)
         kv_heads, dims = shape.batch * shape.kv_heads, (shape.dim, shape.value_dim)
@@ -252,17 +276,19 @@ class TileStrategy(Strategy):
             for step, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), 1):
                 keys = int(sent[tiles.row_number(receiver)]) * kv_heads * key_size
                 rows += [Traffic(x, step, receiver, 1, keys) for x in ("forward", "backward")]
-                returned = int(received[owner]) * kv_heads * sum(dims) * gradient
+                returned = int(received[owner]) * kv_heads * sum(dims)
+                returned *= gradients.of_several.itemsize
                 rows.append(Traffic("backward", step, owner, 1, returned))
         if not row:
             return rows
-        partial = partial_bytes(shape, self.partial_dtype)
+        width = encoded_width([shape.value_dim]) if self.partial_code else shape.value_dim
         statistics = (2 + call.return_lse) * accumulator
         sent_size = (shape.dim + shape.value_dim) * element + statistics
-        # For each direction: messages of queries; bytes per row and head of queries and of results.
+        # For each direction: messages of queries, the bytes of queries per row and head, and of
+        # results the elements per row and head, their dtypes, and further bytes.
         sizes = {
-            "forward": (1, shape.dim * element, partial + accumulator),
-            "backward": (3, sent_size, shape.dim * gradient),
+            "forward": (1, shape.dim * element, width, partials, accumulator),
+            "backward": (3, sent_size, shape.dim, gradients, 0),
         }
         reached, arriving = tiles.sent_queries(rank), tiles.received_queries(rank)
         unpacked, heads = reached.are_ranges & ~packs_all_rows(call), shape.batch * shape.heads
@@ -270,13 +296,29 @@ class TileStrategy(Strategy):
         for step, (receiver, sender) in enumerate(zip(row, reversed(row), strict=True), first_step):
             number = tiles.column_number(receiver)
             leaving, received_rows = int(reached.counts[number]), int(arriving[sender])
-            for direction, (tensors, query_size, result_size) in sizes.items():
+            for direction, (tensors, query_size, elements, dtypes, others) in sizes.items():
                 messages = tensors if unpacked[number] else groups
                 total = leaving * heads * query_size
                 rows.append(Traffic(direction, step, receiver, messages, total))
-                total = received_rows * heads * result_size
+                backward = direction == "backward"
+                is_one_call = partial(tiles.is_one_call, sender, rank, backward)
+                size = elements * dtypes.of(is_one_call).itemsize if received_rows else 0
+                total = received_rows * heads * (size + others)
                 rows.append(Traffic(direction, step, sender, groups, total))
         return rows
+
+
+def _kept_bytes(total: WaitingResults) -> int:
+    """Return the bytes of results that returned and may wait for one merge, beside fp32 sums.
+
+    The lse of a result takes less than 1/16 of the bytes of the result.
+    """
+    return total.elements * (total.most_bytes - 4) * 17 // 16 if total.waits else 0
+
+
+def _parts(groups: Sequence[HeadSlices]) -> list[slice | None]:
+    """Return the query heads of each group, or None for all of them."""
+    return [None] if len(groups) == 1 else [heads.queries for heads in groups]
 
 
 def partial_bytes(shape: OperandShape, partial_dtype: torch.dtype | None) -> int:

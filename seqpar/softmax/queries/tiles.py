@@ -19,6 +19,7 @@ from seqpar.layout.masks.reach import AttentionSide, ReachedRows
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.key_plan import KeyStep, with_rows
 from seqpar.softmax.queries.query_exchange import QueryHop
+from seqpar.softmax.result_dtypes import hops_are_one_call, is_one_call
 from seqpar.softmax.wire.row_messages import Rows
 
 
@@ -107,6 +108,21 @@ class Tiles:
             slices = slices.of_queries(self.query_rows(q_rank, at))
         return slices if k_rank == at else slices.of_keys(self.key_rows(k_rank, at))
 
+    def known_calls(self) -> bool | None:
+        """Return whether one kernel call computes with another rank's queries, without slices.
+
+        It is False if a rank has several blocks of keys, True if `hops_are_one_call`, and otherwise
+        None: it then depends on the two ranks.
+        """
+        if self._columns < self._ranks:
+            return False
+        return hops_are_one_call(*self._geometry, self._mask) or None
+
+    def is_one_call(self, q_rank: int, at: int, backward: bool) -> bool:
+        """Return whether one kernel call of the rank `at` computes with another rank's queries."""
+        known = self.known_calls()
+        return is_one_call(self.slices(q_rank, at, at), backward) if known is None else known
+
     def area(self, q_rank: int, k_rank: int) -> int:
         """Return the number of (query, key) pairs between one rank's queries and another's keys."""
         return self._slices(q_rank, k_rank).area
@@ -148,6 +164,7 @@ class Tile:
         self.query_hops = _query_hops(rank, tiles, every_hop)
         # The number of the last hop, which may be left out.
         self.last_step = len(tiles.column(rank)) + len(tiles.row(rank))
+        self.hop_count = len(tiles.row(rank))  # with those that were left out
 
     @cached_property
     def own(self) -> list[tuple[Slices, Slices]]:
@@ -184,7 +201,8 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
         leaving = with_rows([receiver], [int(sent[tiles.row_number(receiver)])])
         arriving = with_rows([owner], [int(received[owner])])
         build = partial(tiles.slices, rank, owner, rank)
-        steps.append(KeyStep(number, *leaving, *arriving, rows_for, build))
+        several = (lambda: False,) * 2  # halves of own queries, and received queries
+        steps.append(KeyStep(number, *leaving, *arriving, rows_for, build, *several))
     return steps
 
 
@@ -199,7 +217,7 @@ def _query_hops(rank: int, tiles: Tiles, every_hop: bool) -> list[QueryHop]:
     if not row:
         return []
     sent, received = tiles.sent_queries(rank).counts, tiles.received_queries(rank)
-    sources, hops = [rank, *reversed(column)], list[QueryHop]()
+    sources, hops, known = [rank, *reversed(column)], list[QueryHop](), tiles.known_calls()
     first_step = len(column) + 1
     for step, (receiver, sender) in enumerate(zip(row, reversed(row), strict=True), first_step):
         counts = int(sent[tiles.column_number(receiver)]), int(received[sender])
@@ -207,6 +225,7 @@ def _query_hops(rank: int, tiles: Tiles, every_hop: bool) -> list[QueryHop]:
             sent_rows = partial(tiles.query_rows, rank, receiver)
             received_rows = partial(tiles.query_rows, sender, rank)
             builders = [partial(tiles.slices, sender, source, rank) for source in sources]
-            hop = QueryHop(step, receiver, sender, *counts, sent_rows, received_rows, builders)
-            hops.append(hop)
+            rows = *counts, sent_rows, received_rows
+            returning = known, partial(tiles.slices, rank, receiver, receiver)
+            hops.append(QueryHop(step, receiver, sender, *rows, builders, *returning))
     return hops

@@ -234,7 +234,8 @@ def _finish_backward(
     with without_autocast(q):
         comm = bound.comm.call(numbers)
         operands = Operands(q, k, v, sinks)
-        call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks is not None)
+        shape = OperandShape.of(q, k, v)
+        call = arguments.to_call(comm, shape, sinks is not None, q.device)
         compared = ATTENTION.compared(operands, arguments)
         ATTENTION.describe(bound, comm, call, arguments, q.device, compared)
         output = OutputGradient.of(unit_stride(dout), dlse, out, lse, sinks)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class MessageBuffers:
-    """Buffers that messages of one dtype use in turn: message i has buffer i mod `count`.
+    """Buffers that the messages of a pass use in turn: message i has buffer i mod `count`.
 
     On a GPU, a new tensor per message would take more memory than the messages in use: torch does
     not reuse the memory of a tensor that the host has freed until the device has reached the same
@@ -25,16 +25,23 @@ class MessageBuffers:
     A pass makes its own buffers, and a buffer is freed with its last message.
     """
 
-    def __init__(self, count: int, sizes: Sequence[int], grow: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        sizes: Sequence[int],
+        grow: bool = False,
+        unit: torch.dtype | None = None,
+    ) -> None:
         """Prepare buffers; `sizes` are the elements of each message, in the order of `take`.
 
         A buffer is as large as the largest of its messages. With `grow`, it is only as large as the
-        largest message so far, and a larger message replaces it by a new buffer.
+        largest message so far, and a larger message replaces it by a new buffer. If messages have
+        different dtypes, `sizes` count elements of the dtype `unit`.
         """
         count = min(count, len(sizes))
         self._largest = [0 if grow else max(sizes[slot::count]) for slot in range(count)]
         self._blocks: list[Tensor | None] = [None] * count
-        self._messages, self._taken = len(sizes), 0
+        self._messages, self._taken, self._unit = len(sizes), 0, unit
 
     def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory (elements,) for the next message."""
@@ -42,8 +49,14 @@ class MessageBuffers:
         self._taken += 1
         slot = number % count
         buffer = self._blocks[slot]
+        if buffer is not None and buffer.dtype != dtype:
+            buffer = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize // buffer.itemsize]
+            buffer = buffer.view(dtype)
         if buffer is None or len(buffer) < elements:
-            size = max(elements, self._largest[slot])
+            size = self._largest[slot]
+            if self._unit is not None:
+                size = -(-size * self._unit.itemsize // dtype.itemsize)
+            size = max(elements, size)
             self._blocks[slot] = buffer = None  # freed before the new one is allocated
             buffer = torch.empty(size, dtype=dtype, device=device)
         self._blocks[slot] = buffer if number + count < self._messages else None

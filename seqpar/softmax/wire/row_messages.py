@@ -163,6 +163,10 @@ class Packing:
         self.elements = self._ends.pop(self.dtype)
         self._views = [views[i] for i in range(len(formats))]
 
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Return a new message and its tensors, as `tensors` does."""
         message = torch.empty(self.elements, dtype=self.dtype, device=device)

@@ -27,7 +27,8 @@ BOUNDS = {
         "message_buffers": 2,
     },
     ("ring, 1 document", "backward"): {
-        "extra_time": 0.024,
+        "extra_time": 0.022,
+        "sent_bytes": 706e6,
         "allocations": 67,
         "message_buffers": 3,
     },
@@ -38,19 +39,23 @@ BOUNDS = {
         "message_buffers": 2,
     },
     ("ring, 32 documents", "backward"): {
-        "extra_time": 0.72,
+        "extra_time": 0.66,
         "calls_per_head": 9,
         "message_buffers": 3,
     },
     ("ring, 1 document, fp8 messages", "forward"): {"extra_time": 0.022, "kernels": 40},
-    ("ring, 1 document, fp8 messages", "backward"): {"extra_time": 0.027, "kernels": 177},
-    ("ring, 1 document, bf16 gradients", "backward"): {"extra_time": 0.022},
+    ("ring, 1 document, fp8 messages", "backward"): {"extra_time": 0.024, "kernels": 149},
     ("all_gather, 32 documents", "forward"): {"extra_time": 0.52, "calls_per_head": 5},
     ("all_gather, 32 documents", "backward"): {"extra_time": 0.79, "calls_per_head": 7},
     ("ulysses, 32 documents", "forward"): {"extra_time": 0.44, "calls_per_head": 1},
-    ("token_ring, 1 document", "forward"): {"extra_time": 0.11},
-    ("token_ring, 1 document", "backward"): {"extra_time": 0.05, "message_buffers": 10},
-    ("mesh, 32 documents", "forward"): {"extra_time": 1.41, "message_buffers": 7},
+    ("token_ring, 1 document", "forward"): {"extra_time": 0.068, "sent_bytes": 1422e6},
+    ("token_ring, 1 document", "backward"): {
+        "extra_time": 0.038,
+        "sent_bytes": 2102e6,
+        "message_buffers": 13,
+    },
+    ("token_ring, 32 documents", "forward"): {"extra_time": 1.47},
+    ("mesh, 32 documents", "forward"): {"extra_time": 1.24, "message_buffers": 7},
     ("mesh, 32 documents", "backward"): {"extra_time": 0.95},
     ("disaggregated, 32 documents", "forward"): {"extra_time": 0.67, "calls_per_head": 8},
     ("disaggregated, 32 documents", "backward"): {"extra_time": 1.01, "calls_per_head": 12},
@@ -88,16 +93,12 @@ def test_second_calls_do_not_wait_on_the_host(name):
         assert counts(name)[direction].host_waits == 0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "in_memory", "sent"),
-    [("ring", 0.91, 0.66), ("token_ring", 0.91, 0.75), ("mesh", 0.97, 0.85)],
-)
-def test_bf16_gradients_move_fewer_bytes_than_fp32(strategy, in_memory, sent):
-    """In memory as well as in messages."""
-    name = f"{strategy}, 1 document"
+def test_bf16_gradients_move_fewer_bytes_than_fp32():
+    """In memory as well as in messages. A mesh adds the results of several calls in fp32."""
+    name = "mesh, 1 document"
     exact, rounded = (counts(x)["backward"] for x in (name, f"{name}, bf16 gradients"))
-    assert rounded.bytes < in_memory * exact.bytes
-    assert rounded.sent_bytes < sent * exact.sent_bytes
+    assert rounded.bytes < 0.97 * exact.bytes
+    assert rounded.sent_bytes < 0.85 * exact.sent_bytes
 
 
 def test_the_page_has_the_committed_figures():

@@ -58,7 +58,7 @@ def sent(shape, rank, layout, causal, heads, **options):
     mesh = as_mesh(Comm("silent", rank, shape[0] * shape[1]), *shape)
     attn = seqpar.MeshAttention(mesh, **options)
     q, k = (
-        torch.empty(layout.tokens_on(rank), x, 8, dtype=torch.bfloat16, device="meta")
+        torch.empty(layout.tokens_on(rank), x, 8, dtype=torch.bfloat16)  # results in fp32
         for x in heads
     )
     found = Counter()

@@ -13,7 +13,9 @@ import time
 import types
 import zipfile
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from seqpar.kernels.gpus import Gpu, assume
@@ -28,8 +30,12 @@ from seqpar.softmax.backends.compile_ahead import compile_ahead
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenBlock, VarlenCall, VarlenSegment
 from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
+from seqpar.softmax.keys import key_strategy
+from seqpar.softmax.queries import tile_strategy
+from seqpar.softmax.result_dtypes import ResultDtypes
 from tests.support import varlen_kernels
-from tests.support.cases import Case, assert_right, oracle, run
+from tests.support.calls import sent_bytes
+from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
 
@@ -229,6 +235,84 @@ def test_messages_of_only_results_have_the_bits_of_sums(
     monkeypatch.setattr(Sums, "keep", lambda sums, *results: False)
     for x, y in zip(found[2:], virtual(3, run, case)[0][2:], strict=True):
         assert (x == y).all()
+
+
+LAYOUTS = {
+    "zigzag": Layout.zigzag([0, 60, 61, 130], 4),
+    "contiguous": Layout.contiguous([0, 60, 61, 130], 4),
+    "striped": Layout.striped([0, 60, 61, 130], 4, 7),
+    "spans": Layout.from_spans(
+        [[(0, 0, 20)], [(0, 20, 60), (2, 0, 9), (2, 40, 69)], [], [(1, 0, 1), (2, 9, 40)]],
+        [0, 60, 61, 130],
+    ),
+}
+
+
+def bits_and_bytes(comm, case):
+    """Return the results of a call, the bytes that its passes send, and those of `traffic`."""
+    found = run(comm, case)
+    attn = module(case.strategy, comm, **dict(case.module_options))
+    q, k, v = (case.layout.shard(x, attn.rank, 1) for x in case.inputs()[:3])
+    with use_backend(case.backend):
+        rows = attn.traffic(q, k, v, case.layout, **case.options())
+        sent = sent_bytes(comm, case, **dict(case.module_options))
+    passes = "forward", "backward"
+    return found, sent, [sum(x.bytes for x in rows if x.direction == y) for y in passes]
+
+
+@few_rows()
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", "mesh", "usp"])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("zigzag", {}),
+        ("contiguous", {"dtype": torch.float16, "value_dim": 16}),
+        ("zigzag", {"causal": False, "scale": -0.5}),
+        ("zigzag", {"window": (9, 0)}),
+        ("striped", {"causal": False}),
+        ("striped", {}),
+        ("spans", {}),
+        ("zigzag", {"alibi": "heads"}),
+    ],
+)
+def test_results_of_one_call_travel_as_the_kernel_returned_them(
+    monkeypatch, installed, strategy, layout, options
+):
+    """The bits are those of results that travel in fp32. Both ranks of a message know its dtype."""
+    options = {"causal": True, "dtype": BF16, "batch": 1} | options
+    case = Case(
+        strategy, LAYOUTS[layout], heads=4, kv_heads=2, backend="flash_attn", **options,
+    )  # fmt: skip
+    found = virtual(4, bits_and_bytes, case)
+    exact = ResultDtypes(torch.float32, torch.float32)
+    for file in (key_strategy, tile_strategy):
+        monkeypatch.setattr(file, "result_dtypes", lambda *_: exact)
+    in_fp32 = virtual(4, bits_and_bytes, case)
+    for (bits, sent, traffic), (expected, most, of_most) in zip(found, in_fp32, strict=True):
+        assert all(map(np.array_equal, bits, expected))
+        assert sent == traffic and most == of_most
+    sent, most = (np.sum([x[1] for x in each], 0) for each in (found, in_fp32))
+    assert (sent <= most).all()
+    if layout == "zigzag" and options.keys() <= {"causal", "dtype", "batch", "scale"}:
+        forward, backward = sent < most
+        assert forward == (strategy == "token_ring")
+        assert backward == (strategy != "mesh")
+
+
+def test_results_of_several_calls_travel_in_fp32(installed):
+    """A window cuts some blocks into several segments that one call cannot compute."""
+    case = Case(
+        "ring", LAYOUTS["zigzag"], causal=True, window=(20, 0), heads=4, kv_heads=2, dtype=BF16,
+        backend="flash_attn",
+    )  # fmt: skip
+
+    def returned(comm, case):
+        with mock.patch.object(comm, "exchange", wraps=comm.exchange) as exchange:
+            run(comm, case)
+        sends = [x.args[0] for x in exchange.call_args_list if x.kwargs["label"] == "ring backward"]
+        return {x.dtype for messages in sends for _, x in messages if x.numel()}
+
+    assert set.union(*virtual(4, returned, case)) == {BF16, torch.float32}
 
 
 def test_zeros_of_a_pass_are_one_allocation():
@@ -730,7 +814,7 @@ def test_the_next_package_computes_in_its_place(monkeypatch):
     sys.modules["flash_attn"].cute = None
     q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
     options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
-    kernel = flash_attn._kernel(q, q, options, has_dlse=False)
+    kernel = flash_attn.kernel_for(q, q, options, False, q.device)
     assert kernel is load_package("FlashAttention-2", 9)
 
 

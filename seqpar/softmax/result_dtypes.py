@@ -1,0 +1,96 @@
+"""The dtypes in which ranks send each other the results of blocks.
+
+A kernel of FlashAttention rounds its results to half precision. If a single call returned a block's
+result, it travels as the kernel returned it, with half of the bytes. fp32 represents each number of
+bf16 and fp16, so the sums of the receiver have the same bits as if the result travelled in fp32. A
+result that several calls returned is their sum, and travels in the accumulator's dtype. So do the
+results of our Triton kernels and of kernels on CPUs, which compute in fp32.
+
+The receiver must know the dtype before the message arrives. It follows from the mask and the layout
+(`is_one_call`), which are the same on all ranks, and from the kernel (`result_dtypes`). Ranks
+compare their kernels once. If GPUs or installed packages differ, all results travel in the
+accumulator's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.ranges import UNLIMITED
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.masks.mask import Mask, Slices
+from seqpar.softmax.backends.kernel_order import described_kernels, preferred_kernel
+from seqpar.softmax.backends.varlen import varlen_work
+from seqpar.softmax.call import ResolvedCall
+
+
+class ResultDtypes(NamedTuple):
+    """The dtypes of results that one kernel call returned, and of those that several returned."""
+
+    of_one_call: torch.dtype
+    of_several: torch.dtype
+
+    def of(self, is_one_call: Callable[[], bool]) -> torch.dtype:
+        """Return the dtype of a result. `is_one_call` is only called if the two dtypes differ."""
+        if self.of_one_call != self.of_several and is_one_call():
+            return self.of_one_call
+        return self.of_several
+
+
+def result_dtypes(
+    comm: Comm | None, call: ResolvedCall, backward: bool, chosen: torch.dtype | None = None
+) -> ResultDtypes:
+    """Return the dtypes of partial results or, with `backward`, of gradients.
+
+    They are the same on all ranks of `comm`, which compare their kernels in the first call. Without
+    `comm`, the ranks are assumed to have the same kernels. `chosen` is the dtype that the user has
+    chosen for all results, if any.
+    """
+    exact = accumulator_dtype(call.shape.dtype)
+    if chosen is not None:
+        return ResultDtypes(chosen, chosen)
+    # Triton computes layouts with `most_documents`.
+    if call.shape.dtype == exact or call.layout.cut.most_documents:
+        return ResultDtypes(exact, exact)
+    if comm is not None and call.device.type == "cuda":
+        kernels = described_kernels(call.device)
+        if not comm.have_equal("kernels of attention", kernels):
+            return ResultDtypes(exact, exact)
+    has_slopes = call.options.slopes is not None
+
+    def find() -> torch.dtype:
+        (dtype, *_, dim, value_dim), options = call.shape, call.options
+        q, v = (torch.empty(1, 1, 1, x, dtype=dtype, device="meta") for x in (dim, value_dim))
+        kernel = preferred_kernel(q, v, options, call.device)
+        if kernel is None or (backward and options.deterministic and not kernel.deterministic):
+            return exact  # our Triton kernels or several kernels compute
+        return dtype
+
+    return ResultDtypes(call.once(("result dtype", backward, has_slopes), find), exact)
+
+
+def is_one_call(slices: Slices, backward: bool) -> bool:
+    """Return whether a kernel of FlashAttention computes the slices in one call."""
+    calls, remaining = varlen_work(slices, repeats_keys=not backward)
+    return len(calls) == 1 and remaining is None
+
+
+def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
+    """Return whether `is_one_call` is known of the slices between any two different ranks.
+
+    If so, no rank needs to build slices of other ranks. On contiguous and zigzag layouts, a rank's
+    queries of a document attend to adjacent keys of another rank, and all of them attend to the
+    same keys. Without a mask they attend to all keys on any layout.
+    """
+    has_others = mask.prefix is not None or mask.ranges is not None
+    if queries is not keys or mask.left != UNLIMITED or has_others:
+        return False
+    cut = queries.cut
+    is_cut_evenly = cut.most_spans == 1 or cut.mirrored_edges(np.zeros(0, np.int64)) is not None
+    return mask.right == UNLIMITED or (mask.right == 0 and is_cut_evenly)
