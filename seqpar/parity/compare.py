@@ -1,7 +1,9 @@
-"""Compare two recordings: everything that differs by more than rounding, in order of execution.
+"""Compare two recordings, and list what differs by more than rounding, in order of execution.
 
-The first recording is the reference. Each of its tokens has one summary. In the second recording,
-several ranks may hold copies of a token, and each copy is compared with the reference.
+The first recording is the reference. Each token of the reference has one summary. In the second
+recording, several ranks may hold copies of a token, and each copy is compared with the reference.
+Each comparison of one thing, such as the output of a module or the gradient of a parameter, gives a
+`Finding`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from seqpar.parity.joining import (
 )
 from seqpar.parity.report import Report
 
-_SAME = 1e-12  # relative difference between fp64 sums of the same numbers in different orders
+_SAME = 1e-12  # fp64 sums of the same numbers in different orders differ by less, relatively
 
 
 def compare(
@@ -42,13 +44,15 @@ def compare(
     """Compare two recordings, and find the first place where they differ beyond rounding.
 
     Args:
-        first: the folder of the reference, such as the run on one rank.
+        first: the folder of the reference, such as the recording of a run on one rank.
         second: the folder of the run that may be wrong.
-        again: a second recording of the first run, with a different order of operations, such as a
-            different number of threads, another kernel or other padding. A difference is then real
-            if it exceeds both 4 times the difference between these two recordings and the bound of
-            one operation. Default: the bound follows from dtype and depth.
-        progress: called with a line of text for each file that is read.
+        again: the folder of a second recording of the first run that adds in a different order,
+            for example with another number of threads, another kernel or other padding. A
+            difference between `first` and `second` is then real if it exceeds two bounds: 4 times
+            the difference between `first` and `again`, and the bound of one operation. Default:
+            the bound follows from dtype and depth.
+        progress: a function that is called with a line of text for each file that is read and for
+            each output that is compared.
 
     Returns:
         The report: `report.first` (None if the runs agree), `report.diagnosis`, `str(report)`.
@@ -70,7 +74,7 @@ def compare(
 
 
 def compared(first: str | Path, second: str | Path, say: Progress) -> Evidence:
-    """Return all findings about two recordings, including those in which they agree."""
+    """Return all findings about two recordings, including the findings in which they agree."""
     a, b = read(first, say), read(second, say)
     _check_same_run(a, b)
     _place_both(a, b)
@@ -98,9 +102,10 @@ def compared(first: str | Path, second: str | Path, say: Progress) -> Evidence:
 
 
 def _place_both(a: Recording, b: Recording) -> None:
-    """Place the tokens of both recordings, and begin with a recording whose token order is known.
+    """Find the places of all tokens, first in a recording whose order of tokens is known.
 
-    If one recording has several rows and the other has one row, both are compared as one row.
+    If one recording has several rows and the other has one row, the several rows are packed into
+    one row before they are compared.
     """
     known = [x for x in (a, b) if len(x.ranks) == 1 or x.content["order"] != "unknown"]
     first = known[0] if known else a
@@ -116,8 +121,6 @@ def _place_both(a: Recording, b: Recording) -> None:
 
 
 def _check_same_run(a: Recording, b: Recording) -> None:
-    """Raise a ValueError that names what makes the recordings incomparable."""
-
     def refuse(what: str, in_a: object, in_b: object) -> None:
         raise ValueError(
             f"recordings of different {what}: {a.name} has {in_a}, {b.name} has {in_b}"
@@ -152,7 +155,7 @@ def _check_same_run(a: Recording, b: Recording) -> None:
 
 
 def _may_be_parts(x: Sequence[int], y: Sequence[int]) -> bool:
-    """Return whether one shape is a part of the other along at most one dimension."""
+    """Return whether the shapes differ in at most one dimension, and there by a whole factor."""
     unequal = [(m, n) for m, n in zip(x, y, strict=True) if m != n]
     return len(unequal) <= 1 and all(n and m and (m % n == 0 or n % m == 0) for m, n in unequal)
 
@@ -171,7 +174,7 @@ def _check_same_batch(a: Recording, b: Recording) -> None:
             raise ValueError(f"{what} {where} is {found[0]} in {a.name} and {found[1]} in {b.name}")
         return
     names = a.content["inputs"][0] if a.content["inputs"] else []
-    for name in names:  # without ids, tokens may come as rows of features
+    for name in names:  # a model without token ids may get rows of features
         old, new = a.joined_rows(name), b.joined_rows(name)
         if old is None or new is None:
             continue
@@ -212,7 +215,7 @@ def _listed(names: list[str]) -> str:
 
 
 class _Depths:
-    """The order of execution of the outputs that both runs have, and the bound at each of them."""
+    """The outputs that both runs have, in order of execution, and the bound of each output."""
 
     def __init__(self, evidence: Evidence) -> None:
         a, b = evidence.a, evidence.b
@@ -252,7 +255,11 @@ class _Depths:
 
 
 def distances(reference: Floats, values: Floats) -> Floats:
-    """Return the estimated length of the difference of each pair of summaries."""
+    """Return the estimated norm of the difference between the two rows of each pair of summaries.
+
+    The root mean square of the projections' differences estimates this norm. The difference between
+    the norms of the two rows is a lower limit of it.
+    """
     difference = values - reference
     with np.errstate(invalid="ignore"):
         projected = np.sqrt(np.mean(np.square(difference[:, 2:]), 1))
@@ -260,9 +267,11 @@ def distances(reference: Floats, values: Floats) -> Floats:
 
 
 def _errors(reference: Floats, parts: list[Part]) -> tuple[Floats, Ints]:
-    """Return (tokens,) errors relative to the token's norm, and the rank with each largest error.
+    """Return the relative error of each token, and the rank that has this error; both (tokens,).
 
-    The error of a token whose norm is below the median norm is relative to the median norm.
+    An error is relative to the token's norm in the reference, or to the median norm of the tokens
+    if the median is larger. If several ranks hold a token, its error is the largest of their
+    errors. A token that no rank holds has the error NaN and the rank −1.
     """
     norms = reference[:, 0]
     known = norms[np.isfinite(norms)]
@@ -271,7 +280,7 @@ def _errors(reference: Floats, parts: list[Part]) -> tuple[Floats, Ints]:
     for part in parts:
         old, at = reference[part.places], part.places
         error = distances(old, part.values)
-        size = np.where(scale[at] > 0, scale[at], part.values[:, 0])  # if most tokens are 0
+        size = np.where(scale[at] > 0, scale[at], part.values[:, 0])  # the median is 0 if most are
         with np.errstate(invalid="ignore", divide="ignore"):
             error = np.where(error == 0, 0.0, error / size)
         finite = np.isfinite(old[:, 0]), np.isfinite(part.values[:, 0])
@@ -303,12 +312,13 @@ def _of_tokens(evidence: Evidence, key: Key, kind: str, depths: _Depths) -> Find
 
 
 def _scale_of_losses(evidence: Evidence, depths: _Depths) -> float:
-    """Return the factor of the second run's output gradients that the number of ranks explains.
+    """Return the ratio of the second run's output gradients to the first's, if ranks explain it.
 
-    Where gradients are averaged, each rank's loss is multiplied by the number of ranks, or of those
-    that share a sequence. Such a factor is returned, and is no difference. Any other factor is a
-    difference, for which this returns 1. Whether the factor fits the average shows later, in the
-    parameters' gradients.
+    A run that averages gradients over ranks multiplies each rank's loss by the number of ranks, or
+    by the number of ranks that share a sequence. The function returns the ratio of two such
+    numbers, one from each run, and this ratio is no difference between the runs. Any other ratio is
+    a difference, for which the function returns 1. The comparison of the parameters' gradients
+    shows later whether the ratio fits the average.
     """
     a, b = evidence.a, evidence.b
     for key in reversed(depths.order):
@@ -338,7 +348,7 @@ def _named(key: Key) -> str:
 
 
 def _of_positions(evidence: Evidence) -> list[Finding]:
-    """Compare `position_ids`, if the models of both runs got them."""
+    """Compare `position_ids`, if the models of both runs were called with them."""
     x, y = (run.joined_input("position_ids") for run in (evidence.a, evidence.b))
     if x is None or y is None:
         return []
@@ -350,7 +360,7 @@ def _of_positions(evidence: Evidence) -> list[Finding]:
 
 
 def _of_labels(evidence: Evidence) -> list[Finding]:
-    """Compare each token's label, and the number of labels."""
+    """Compare the labels of all tokens, or only their numbers if a rank's labels are unknown."""
     a, b = evidence.a, evidence.b
     x, y = a.labels(), b.labels()
     if len(x) == len(a.ranks) and len(y) == len(b.ranks):
@@ -374,14 +384,18 @@ def _of_labels(evidence: Evidence) -> list[Finding]:
 
 
 def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
-    """Compare the losses. The loss of the batch may be the sum or the mean of the ranks' losses."""
+    """Compare the losses of the batch, and the numbers by which the runs divided them.
+
+    The loss of the batch may be the sum or the mean of the ranks' losses. The two closest of these
+    values are compared, or the two means if no values agree.
+    """
     x, y = evidence.losses(evidence.a), evidence.losses(evidence.b)
     if not x or not y:
         return []
     pairs = [(m, n) for m in _totals(x, evidence.a) for n in _totals(y, evidence.b)]
     old, new = min(pairs, key=lambda pair: abs(pair[0] - pair[1]))
     if old != new and abs(new - old) > depths.last_bound() * abs(old):
-        old, new = pairs[0]  # of means
+        old, new = pairs[0]  # the means of both runs
     if np.isnan(old) and np.isnan(new):
         error = 0.0
     else:
@@ -395,19 +409,23 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
         totals = sum(sums[0]) / a.copies_of_tokens, sum(sums[1]) / b.copies_of_tokens
         divisors = totals[0] / old, totals[1] / new
         other = abs(divisors[1] / divisors[0] - 1) if divisors[0] else 0.0
-        other = other if other > 2 * limit else 0.0  # the divisor itself has no rounding
+        other = other if other > 2 * limit else 0.0  # a divisor is not rounded, losses are
         found.append(Finding("loss", "number that divides it", other, 2 * limit, values=divisors))
     return found
 
 
 def _totals(losses: list[float], run: Recording) -> list[float]:
-    """Return what the loss of the batch may be, from the losses of the ranks; the mean first."""
+    """Return the values that the loss of the batch may have, given the losses of the ranks.
+
+    They are the mean of the losses, their sum divided by the number of copies of a token, and this
+    quotient divided by the number of groups.
+    """
     mean, total = sum(losses) / len(losses), sum(losses) / run.copies_of_tokens
     return [mean, total, total / len(run.groups)]
 
 
 def _as_token(summary: Floats) -> Floats:
-    """Return the summary of a block with a norm in place of the sum of squares."""
+    """Return a block's summary with its norm in place of its sum of squares, as tokens have it."""
     return np.concatenate([[np.sqrt(summary[0])], summary[1:]])
 
 
@@ -451,8 +469,8 @@ def _median_rms(
 ) -> float:
     """Return the median of the root mean squares of all gradients.
 
-    Some gradients are zero apart from rounding, such as that of the bias of keys, which softmax
-    ignores. Errors of smaller gradients than this median are relative to the median.
+    Some gradients are zero apart from rounding, such as the gradient of the keys' bias, which
+    softmax ignores. The error of a gradient below this median is therefore relative to the median.
     """
     rms = [
         np.sqrt(found[0][1][0] / max(1, np.prod(shapes[name])))
@@ -476,7 +494,7 @@ def _of_learning_rates(evidence: Evidence) -> list[Finding]:
 
 
 def _of_updates(evidence: Evidence, depths: _Depths) -> list[Finding]:
-    """Compare what the step added to each weight."""
+    """Compare what the optimizer's step added to each weight."""
     runs = evidence.a, evidence.b
     before = [run.parameters("weights.before") for run in runs]
     after = [run.parameters("weights.after") for run in runs]
@@ -497,16 +515,17 @@ def _of_updates(evidence: Evidence, depths: _Depths) -> list[Finding]:
         relative = length / np.sqrt(olds[0][1][0]) if olds[0][1][0] else 0.0
         rms = np.sqrt(gradients[name][0][1][0] / max(1, np.prod(shapes[0][name])))
         noise = depths.last_bound() * np.fmax(rms, floor)
-        counted = np.nan_to_num(sizes[name][0][1])  # without a gradient, only decay changes weights
+        counted = np.nan_to_num(sizes[name][0][1])  # NaN without a gradient: only decay
         limit = update_bound(counted, float(noise), depths.coarsest, float(relative))
         found.append(Finding("weight after", name, worst, limit))
     return found
 
 
 def _use_measured_bounds(evidence: Evidence, measured: Evidence) -> None:
-    """Replace each bound by one from the difference between two recordings of the first run.
+    """Replace the bounds by 4 times the difference between two recordings of the first run.
 
-    Bounds stay as they are if the two recordings have the same bits.
+    A bound is never smaller than the bound of one operation. Bounds of values without rounding,
+    such as labels, stay as they are. All bounds stay if the two recordings have the same bits.
     """
     errors = {(x.stage, x.name): x.error for x in measured.findings}
     if not any(error > 0 for error in errors.values()):

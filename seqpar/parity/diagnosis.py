@@ -5,6 +5,9 @@ differences have a different pattern. `RULES` lists each rule with the stages of
 that the rule can explain, and `diagnose` tries the rules in this order: first those with direct
 evidence, such as unequal weights, then those that judge by the tokens that differ. The first
 recording is assumed to be right.
+
+The docstring of a rule describes the pattern that the rule recognises. A rank border is a position
+in a row where a token is on another rank than the token before it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from seqpar.parity.evidence import Bools, Evidence, Finding
 from seqpar.parity.joining import Floats
 from seqpar.parity.losses import IGNORED
 
-_NEARLY_ALL = 0.9  # of the tokens that a fault reaches; its effect on some is below rounding
+_NEARLY_ALL = 0.9  # fraction of the affected tokens that must differ; rounding hides the rest
 
 
 def diagnose(evidence: Evidence) -> str | None:
@@ -45,7 +48,7 @@ def weights_at_the_start(evidence: Evidence, first: Finding) -> str | None:
 
 
 def positions(evidence: Evidence, first: Finding) -> str | None:
-    """`position_ids` differ, or a module returns on each rank what the first tokens should get."""
+    """The `position_ids` differ, or each rank's output is that of the first tokens."""
     assert first.first_token is not None
     token = first.first_token % evidence.shape[1]
     where = "at" if _from_a_border(evidence, first.differing) is None else "from a rank border on"
@@ -62,14 +65,14 @@ def positions(evidence: Evidence, first: Finding) -> str | None:
 
 
 def _restarts(evidence: Evidence, first: Finding) -> bool:
-    """Return whether each rank's output is that of the first tokens of the sequence."""
+    """Return whether the output of every rank equals the reference's output of the first tokens."""
     assert first.key is not None
     reference = evidence.a.joined(evidence.a.parts(first.key))
     tokens, found = evidence.shape[1], False
     for part in evidence.b.parts(first.key):
         rows = part.places // tokens
         _, starts, numbers = np.unique(rows, return_index=True, return_inverse=True)
-        local = np.arange(rows.size) - starts[numbers]  # ranks store row after row
+        local = np.arange(rows.size) - starts[numbers]  # a rank stores its rows one after another
         at_start = reference[rows * tokens + local]
         length = np.sqrt(np.mean(np.square(part.values - at_start)[:, 2:], 1))
         if not (length <= first.bound * np.abs(at_start[:, 0]).max(initial=0)).all():
@@ -97,7 +100,7 @@ def documents(evidence: Evidence, first: Finding) -> str | None:
 
 
 def window(evidence: Evidence, first: Finding) -> str | None:
-    """All tokens from some position in their document on differ, and no rank begins there."""
+    """From some position of their document on, all tokens differ, and no rank border is there."""
     differing = _by_row(evidence, first)
     position = _positions_in_documents(evidence)
     size = int(position[differing].min())
@@ -112,7 +115,7 @@ def window(evidence: Evidence, first: Finding) -> str | None:
 
 
 def attention(evidence: Evidence, first: Finding) -> str | None:
-    """All tokens differ but the first of each document, whose query sees one key only."""
+    """All tokens differ except the first token of each document, whose query sees only one key."""
     differing = _by_row(evidence, first)
     alone = _positions_in_documents(evidence) == 0
     others = ~alone & ~_ignored(evidence)
@@ -129,7 +132,7 @@ def attention(evidence: Evidence, first: Finding) -> str | None:
 
 
 def padding(evidence: Evidence, first: Finding) -> str | None:
-    """Only rows with padding differ."""
+    """Only rows that contain padding differ."""
     differing = _by_row(evidence, first)
     ignored = _ignored(evidence)
     with_padding, with_difference = ignored.any(1), differing.any(1)
@@ -204,7 +207,7 @@ def dropout(evidence: Evidence, first: Finding) -> str | None:
 
 
 def one_rank(evidence: Evidence, first: Finding) -> str | None:
-    """All tokens of one rank differ, and no tokens of other ranks."""
+    """All tokens of one rank differ, and the tokens of all other ranks agree."""
     assert first.errors is not None
     if len(evidence.b.ranks) < 2 or _from_a_border(evidence, first.differing) is not None:
         return None
@@ -224,7 +227,7 @@ def one_rank(evidence: Evidence, first: Finding) -> str | None:
 
 
 def border(evidence: Evidence, first: Finding) -> str | None:
-    """Tokens differ from the first border between ranks on, on each later rank."""
+    """From the first rank border on, tokens differ, and each later rank has tokens that differ."""
     found = _from_a_border(evidence, first.differing)
     if found is None:
         return None
@@ -236,7 +239,11 @@ def border(evidence: Evidence, first: Finding) -> str | None:
 
 
 def label_shift(evidence: Evidence, first: Finding) -> str | None:
-    """The labels that differ are those of the last tokens of shards."""
+    """Labels differ only where the next token of the sequence is not the rank's next token.
+
+    If only the numbers of labels are known, the second run lacks at most as many labels as there
+    are tokens of this kind.
+    """
     if first.errors is None:
         assert first.values is not None
         lost = first.values[0] - first.values[1]
@@ -265,7 +272,7 @@ def label_shift(evidence: Evidence, first: Finding) -> str | None:
 
 
 def _ends(places: Ints) -> Bools:
-    """Return (rows, tokens): whether the next local token is not the next token of the sequence."""
+    """Return (rows, tokens): whether a rank's next token is not the next token of the sequence."""
     ends = np.ones(places.shape, bool)
     ends[:, :-1] = np.diff(places, axis=1) != 1
     return ends & (places >= 0)
@@ -278,7 +285,7 @@ def local_divisor(evidence: Evidence, first: Finding) -> str | None:
     if not counts or not losses or not sum(counts) or run.copies:
         return None
     labelled = [i for i, n in enumerate(counts) if n]
-    limit = max(1e-5, 4 * evidence.coarsest)  # of a loss, relative
+    limit = max(1e-5, 4 * evidence.coarsest)  # of the relative error of a loss
     numbers = [counts[i] for i in labelled]
     if 0 not in counts and max(numbers) / min(numbers) - 1 <= 4 * limit:
         return None
@@ -302,7 +309,7 @@ def local_divisor(evidence: Evidence, first: Finding) -> str | None:
 
 
 def scaled_loss(evidence: Evidence, first: Finding) -> str | None:
-    """The loss is a multiple of the right one, by a number of ranks."""
+    """The loss is the reference's loss, multiplied or divided by a number of ranks."""
     if first.values is None or not first.values[0] or not evidence.agree("output", "label"):
         return None
     old, new = first.values
@@ -347,7 +354,7 @@ def tied_weights(evidence: Evidence, first: Finding) -> str | None:
 
 
 def own_tokens(evidence: Evidence, first: Finding) -> str | None:
-    """The sum of the ranks' gradients is right, and no rank has it."""
+    """The ranks' gradients differ, and their sum is right up to a factor that ranks explain."""
     gradients = evidence.b.parameters("gradients")
     ranks = len(evidence.b.ranks)
     if ranks == 1 or any(len(x) < ranks for x in gradients.values()):
@@ -369,7 +376,7 @@ def own_tokens(evidence: Evidence, first: Finding) -> str | None:
 
 
 def scaled_gradients(evidence: Evidence, first: Finding) -> str | None:
-    """All gradients are the same multiple of the right ones."""
+    """All gradients are the reference's gradients, multiplied by one factor."""
     if not evidence.agree("output", "label"):
         return None
     compared = [x for x in evidence.of_stage("gradient") if np.isfinite(x.error)]
@@ -390,14 +397,19 @@ def scaled_gradients(evidence: Evidence, first: Finding) -> str | None:
 
 
 class _Factor(NamedTuple):
-    """What a factor is, such as "the number of ranks", and how often: "2" or "1/2"."""
+    """A factor that a number of ranks explains.
+
+    Attributes:
+        what: the name of the number, such as "the number of ranks".
+        times: the number itself, such as "2", or its inverse, such as "1/2".
+    """
 
     what: str
     times: str
 
 
 def _number_of_ranks(evidence: Evidence, factor: float, limit: float) -> _Factor | None:
-    """Return which number of ranks a factor is, or whose inverse it is, within a relative limit."""
+    """Return the number of ranks that is `factor` or 1 / `factor`, within a relative `limit`."""
     numbers = {
         "the number of ranks that share a sequence": len(evidence.b.groups[0]),
         "the number of ranks": len(evidence.b.ranks),
@@ -410,7 +422,7 @@ def _number_of_ranks(evidence: Evidence, factor: float, limit: float) -> _Factor
 
 
 def _sharing(evidence: Evidence) -> dict[str, int]:
-    """Return the number of ranks that together hold one sequence, if all rows have the same."""
+    """Return {name: number of ranks that hold a row}, or {} if rows differ in this number."""
     rows = evidence.shape[0]
     holders = {tuple(np.unique(evidence.b.rank_of[row])) for row in range(rows)}
     sizes = {len(x) for x in holders}
@@ -418,7 +430,10 @@ def _sharing(evidence: Evidence) -> dict[str, int]:
 
 
 def _factors(evidence: Evidence, name: str) -> tuple[float, float]:
-    """Return a gradient's factor relative to the first run, and the relative error after it."""
+    """Return the factor between a parameter's gradients, and the relative error that it leaves.
+
+    The gradient of the second run is about this factor times the gradient of the first run.
+    """
     old = evidence.a.parameters("gradients")[name][0][1][2:]
     new = evidence.b.parameters("gradients")[name][0][1][2:]
     factor = float(new @ old / (old @ old)) if old.any() else 0.0
@@ -427,7 +442,7 @@ def _factors(evidence: Evidence, name: str) -> tuple[float, float]:
 
 
 def _near_count(evidence: Evidence, factor: float) -> bool:
-    """Return whether a factor is near m / n, where m and n are 1 or numbers of ranks."""
+    """Return whether a factor is within 1% of m / n, where m and n are 1 or numbers of ranks."""
     counts = {
         1,
         len(evidence.b.ranks),
@@ -438,9 +453,10 @@ def _near_count(evidence: Evidence, factor: float) -> bool:
 
 
 def remote_queries(evidence: Evidence, first: Finding) -> str | None:
-    """In backward, tokens differ up to the last border between ranks, and later tokens agree.
+    """In backward, only tokens before the last rank border of their row differ.
 
-    Queries after a border send gradients to keys before it, and these gradients are missing.
+    Queries behind a rank border send gradients to the keys before it, and these gradients are
+    missing.
     """
     if not evidence.agree("output", "label", "loss"):
         return None
@@ -448,7 +464,7 @@ def remote_queries(evidence: Evidence, first: Finding) -> str | None:
     borders = _borders(evidence)
     if not borders.any():
         return None
-    last = np.maximum.accumulate(borders[:, ::-1], 1)[:, ::-1]  # up to the last border
+    last = np.maximum.accumulate(borders[:, ::-1], 1)[:, ::-1]  # whether a border is here or behind
     last[:, :-1] = last[:, 1:]
     last[:, -1] = False
     if differing[~last].any() or not differing[last].any():
@@ -488,9 +504,10 @@ def _borders(evidence: Evidence) -> Bools:
 
 
 def _from_a_border(evidence: Evidence, differing: Bools) -> int | None:
-    """Return the first border between ranks if the difference begins there, or None.
+    """Return the first rank border if the difference begins there, or None.
 
-    Tokens of each later rank must differ, and no token before the border.
+    The token at the border must differ, each later rank must have a token that differs, and all
+    tokens before the border must agree.
     """
     borders, by_row = _borders(evidence), differing.reshape(evidence.shape)
     rank_of = evidence.b.rank_of

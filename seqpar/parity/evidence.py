@@ -1,4 +1,8 @@
-"""Everything that a comparison has found out about two runs, for diagnoses and reports."""
+"""What a comparison has found out about two runs, for diagnoses and reports.
+
+A `Finding` is the comparison of one thing that both runs have. The `Evidence` holds the two
+recordings and all findings about them.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,14 @@ class Finding:
         stage: "weight before", "input", "output", "label", "loss", "gradient of output",
             "gradient", "optimizer" or "weight after".
         name: the name of the module, the parameter or the number.
-        error: the largest difference, relative to the size in the first run.
-        bound: the largest difference that rounding explains.
-        errors: (rows · tokens,) the difference of each token, NaN where it was not compared.
-        ranks: (rows · tokens,) the rank of the second run with that difference.
+        error: the largest difference between the runs, relative to the size in the first run.
+        bound: the largest relative difference that rounding explains.
+        errors: (rows · tokens,) the relative difference of each token, NaN if the token was not
+            compared. None if the finding is not about tokens.
+        ranks: (rows · tokens,) the rank of the second run that has each token's difference.
         rank: the rank with the largest difference, if the finding is not about tokens.
-        values: the numbers of both runs, if this is about a loss, a count or a learning rate.
-        key: the key of an output in the recordings.
+        values: the values of both runs, if the finding is about a loss, a count or a learning rate.
+        key: the key of the output in the recordings, if the finding is about an output.
     """
 
     stage: str
@@ -63,7 +68,7 @@ class Finding:
 
     @property
     def first_rank(self) -> int | None:
-        """The rank of the second run where the difference is first seen."""
+        """The rank of the second run that holds the first token that differs, or else `rank`."""
         token = self.first_token
         return self.rank if token is None or self.ranks is None else int(self.ranks[token])
 
@@ -73,10 +78,13 @@ class Evidence:
     """Two recordings with placed tokens, and all findings about them in the order of execution.
 
     Attributes:
-        ignored: (rows · tokens,): padding, which is not compared.
+        a: the first recording, which is the reference.
+        b: the second recording.
+        ignored: (rows · tokens,) whether a token is padding, which is not compared.
         coarsest: the unit roundoff of the least precise dtype of the runs.
-        scale: the factor of the second run's output gradients; see `compare._scale_of_losses`.
-        notes: sentences about what was found out or could not be seen.
+        scale: the factor by which the second run's output gradients are divided before they are
+            compared; see `compare._scale_of_losses`.
+        notes: sentences that say what was found out and what could not be seen.
     """
 
     a: Recording
@@ -124,7 +132,7 @@ class Evidence:
         return starts
 
     def losses(self, run: Recording) -> list[float]:
-        """Return each rank's loss, or no numbers if one rank's loss is unknown."""
+        """Return the loss of each rank, or [] if the loss of a rank is unknown."""
         found = []
         for rank in run.ranks:
             content = rank.content
@@ -139,7 +147,7 @@ class Evidence:
         return found if len(found) == len(run.ranks) else []
 
     def label_counts(self, run: Recording) -> list[float] | None:
-        """Return each rank's number of labels, or None if it is unknown."""
+        """Return the number of labels of each rank, or None if the number of a rank is unknown."""
         found = []
         for rank in run.ranks:
             content, labels = rank.content, rank.rows_of("labels")
@@ -152,7 +160,7 @@ class Evidence:
         return found if len(found) == len(run.ranks) else None
 
     def token_loss_sums(self, run: Recording) -> list[float] | None:
-        """Return the sum of the losses of each rank's tokens, or None if some are unknown."""
+        """Return each rank's sum of its tokens' losses, or None if a rank's losses are unknown."""
         labels = run.labels()
         if len(labels) < len(run.ranks):
             return None

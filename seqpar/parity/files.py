@@ -15,13 +15,14 @@ from typing import Any
 from torch import Tensor
 
 FORMAT = 1
-FIELDS = (  # of a rank's JSON file
+FIELDS = (  # that a rank's JSON file must have
     "rank", "group", "torch", "order", "batch", "training", "evaluated", "forwards", "inputs",
     "outputs", "unseen", "cross_entropy", "backwards", "model_loss", "stated_loss", "parameters",
     "optimizer", "random", "notes",
 )  # fmt: skip
+_AGAIN = "record the run again with this version of seqpar"
 _NAME = re.compile(r"rank-(\d+)\.(json|safetensors)")
-_BEGAN = time.time()  # when this process began; other ranks of this run write newer files
+_BEGAN = time.time()  # start of this process; files that other ranks of this run write are newer
 
 
 def require_safetensors() -> ModuleType:
@@ -54,7 +55,7 @@ def write_rank(
     folder.mkdir(parents=True, exist_ok=True)
     name = folder / f"rank-{rank:05d}"
     require_safetensors().save_file(tensors, name.with_suffix(".safetensors"))
-    text = json.dumps({"format": FORMAT, **content})  # fast, since it is not indented
+    text = json.dumps({"format": FORMAT, **content})  # json is slow with indentation
     name.with_suffix(".json").write_text(text, encoding="utf-8")
 
 
@@ -65,16 +66,17 @@ def read_rank(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = require_safetensors().load_file(file.with_suffix(".safetensors"))
     except ImportError:
         raise
-    except Exception as error:  # safetensors has an error type of its own
-        raise ValueError(f"{file}: not a rank of a recording: {error}") from error
+    except Exception as error:  # safetensors raises its own type of error
+        raise ValueError(f"{file}: not a rank of a recording: {error}; {_AGAIN}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{file}: must be of format {FORMAT}, got {found}")
+        raise ValueError(f"{file}: must be of format {FORMAT}, got {found}; {_AGAIN}")
     if missing := [x for x in FIELDS if x not in content]:
-        raise ValueError(f"{file}: not a rank of a recording: it lacks {missing[0]}")
+        raise ValueError(f"{file}: not a rank of a recording: it lacks {missing[0]}; {_AGAIN}")
     named = {x for output in content["outputs"] for x in output["tensors"].values()}
     if lacking := sorted(named - tensors.keys()):
-        raise ValueError(f"{file}: not a rank of a recording: its tensor {lacking[0]} is missing")
+        reason = f"its tensor {lacking[0]} is missing"
+        raise ValueError(f"{file}: not a rank of a recording: {reason}; {_AGAIN}")
     return content, tensors
 
 
@@ -82,5 +84,5 @@ def rank_files(folder: Path) -> list[Path]:
     """Return the JSON files of all ranks, or raise a ValueError if there are none."""
     files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
     if not files:
-        raise ValueError(f"{folder}: no recording; seqpar.parity.record makes one")
+        raise ValueError(f"{folder} has no recording; seqpar.parity.record makes one")
     return files

@@ -1,4 +1,10 @@
-"""Read a recording, and put the tokens of its ranks into one sequence."""
+"""Read a recording, and put the tokens of its ranks into one sequence.
+
+The whole batch of a run is (rows, tokens). The place of a token is its index in the flattened
+batch, and −1 is the place of padding. Each rank has recorded only its local tokens, so
+`place_tokens` finds their places: from the order that `record` was told, or by comparing token ids.
+A group is the ranks that share each sequence. A part holds what one rank recorded of one output.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +23,13 @@ from seqpar.parity.sharding import ORDERS, found_order, positions_of
 from seqpar.parity.summaries import COLUMNS
 
 Floats = NDArray[np.float64]
-Key = tuple[int, str, int, str]  # of an output: forward, module, call, place in the result
-MISSING = np.iinfo(np.int64).min  # an integer input of a token that no rank has
+Key = tuple[int, str, int, str]  # an output's forward, module, call, and key in the result
+MISSING = np.iinfo(np.int64).min  # the value of integer inputs for a token that no rank has
 Progress = Callable[[str], None]
 
 
 class Part(NamedTuple):
-    """Summaries of one rank: `places` are indices in the flattened (rows, tokens) of the run."""
+    """The summaries that one rank recorded of an output, and the places of their tokens."""
 
     rank: int
     places: Ints
@@ -34,7 +40,7 @@ class Part(NamedTuple):
 class Rank:
     """What one rank recorded.
 
-    `places` is (rows, tokens): where its tokens belong in the whole batch; −1 is padding.
+    `places` is (rows, tokens): the place of each local token.
     """
 
     content: dict[str, Any]
@@ -55,7 +61,7 @@ class Rank:
         return self.tensors.get(f"input.{forward}.{name}")
 
     def rows_of(self, name: str, forward: int = 0) -> Ints | None:
-        """Return an integer input as (rows, tokens), or None if its shape is not that of tokens."""
+        """Return an integer input as (rows, tokens), or None if it has no value for each token."""
         x, batch = self.input(name, forward), self.content["batch"]
         if x is None or batch is None or x.dtype != np.int64:
             return None
@@ -81,9 +87,8 @@ class Recording:
 
     Attributes:
         shape: (rows, tokens) of the whole batch.
-        groups: the ranks that share each sequence.
-        copies: whether all ranks have the same tokens.
-        row_starts: the places where rows began before they were packed into one; see `pack_rows`.
+        copies: whether two groups hold the same row, or all ranks of a group have the same tokens.
+        row_starts: the places of the first tokens of rows, if `pack_rows` put the rows into one.
     """
 
     folder: Path
@@ -125,7 +130,11 @@ class Recording:
         return {key: x for rank in self.ranks for key, x in rank.outputs.items()}
 
     def parts(self, key: Key, kind: str = "summary") -> list[Part]:
-        """Return each rank's summaries of an output of tokens; `kind` may be "gradient"."""
+        """Return the parts of an output, one for each rank; none if its rows are no tokens.
+
+        `kind` is "summary", "gradient" for summaries of the output's gradient, or "full" for all
+        features.
+        """
         found = []
         for rank in self.ranks:
             x = rank.outputs.get(key)
@@ -139,10 +148,11 @@ class Recording:
         return [_without_padding(part) for part in found]
 
     def joined(self, parts: list[Part]) -> Floats:
-        """Return (rows · tokens, columns) of all ranks, NaN where no rank has the token."""
+        """Return (rows · tokens, columns): the values of all parts, NaN for tokens without a
+        part."""
         width = parts[0].values.shape[1] if parts else COLUMNS
         whole = np.full((self.tokens, width), np.nan)
-        for part in reversed(parts):  # if ranks hold copies of a token, the first rank's remains
+        for part in reversed(parts):  # of several copies of a token, the first rank's remains
             whole[part.places] = part.values
         return whole
 
@@ -178,7 +188,7 @@ class Recording:
 
     @property
     def rank_of(self) -> Ints:
-        """Return (rows, tokens): the number of the first rank that holds each token, or −1."""
+        """(rows, tokens): the number of the first rank that holds each token, or −1."""
         whole = np.full(self.tokens, -1)
         for rank in reversed(self.ranks):
             whole[rank.places[rank.places >= 0]] = rank.number
@@ -187,9 +197,9 @@ class Recording:
     def parameters(self, tensor: str) -> dict[str, list[tuple[int, Floats]]]:
         """Return the summaries of each parameter, one for each copy of the whole parameter.
 
-        `tensor` is "gradients", "gradient sizes", "weights.before" or "weights.after". Each
-        summary comes with the number of a rank that holds the copy. If ranks hold blocks of a
-        parameter, the summary of a copy is the sum of the blocks' summaries.
+        `tensor` is "gradients", "gradient sizes", "weights.before" or "weights.after". Each summary
+        comes with the number of a rank that holds the copy. If several ranks hold blocks of one
+        copy, the summary of the copy is the sum of the blocks' summaries.
         """
         if tensor in self._parameters:
             return self._parameters[tensor]
@@ -216,14 +226,17 @@ class Recording:
 
     @property
     def padding(self) -> NDArray[np.bool_]:
-        """Return (rows, tokens): the tokens that the attention mask or `tokens=` leaves out."""
+        """(rows, tokens): whether the attention mask or `tokens=` leaves a token out."""
         mask = self.joined_input("attention_mask")
         masked = np.zeros(self.shape, bool) if mask is None else mask == 0
         found: NDArray[np.bool_] = masked | (self.rank_of < 0)
         return found
 
     def labels(self) -> list[Part]:
-        """Return each rank's (label, loss) per token, from the calls of cross_entropy."""
+        """Return each rank's labels as a part whose columns are the label and the loss of a token.
+
+        A rank has a part if it called `cross_entropy` exactly once with its local tokens.
+        """
         found = []
         for rank in self.ranks:
             names = [x for x in rank.tensors if x.startswith("labels.")]
@@ -252,22 +265,28 @@ def read(folder: str | Path, progress: Progress) -> Recording:
         ranks.append(Rank(content, arrays))
     expected = {x for rank in ranks for x in rank.content["group"]}
     if missing := sorted(expected - {rank.number for rank in ranks}):
-        raise ValueError(f"{path}: the files of rank {missing[0]} are missing")
+        raise ValueError(
+            f"{path}: the files of rank {missing[0]} are missing; put the files of all ranks there"
+        )
     return Recording(path, ranks)
 
 
 def place_tokens(recording: Recording, reference: Recording | None) -> None:
-    """Find the place of each rank's tokens. The tokens of `reference` must have places already.
+    """Find the places of all ranks' tokens; the places in `reference` must be known.
 
-    Groups of ranks with different tokens hold different rows of the batch (data parallelism), in
-    the order of the reference's rows. Groups with the same tokens are copies (tensor parallelism).
+    Groups with different tokens hold different rows of the batch (data parallelism). The token ids
+    of `reference` say which rows a group holds. Groups with the same tokens hold copies of the rows
+    (tensor parallelism).
     """
     ids = None if reference is None else reference.joined_ids
     sequences = [_place_in_group(recording, group, ids) for group in recording.groups]
     tokens = sequences[0].tokens
     if len({x.tokens for x in sequences}) > 1:
         found = sorted({x.tokens for x in sequences})
-        raise ValueError(f"{recording.name}: groups of ranks have sequences of {found} tokens")
+        raise ValueError(
+            f"{recording.name}: all groups of ranks must have equally long sequences, got {found} "
+            "tokens"
+        )
     rows: list[Ints | None] = []
     if ids is not None and any(x.has_row_of(ids) for x in sequences):
         rows = list(ids)
@@ -281,12 +300,15 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
             moved = np.asarray(numbers, np.int64)[row] * tokens + position
             rank.places = np.where(rank.places < 0, -1, moved)
     if missing := sorted(set(range(len(rows))) - used):
-        raise ValueError(f"{recording.name}: no rank has row {missing[0]} of the other recording")
+        way_out = "record the same batch in both runs"
+        raise ValueError(
+            f"{recording.name}: no rank has row {missing[0]} of the other recording; {way_out}"
+        )
     recording.shape = len(rows), tokens
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a group: (rows, tokens) of ids, if they are known."""
+    """The sequences of a group: their number and length, and (rows, tokens) of ids or None."""
 
     rows: int
     tokens: int
@@ -299,7 +321,7 @@ class _Sequences(NamedTuple):
 
 
 def separate_whole_rows(recording: Recording, reference: Recording) -> None:
-    """Make each rank a group of its own if the ranks hold different, whole reference rows."""
+    """Make each rank a separate group if the ranks hold different, whole rows of the reference."""
     ids = reference.joined_ids
     own = [rank.ids for rank in recording.ranks]
     known = [x for x in own if x is not None]
@@ -315,7 +337,7 @@ def separate_whole_rows(recording: Recording, reference: Recording) -> None:
 
 
 def _place_in_group(recording: Recording, group: list[Rank], ids: Ints | None) -> _Sequences:
-    """Give the tokens of one group their places among the group's sequences."""
+    """Find the places of a group's tokens, counted within the sequences of this group."""
     order = {x: i for i, x in enumerate(group[0].content["group"])}
     group.sort(key=lambda rank: order[rank.number])
     positions = _positions(recording, group, ids)
@@ -330,9 +352,10 @@ def _place_in_group(recording: Recording, group: list[Rank], ids: Ints | None) -
 
 
 def _numbers_of_rows(x: _Sequences, rows: list[Ints | None], used: set[int]) -> list[int]:
-    """Return the number of each row of a group, and append rows that are new to `rows`.
+    """Return the index in `rows` of each row of a group, and append its new rows to `rows`.
 
-    If several rows are equal, the first that no group holds yet is preferred.
+    If several entries of `rows` equal a row of the group, an entry that no group holds yet is
+    preferred.
     """
     numbers: list[int] = []
     for i in range(x.rows):
@@ -380,7 +403,7 @@ def _positions(recording: Recording, group: list[Rank], reference: Ints | None) 
     if len(known) < len(ids):
         way_out = "record with group=, the ranks that share a sequence, and layout= or tokens="
         raise ValueError(
-            f"{recording.name}: the ranks got no token ids, so their order is unknown: {way_out}"
+            f"{recording.name}: without token ids, the order of tokens is unknown: {way_out}"
         )
     if all(np.array_equal(x, known[0]) for x in known):
         recording.notes.append(f"{recording.name}: all ranks have the same tokens")

@@ -1,4 +1,8 @@
-"""Observe the loss of a step, its labels, and the optimizer, wherever they are computed."""
+"""Observe the loss of a step, its labels, and the optimizer, whichever code computes them.
+
+Within a recording, functions that take notes replace PyTorch's `cross_entropy` and `backward`. They
+call the original functions and return their results.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from seqpar.core.compiling import is_traced
 from seqpar.core.torch_private import in_backward, without_function_modes
 from seqpar.parity.sharding import Batch
 
-IGNORED = -1  # the label of a token that has none
+IGNORED = -1  # stands for the label of a token without a label
 # The arguments of `cross_entropy` after the target, in the order of its signature.
 _OPTIONS = "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
 
@@ -28,10 +32,10 @@ class Labelled:
     """One call of `cross_entropy`.
 
     Attributes:
-        value: its result, or the result's sum if it is not reduced.
-        count: the number of labels that count.
-        tokens: (rows, tokens, 2) in fp64: each token's label, or `IGNORED`, and its loss; None if
-            the call was not made with a rank's tokens.
+        value: the result of the call, or its sum if `reduction` is "none".
+        count: the number of labels that are not ignored.
+        tokens: (rows, tokens, 2) in fp64: the label of each token, or `IGNORED`, and its loss. None
+            if the call was not made with the labels of a rank's tokens.
     """
 
     value: Tensor
@@ -49,7 +53,10 @@ class Losses:
 
     @contextmanager
     def observed(self, batch: Callable[[], Batch | None]) -> Iterator[None]:
-        """Record both kinds of calls in this context. `batch()` is the shape of a rank's tokens."""
+        """Record the calls of `cross_entropy` and of `backward` that are made in this context.
+
+        `batch()` returns the shape of the rank's tokens, or None if the shape is unknown.
+        """
         cross_entropy, backward = functional.cross_entropy, torch.autograd.backward
 
         @wraps(cross_entropy)
@@ -113,14 +120,17 @@ class Losses:
 
 
 def _shape_of(labels: int, batch: Batch) -> tuple[int, int] | None:
-    """Return (rows, tokens) of labels: the batch's, or one token less if the last has no label."""
+    """Return the (rows, tokens) of labels, or None if the number of labels does not fit the batch.
+
+    Each row has a label for every token, or for every token except the last.
+    """
     shapes = [(batch.rows, batch.tokens), (batch.rows, batch.tokens - 1)]
     return next((x for x in shapes if x[0] * x[1] == labels), None)
 
 
 @contextmanager
 def before_optimizer_steps(call: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Call a function with each optimizer of this process before it steps."""
+    """Within this context, call a function with an optimizer before each of its steps."""
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: call(optimizer))
     try:
         yield

@@ -1,4 +1,8 @@
-"""A picture of a comparison: which tokens differ in which module, module by module."""
+"""Draw a comparison: which tokens differ in the output of which module.
+
+A picture has a row for each finding about tokens. Its columns are the tokens; in a long batch, a
+column is several tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_COLUMNS = 1600  # in a longer batch, a column has several tokens
-MAX_ROWS = 240  # findings from the first difference on
-_MOST = 3.0  # decades above the bound with the darkest colour
+MAX_ROWS = 240  # the most findings that are drawn
+_MOST = 3.0  # errors this many decades above the bound have the darkest colour
 _AGREES, _NOT_COMPARED, _INK, _GREY = "#e4e9e4", "#ffffff", "#333333", "#777777"
 
 
 def shown_findings(evidence: Evidence, rows: int) -> list[Finding]:
-    """Return the findings about tokens to draw, from two before the first difference on."""
+    """Return at most `rows` findings about tokens, from two before the first real difference on."""
     with_tokens = [x for x in evidence.findings if x.errors is not None]
     real = [i for i, x in enumerate(with_tokens) if x.is_real]
     start = max(0, real[0] - 2) if real else 0
@@ -31,7 +35,6 @@ def shown_findings(evidence: Evidence, rows: int) -> list[Finding]:
 
 
 def label(x: Finding) -> str:
-    """Return the name of a row of the picture."""
     return f"{x.name}, gradient" if x.stage == "gradient of output" else x.name
 
 
@@ -43,8 +46,8 @@ def column_edges(tokens: int, columns: int) -> Ints:
 def excesses(findings: Sequence[Finding], edges: Ints) -> Floats:
     """Return (findings, columns): how far the largest error of each column exceeds the bound.
 
-    The value is log10(error / bound), at most `_MOST`; it is −1 for columns whose tokens agree and
-    NaN for those that were not compared.
+    The value is log10(error / bound), at most `_MOST`. It is −1 for a column whose tokens agree,
+    and NaN for a column whose tokens were not compared.
     """
     rows = []
     for x in findings:
@@ -57,10 +60,15 @@ def excesses(findings: Sequence[Finding], edges: Ints) -> Floats:
 
 
 def draw(evidence: Evidence, text: str, path: Path) -> None:
-    """Draw modules × tokens into `path`, with `text` above, and mark each first difference."""
+    """Draw the picture into the file `path`, with `text` above the picture.
+
+    A dot marks the first token that differs in each row, and a circle marks the first difference.
+    """
     findings = shown_findings(evidence, MAX_ROWS)
     if not findings:
-        raise ValueError("a picture shows outputs of tokens, and none was compared")
+        raise ValueError(
+            "a picture shows outputs of tokens, and these recordings have none in common"
+        )
     tokens = evidence.a.tokens
     edges = column_edges(tokens, MAX_COLUMNS)
     figure = new_figure(11, 2 + 0.17 * max(4, len(findings)))

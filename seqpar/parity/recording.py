@@ -1,7 +1,10 @@
-"""Record one step of a model: hooks on its modules, and what the training loop does around them.
+"""Record one step of a model: its inputs, outputs, losses, gradients and weights.
 
-Each rank writes its own files and sends nothing. Hooks keep summaries (`summaries.py`) on the
-device, and the end of the context copies them to the host, so a step is not synchronised.
+Hooks on the modules observe their outputs and the gradients of the outputs. They keep summaries
+(`summaries.py`) on the device, and the end of the context copies the summaries to the host, so
+forward and backward are not synchronised. Each rank writes its own files and sends nothing.
+
+A forward is a call of the whole model, and a call is a call of one module within a forward.
 """
 
 from __future__ import annotations
@@ -61,19 +64,20 @@ def record(
     """Record what a model computes in this context, into a new folder.
 
     Run exactly one training step, or one call of the model, in the context. Every rank must enter
-    it, and writes its own files when it leaves. Nothing is sent.
+    the context, and it writes its own files when it leaves the context. Nothing is sent.
 
     Args:
-        folder: where to write; all ranks name the same folder, which must not exist.
-        model: any module, also in DDP or FSDP2, or compiled.
-        group: the ranks that share one sequence, a process group or a mesh; None: all ranks.
-        layout: which tokens each rank holds: a `Layout`; "head_tail" (of 2P chunks, rank c holds c
-            and 2P − 1 − c); "contiguous"; "striped" (token i is on rank i mod P); or a function of
-            (rank, ranks, tokens) that returns positions. Default: the comparison finds the order
-            from `input_ids` and `position_ids`.
+        folder: the folder to write, which must not exist. All ranks name the same folder.
+        model: any module. It may be compiled, or wrapped in DDP or FSDP2.
+        group: the process group or mesh of the ranks that share one sequence; None: all ranks.
+        layout: which tokens each of the P ranks holds: a `Layout`; "head_tail" (the sequence is cut
+            into 2P chunks, and rank c holds chunks c and 2P − 1 − c); "contiguous"; "striped"
+            (token i is on rank i mod P); or a function of (rank, ranks, tokens) that returns
+            positions. Default: the comparison finds the order from `input_ids` and `position_ids`.
         tokens: instead of `layout`, the position in the whole sequence of each local token,
             (T_local,) or (rows, T_local); −1 is padding, which is not compared.
-        full: patterns of names, such as "layers.3.*", of modules whose outputs are stored whole.
+        full: patterns of module names, such as "layers.3.*". The outputs of these modules are
+            stored whole.
 
     Yields:
         The recorder. Its method `loss` states the loss if nothing calls `backward` on it.
@@ -111,7 +115,7 @@ class _Output:
 
 @dataclass
 class Recorder:
-    """The hooks of a recording and what they have seen."""
+    """Observes the model of a recording with hooks, and keeps what the hooks have seen."""
 
     model: nn.Module
     order: Order
@@ -123,21 +127,21 @@ class Recorder:
     notes: list[str] = field(default_factory=list)
     _outputs: dict[tuple[int, str, int, int], _Output] = field(default_factory=dict)
     _calls: Counter[tuple[int, str, bool]] = field(default_factory=Counter)
-    _inputs: list[dict[str, Tensor]] = field(default_factory=list)  # of each forward
+    _inputs: list[dict[str, Tensor]] = field(default_factory=list)  # one entry for each forward
     _batch: Batch | None = None
-    _random: list[str] = field(default_factory=list)  # digests at the start and after each output
+    _random: list[str] = field(default_factory=list)  # digests: at the start, after each call
     _gradients: Tensor | None = None
     _gradient_sizes: Tensor | None = None
     _optimizer: dict[str, Any] = field(default_factory=dict)
     _model_loss: Tensor | None = None
     _stated_loss: dict[str, Tensor] = field(default_factory=dict)
-    # The class of each module, and the probability with which a dropout module drops.
+    # The class of each module, and the probability with which the module drops elements.
     _hooked: dict[str, tuple[str, float]] = field(default_factory=dict)
     _before: Tensor | None = None
     _hook_handles: list[RemovableHandle] = field(default_factory=list)  # of outputs
 
     def loss(self, value: Tensor | float, labels: Tensor | int | None = None) -> None:
-        """State the loss of the step, and how many labels this rank divided it by."""
+        """State this rank's loss of the step, and the number of labels by which it was divided."""
         self._stated_loss["value"] = torch.as_tensor(value).detach().double()
         if labels is not None:
             self._stated_loss["labels"] = torch.as_tensor(labels).detach().double()
@@ -152,7 +156,7 @@ class Recorder:
             stack.callback(self._remove_hooks_of_outputs)
             for name, module in self._observed_modules():
                 if name in self._hooked:
-                    continue  # the module inside a wrapper, which returns the same
+                    continue  # a module inside a wrapper, which returns what the wrapper returns
                 self._hooked[name] = type(module).__name__, _drop_probability(module)
                 observe = _eager(self._observer(name))
                 if is_compiled(module) and type(module) is not compiled_modules():
@@ -176,12 +180,15 @@ class Recorder:
             self._see_gradients()
 
     def _remove_hooks_of_outputs(self) -> None:
-        """Remove the hooks of outputs, which may be parameters and inputs that outlive the step."""
+        """Remove the hooks of outputs.
+
+        An output may be a parameter or an input, which outlives the step.
+        """
         for handle in self._hook_handles:
             handle.remove()
 
     def _observed_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules to observe: none of those inside a compiled module can be."""
+        """Yield the modules that can be observed, which excludes those inside a compiled module."""
         inside: list[str] = []
         for name, module in self.model.named_modules():
             is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
@@ -205,7 +212,9 @@ class Recorder:
         if batch is None and known is not None:
             shapes = {name: tuple(x.shape) for name, x in inputs.items()}
             stated = "layout" if self.tokens is None else "tokens"
-            raise ValueError(f"{stated} has {known} tokens on this rank, the model got {shapes}")
+            raise ValueError(
+                f"{stated} has {known} tokens on this rank, the model got inputs of shapes {shapes}"
+            )
         self._batch = batch
         self._inputs.append({name: x.detach().clone() for name, x in inputs.items()})
 
@@ -213,7 +222,7 @@ class Recorder:
         self, observe: Callable[[object], None]
     ) -> Callable[[nn.Module, tuple[Any, ...], object], None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], result: object) -> None:
-            if not self._inputs:  # the training loop calls parts of the model, not the model
+            if not self._inputs:  # the loop calls modules inside the model, not the model
                 self._see_inputs(_named_tensors(module, arguments, {}))
             observe(result)
 
@@ -221,7 +230,7 @@ class Recorder:
 
     def _observer(self, name: str) -> Callable[[object], None]:
         def observe(result: object) -> None:
-            again = in_backward()  # a checkpoint computes the module once more
+            again = in_backward()  # a checkpointed module is computed again in backward
             if not again:
                 self._random.append(_random_state())
             forward = max(0, len(self._inputs) - 1)
@@ -269,7 +278,8 @@ class Recorder:
             return _Output(description, _summary(rows.detach(), by_token), full=kept)
 
     def _rows(self, x: Tensor) -> tuple[Tensor, bool]:
-        """Return (rows, tokens, features) and True, or the tensor as it is and False."""
+        """Return (rows, tokens, features) and True, or `x` itself and False if `x` has no
+        tokens."""
         if is_dtensor(x):
             block = local_block(x)
             x = x.to_local() if block is None else block[0]  # type: ignore[attr-defined]
@@ -313,7 +323,11 @@ class Recorder:
         summary: Callable[[Tensor, tuple[int, ...]], Tensor],
         columns: int,
     ) -> Tensor:
-        """Return (parameters, columns) of local blocks, NaN where there is no tensor."""
+        """Return (parameters, columns): the summaries of this rank's blocks of the parameters.
+
+        `part` returns what is summarised of a parameter, such as its gradient. The row of a
+        parameter is NaN if `part` returns None, or if what this rank holds is not a block.
+        """
         found = []
         with torch.no_grad():
             for _, parameter in self._parameters():
@@ -428,7 +442,7 @@ def _summary(rows: Tensor, by_token: bool) -> Tensor:
 
 
 def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile does not trace and the caller's modes do not see."""
+    """Wrap a function so that torch.compile does not trace it, outside the caller's modes."""
     disabled: Callable[..., Any] = torch.compiler.disable(without_function_modes()(function))
     return disabled
 
@@ -436,7 +450,7 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
 def _named_tensors(
     model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the tensors among a call's arguments, by the names of the model's parameters."""
+    """Return the tensors among a call's arguments, by the names of `forward`'s parameters."""
     inner = model
     while (child := getattr(inner, "module", None)) is not None and isinstance(child, nn.Module):
         inner = child
@@ -444,13 +458,13 @@ def _named_tensors(
     names += [f"argument{i}" for i in range(len(names), len(arguments))]
     named = dict(zip(names, arguments, strict=False)) | dict(options)
     for x in list(named.values()):
-        if isinstance(x, Mapping):  # a batch may be one argument
+        if isinstance(x, Mapping):  # one argument may hold the whole batch
             named |= {str(key): y for key, y in x.items() if str(key) not in named}
     return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
 
 def _drop_probability(module: nn.Module) -> float:
-    """Return the probability with which a module drops elements or layers, 0 for other modules."""
+    """Return the probability with which a module drops elements or layers, 0 if it drops none."""
     kind = type(module).__name__.lower()
     if not module.training or not ("drop" in kind or "stochasticdepth" in kind):
         return 0.0

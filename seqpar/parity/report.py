@@ -1,4 +1,4 @@
-"""The report of a comparison: a table and a picture for a terminal, JSON, and a picture's file."""
+"""Show a comparison: as text for a terminal, as JSON, or as a picture in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqpar.parity.picture import column_edges, draw, label, shown_findings
 _WIDTH = 100
 _NAME = 36  # characters of a name in the table
 _ROWS_BEFORE, _ROWS_AFTER = 3, 8  # findings shown around the first difference
-_CELLS = 56  # of the picture's row of tokens
+_CELLS = 56  # characters for the tokens in a row of the picture
 _PICTURE_ROWS = 24
 
 
@@ -27,8 +27,9 @@ class Report:
         first: the first finding that differs by more than rounding; None if the runs agree.
         diagnosis: one sentence that names the fault; None if the runs agree or no known fault
             explains the pattern.
-        findings: all findings, those that agree too, in the order of execution.
-        notes: what was found out about the recordings, and what could not be seen.
+        findings: all findings in the order of execution, including those in which the runs agree.
+        notes: sentences that say what was found out about the recordings, and what could not be
+            seen.
     """
 
     def __init__(self, evidence: Evidence, diagnosis: str | None) -> None:
@@ -50,14 +51,14 @@ class Report:
         }
 
     def plot(self, path: str | Path) -> None:
-        """Draw which tokens differ in which module into a file, and mark each first difference.
+        """Draw into a file which tokens differ in which module, and mark each first difference.
 
         Args:
             path: the file; its suffix is the format, such as .png, .svg or .pdf.
 
         Raises:
-            ValueError: `path` is no path, its suffix is not a format of pictures, or nothing about
-                tokens was compared.
+            ValueError: `path` is not a path, its suffix is not a format of pictures, or the
+                recordings have no output of tokens in common.
             ImportError: matplotlib is missing.
         """
         draw(self._evidence, "\n".join(self._end()[1:]), as_path("path", path))
@@ -91,7 +92,7 @@ class Report:
         return [f"{ranks[0]} and {ranks[1]}, {batch}", *notes]
 
     def _table(self) -> list[str]:
-        """Return lines of findings: the first differences, and a count of those between them."""
+        """Return a line for each shown finding, and lines that count the findings in between."""
         lines = [f" {'stage':<19}{'name':<{_NAME}} {'error':>8} {'bound':>8}  where"]
         shown = self._shown()
         hidden: list[Finding] = []
@@ -105,7 +106,7 @@ class Report:
         return lines + _counted(hidden)
 
     def _shown(self) -> set[int]:
-        """Return the numbers of the findings that have a line of their own."""
+        """Return the indices of the findings that have a line; the table only counts the others."""
         real = [i for i, x in enumerate(self.findings) if x.is_real]
         if not real:
             return {i for i, x in enumerate(self.findings) if x.stage in ("label", "loss")}
@@ -123,7 +124,7 @@ class Report:
         return f"{mark}{x.stage:<19}{name} {numbers}  {self._where(x)}".rstrip()
 
     def _where(self, x: Finding) -> str:
-        """Return both numbers of a finding that has two, or the place of a difference."""
+        """Return the values of both runs, or the row, token and rank of the first difference."""
         if x.values is not None:
             return f"{x.values[0]:.7g}, {x.values[1]:.7g}"
         row, token = self._place(x)
@@ -133,7 +134,7 @@ class Report:
         return f"{row_of}token {token}, rank {x.first_rank}"
 
     def _picture(self) -> list[str]:
-        """Return which tokens differ in which module: a row of cells for each module."""
+        """Return lines that show which tokens differ, with a row of characters for each module."""
         shown = shown_findings(self._evidence, _PICTURE_ROWS)
         first = next((x for x in shown if x.is_real), None)
         if first is None:
@@ -168,7 +169,7 @@ class Report:
 
 
 def _counted(hidden: list[Finding]) -> list[str]:
-    """Return one line for each stage of findings that are not shown."""
+    """Return one line for each stage of the hidden findings."""
     lines = []
     for stage in dict.fromkeys(x.stage for x in hidden):
         of_stage = [x for x in hidden if x.stage == stage]

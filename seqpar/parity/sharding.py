@@ -1,4 +1,8 @@
-"""Which dimensions of a tensor are tokens, and which token of the whole sequence each one is."""
+"""Find which dimensions of a tensor are tokens, and the position of each local token.
+
+A position is the index of a token in its whole sequence; −1 is padding. An order says which
+positions each rank holds: a name in `ORDERS`, a `Layout`, or a function.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ from seqpar.layout.layout import Layout
 
 ORDERS = ("head_tail", "contiguous", "striped")
 Order = Layout | str | Callable[[int, int, int], CuSeqlens] | None
-_IDS = ("input_ids", "tokens", "ids")  # names of a model's argument, those tried first
+_IDS = ("input_ids", "tokens", "ids")  # arguments of a model, tried first for the shape of tokens
 
 
 class Batch(NamedTuple):
-    """The tokens of a rank: `rows` sequences of `tokens` each."""
+    """The shape of a rank's tokens: `rows` sequences with `tokens` local tokens each."""
 
     rows: int
     tokens: int
@@ -28,8 +32,8 @@ class Batch(NamedTuple):
 def batch_of(inputs: Mapping[str, Tensor], known: int | None) -> Batch | None:
     """Return the shape of a rank's tokens, from the tensors that its model was called with.
 
-    `known` is the number of tokens that `layout=` or `tokens=` states. Integer tensors are (rows,
-    tokens) or (tokens,); others have a last dimension of features.
+    `known` is the number of local tokens that `layout=` or `tokens=` states. Integer tensors are
+    (rows, tokens) or (tokens,). Floating-point tensors have a last dimension of features besides.
     """
     found = [inputs[name] for name in _IDS if name in inputs]
     found += [x for x in inputs.values() if _is_integer(x)]
@@ -56,8 +60,8 @@ def _is_integer(x: Tensor) -> bool:
 def token_rows(x: Tensor, batch: Batch) -> Tensor | None:
     """Return `x` as (rows, tokens, features), or None if no dimensions of `x` are the tokens.
 
-    The tokens of a row may come first, as in Megatron, or after the heads. A tensor of one row,
-    such as RoPE's cosines, belongs to the first row.
+    The dimension of tokens may be the first one, as in Megatron, or follow the heads. A tensor with
+    a single row, such as the cosines of RoPE, counts as the first row of the batch.
     """
     rows, tokens = batch
     shape = tuple(x.shape)
@@ -81,9 +85,11 @@ def _with_features(x: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 def as_order(layout: object, tokens: object) -> Order:
-    """Return `layout`; raise a ValueError if it is wrong, or if `tokens` is given too."""
+    """Return `layout`; raise a ValueError if it is wrong, or if `tokens` is given besides."""
     if layout is not None and tokens is not None:
-        raise ValueError("tokens must be None with layout=: both state where the tokens belong")
+        raise ValueError(
+            "tokens must be None with layout=: pass one of them to state the positions"
+        )
     if layout is None or isinstance(layout, Layout) or callable(layout):
         return layout
     if not isinstance(layout, str):
@@ -95,7 +101,11 @@ def as_order(layout: object, tokens: object) -> Order:
 def stated_positions(
     order: Order, tokens: Tensor | None, rank: int, ranks: int, batch: Batch | None
 ) -> tuple[str, Ints | None]:
-    """Return the name of an order and, if this rank can compute them alone, its positions."""
+    """Return the name of an order and this rank's positions.
+
+    The positions are None if no order is stated, or if they depend on the numbers of tokens of
+    other ranks.
+    """
     if tokens is not None:
         return "tokens", tokens.detach().cpu().numpy().astype(np.int64).reshape(-1)
     if isinstance(order, Layout):
@@ -106,7 +116,9 @@ def stated_positions(
     if order is None or isinstance(order, str):
         return order or "unknown", None
     if batch is None:
-        raise ValueError("layout must be no function: the model's inputs show no tokens")
+        raise ValueError(
+            "layout must not be a function if the model's inputs have no tokens: pass tokens="
+        )
     positions = as_int_array(
         "layout: the function's result", order(rank, ranks, batch.tokens * ranks)
     )
@@ -124,7 +136,8 @@ def positions_of(order: str, counts: Sequence[int]) -> list[Ints]:
         return np.split(every, np.cumsum(counts)[:-1])
     if len(set(counts)) > 1 or (order == "head_tail" and counts[0] % 2):
         raise ValueError(
-            f"layout {order} needs an equal, even number of tokens per rank, got {counts}"
+            f"layout {order} needs an equal{', even' * (order == 'head_tail')} number of tokens "
+            f"per rank, got {counts}: pass tokens= instead"
         )
     if order == "striped":
         return [every[rank::ranks] for rank in range(ranks)]
@@ -135,10 +148,11 @@ def positions_of(order: str, counts: Sequence[int]) -> list[Ints]:
 def found_order(
     ids: Sequence[Ints], position_ids: Sequence[Ints | None], reference: Ints | None
 ) -> tuple[str, list[Ints]] | None:
-    """Return an order that explains the ranks' tokens, with each rank's positions.
+    """Return an order that explains the ranks' tokens, with each rank's positions, or None.
 
-    `ids` are the (rows, tokens) of each rank, and `reference` those of the other recording, (rows,
-    all tokens). If the ranks' `position_ids` together are 0 … T − 1, this order is tried first.
+    `ids` are the token ids of each rank, (rows, tokens). `reference` are the token ids of the other
+    recording, (rows, all tokens). If the `position_ids` of all ranks together are 0 … T − 1, their
+    order is tried first. Without a reference, it is the only order that can be found.
     """
     counts = [x.shape[1] for x in ids]
     candidates: list[tuple[str, list[Ints]]] = []
@@ -169,7 +183,8 @@ def found_order(
 def document_starts(position_ids: Ints | None, shape: tuple[int, int]) -> NDArray[np.bool_]:
     """Return (rows, tokens): whether a document begins at each token.
 
-    It does where a position is not one more than the position before.
+    A document begins at the first token of a row, and where a position is not one more than the
+    position before it.
     """
     starts = np.zeros(shape, bool)
     starts[:, :1] = True

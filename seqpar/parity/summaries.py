@@ -2,9 +2,9 @@
 
 A projection multiplies a row by a vector of random signs. The signs depend only on the position in
 the row, so equal rows have equal projections in every run and on every rank. If two rows differ by
-a vector d, each projection differs by the sum of d's elements with random signs, whose square is
-|d|² on average. `compare.py` therefore estimates |d| from the differences of projections, and does
-not need the rows.
+a vector d, their projections differ by the sum of d's elements with random signs. The square of
+this sum is |d|² on average. `compare.py` therefore estimates |d| from the differences of
+projections, and does not need the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 PROJECTIONS = 4
 COLUMNS = 2 + PROJECTIONS  # of a summary: norm (or sum of squares), mean (or sum), projections
-SIZE_BINS = 256  # of magnitudes: bin i holds those from 2^(i − 127) up to 2^(i − 126), as in fp32
+SIZE_BINS = 256  # bin i counts magnitudes from 2^(i − 127) up to 2^(i − 126), as exponents of fp32
 _MAX_ELEMENTS = 2**24  # converted to fp64 at once: 128 MiB
 
 
@@ -27,8 +27,8 @@ _MAX_ELEMENTS = 2**24  # converted to fp64 at once: 128 MiB
 def signs(start: int, count: int, salt: int, device: torch.device) -> Tensor:
     """Return (count, PROJECTIONS) random signs in fp64, of the positions from `start` on.
 
-    They are bits of a hash of the position and `salt`, so a part of a row has the signs of its own
-    positions.
+    A sign is one bit of a hash of the position and `salt`. A part of a row therefore has the signs
+    that its positions have in the whole row.
     """
     index = np.arange(start, start + count, dtype=np.uint64)[:, None] * np.uint64(PROJECTIONS)
     mixed: Any = index + np.arange(PROJECTIONS, dtype=np.uint64) + np.uint64(1 + (salt << 48))
@@ -40,7 +40,10 @@ def signs(start: int, count: int, salt: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def with_ones(start: int, count: int, salt: int, device: torch.device) -> Tensor:
-    """Return (count, 1 + PROJECTIONS): ones, whose product is a sum, beside `signs`."""
+    """Return (count, 1 + PROJECTIONS): a column of ones and the columns of `signs`.
+
+    The product of a row and the column of ones is the sum of the row.
+    """
     found = signs(start, count, salt, device)
     return torch.cat([torch.ones_like(found[:, :1]), found], 1)
 
@@ -61,7 +64,7 @@ def summarise(rows_TC: Tensor) -> Tensor:
 def count_sizes(block: Tensor) -> Tensor:
     """Return (SIZE_BINS,) in fp64: how many elements of a block have a magnitude in each bin.
 
-    Zeros, and what fp32 has no normal number for, are in no bin.
+    An element that is 0, subnormal, infinite or NaN in fp32 is in no bin.
     """
     magnitudes = torch.view_as_real(block) if block.is_complex() else block
     total = torch.zeros(SIZE_BINS, dtype=torch.float64, device=block.device)
@@ -82,8 +85,8 @@ def summarise_block(block: Tensor, offsets: tuple[int, ...] = ()) -> Tensor:
     """Return (COLUMNS,) in fp64: a block's sum of squares, sum and projections.
 
     `offsets` are the indices of the block's first element in the whole tensor. The summary of the
-    whole tensor is the sum of its blocks' summaries. A projection multiplies by the signs of the
-    row and of the column.
+    whole tensor is the sum of its blocks' summaries. A projection multiplies each element by the
+    sign of its row and by the sign of its column, and adds up the products.
     """
     if block.is_complex():
         block = torch.view_as_real(block)
