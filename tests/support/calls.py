@@ -1,4 +1,5 @@
-"""Parts of calls in several folders' tests: a rank's inputs, and the bytes that a call sends."""
+"""Functions that tests of several folders share: the inputs of a rank, and the bytes that a call
+sends."""
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ def local(layout, rank, heads=2, kv_heads=1, dim=8, dtype=torch.float64, seed=0)
 
 
 def sent_bytes(group, case, **options):
-    """Make the call on this rank; return the bytes that it sends in forward and in backward."""
+    """Make a call on this rank; return the bytes that it sends in forward and in backward."""
     attn = module(case.strategy, group, **options)
     comm = attn._bound.comm
     q, k, v = (case.layout.shard(x, comm.rank, 1).requires_grad_() for x in case.inputs()[:3])
@@ -32,7 +33,11 @@ def sent_bytes(group, case, **options):
 
 
 def assert_infinite_sinks_are_limits(strategy, dtype, ranks=2):
-    """−∞ is no sink, also where a row sees no key; +∞ leaves nothing to the keys."""
+    """Check that a sink of −∞ acts like no sink, and that a sink of +∞ leaves no weight to the
+    keys.
+
+    A sink of −∞ must also act like no sink for a row that sees no key.
+    """
     layout, kv_layout = Layout.zigzag([0, 12, 30], ranks), Layout.zigzag([0, 5, 9], ranks)
 
     def call(comm, sinks, head):

@@ -1,4 +1,8 @@
-"""Calls of softmax attention to test with, and their oracle: an fp64 softmax over the pack."""
+"""Calls of softmax attention to test with, and their oracle.
+
+A case describes one call. The oracle computes what the call should return: a softmax in fp64 over
+the whole packed batch, on one process.
+"""
 
 import copy
 import dataclasses
@@ -21,8 +25,12 @@ from tests.support.plans import PLANS
 
 
 def visible(cu, kv_cu, causal, window, prefix, ranges=None):
-    """Return (T, T_kv) bool, pair by pair from the definition: same document, ends aligned, window,
-    causality, prefix; or in some range."""
+    """Return (T, T_kv) bool: which query sees which key, pair by pair from the definition.
+
+    A query sees a key of the same document if the window, causality or the prefix admits the key.
+    The ends of queries and keys are aligned in each document. With `ranges`, a query sees a key if
+    some range has the pair.
+    """
     if ranges is not None:
         return times_seen(ranges, cu, kv_cu) > 0
     documents = range(len(cu) - 1)
@@ -40,7 +48,8 @@ def visible(cu, kv_cu, causal, window, prefix, ranges=None):
 
 
 def aligned(cu, kv_cu):
-    """Return (T, 1) and (1, T_kv): positions of queries and keys, ends of documents aligned."""
+    """Return the positions of queries (T, 1) and of keys (1, T_kv), both counted so that the ends
+    of a document's queries and keys are aligned."""
     lengths, kv_lengths = np.diff(cu), np.diff(kv_cu)
     i = [np.arange(n) + m - n for n, m in zip(lengths, kv_lengths, strict=True)]
     j = [np.arange(m) for m in kv_lengths]
@@ -48,14 +57,18 @@ def aligned(cu, kv_cu):
 
 
 def distances(cu, kv_cu):
-    """Return (T, T_kv), |i + Lkv − Lq − j|; it means nothing between documents."""
+    """Return (T, T_kv): |i + Lkv − Lq − j| for query i and key j of a document.
+
+    Pairs of different documents have values without a meaning.
+    """
     i, j = aligned(cu, kv_cu)
     return np.abs(i - j).astype(float)
 
 
 @st.composite
 def cu_seqlens(draw, max_tokens, documents=None):
-    """Draw document boundaries: mostly short and odd documents, some of one token, some empty."""
+    """Draw document boundaries: most documents are short and of odd length, some have one token,
+    and some are empty."""
     count = draw(st.integers(1, 4)) if documents is None else documents
     lengths = [draw(st.integers(0, max_tokens // count)) for _ in range(count)]
     return [0, *np.cumsum(lengths).tolist()]
@@ -63,8 +76,10 @@ def cu_seqlens(draw, max_tokens, documents=None):
 
 @st.composite
 def layouts(draw, cu, ranks):
-    """Draw any layout: the regular ones, the even ones, or spans dealt out at random, so that some
-    ranks may hold nothing."""
+    """Draw a layout: a regular one, an even one, or one whose spans are dealt out at random.
+
+    In a layout dealt out at random, some ranks may hold no tokens.
+    """
     kinds = ["contiguous", "zigzag", "striped", "spans", "even zigzag", "even stripes"]
     kind = draw(st.sampled_from(kinds))
     if kind == "even zigzag":
@@ -84,7 +99,7 @@ def layouts(draw, cu, ranks):
 
 
 STRATEGIES = sorted(SOFTMAX, key=lambda name: (name != "ring", name))  # ring first
-# With options that change what moves; see `module`.
+# Names with options that change which tensors are sent; see `module`.
 VARIANTS = [
     *("usp+all_gather", "usp+token_ring", "usp+mesh"),
     *("disaggregated+at random", "disaggregated+at random+server"),
@@ -93,7 +108,7 @@ VARIANTS = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention call, to be made on some ranks: enough to make the same inputs everywhere."""
+    """One attention call on some ranks, with all that is needed to make its inputs on each rank."""
 
     strategy: str
     layout: Layout
@@ -104,23 +119,23 @@ class Case:
     ranges: tuple | None = None
     scale: float | None = None
     softcap: float = 0.0
-    alibi: str = ""  # slopes of "heads", or of each batch entry's, "batch"
+    alibi: str = ""  # "heads": a slope a head; "batch": also for each batch entry
     sinks: bool = False
-    dlse: float = 0.0  # the size of the gradient of lse, if it has one
+    dlse: float = 0.0  # the size of the gradient of lse; 0: lse has no gradient
     batch: int | None = None
     heads: int = 2
     kv_heads: int = 1
     dim: int = 8
     value_dim: int = 8
     dtype: torch.dtype = torch.float64
-    backend: str = "aten"  # or DEFAULT: that which is chosen where none is forced
+    backend: str = "aten"  # or DEFAULT: the backend that is chosen when no backend is forced
     seed: int = 0
-    common: float = 0.0  # if any, it is added to a tenth of q and k: scores are large and alike
+    common: float = 0.0  # added to a tenth of q and k, so that scores are large and similar
     module_options: tuple = ()
     device: str = "cpu"
 
     def inputs(self):
-        """q, k, v, sinks and the gradients dout and dlse, of the whole packed batch."""
+        """Return q, k, v, sinks and the gradients dout and dlse, of the whole packed batch."""
         generator = torch.Generator().manual_seed(self.seed)
         batch = () if self.batch is None else (self.batch,)
         tokens, keys = self.layout.tokens, (self.kv_layout or self.layout).tokens
@@ -156,7 +171,10 @@ class Case:
         }
 
     def slopes(self):
-        """Slopes as a call takes them, or None; they differ, and one in four is negative."""
+        """Return ALiBi slopes in the form that a call accepts, or None.
+
+        The slopes differ, and one in four is negative.
+        """
         if not self.alibi:
             return None
         count = self.heads * (self.batch if self.alibi == "batch" else 1)
@@ -165,9 +183,12 @@ class Case:
 
 
 def module(strategy, group, **options):
-    """Make an attention module by name; "usp+ring" is USP with that outer strategy, on a mesh of 2
-    ranks a row (or 1), "mesh" is on one about square, and "disaggregated+at keys+server" has that
-    plan, and keeps at servers."""
+    """Make an attention module for a strategy, whose name may have options after "+".
+
+    "usp+ring" is USP with Ring as its outer strategy, on a mesh of 2 columns (or 1). "mesh" is on a
+    mesh that is about square. "disaggregated+at keys+server" has the plan "at keys", and keeps
+    tensors at servers.
+    """
     name, *variant = strategy.split("+")
     if name == "mesh":
         group = square(group)
@@ -181,7 +202,8 @@ def module(strategy, group, **options):
 
 
 def grid(group, columns=2):
-    """Return these ranks as a mesh of so many columns, if that divides them, or else of one."""
+    """Return a Comm of these ranks as a mesh of `columns` columns, or of one column if `columns`
+    does not divide the number of ranks."""
     comm = Comm.of(group)
     columns = 1 if comm.size % columns else columns
     if not hasattr(comm, f"mesh{columns}"):
@@ -192,14 +214,20 @@ def grid(group, columns=2):
 
 
 def square(group):
-    """Return these ranks as a mesh of at least as many columns as rows, and as few as can be."""
+    """Return a Comm of these ranks as a mesh with at least as many columns as rows.
+
+    Of all such meshes it is the one with the fewest columns.
+    """
     size = Comm.of(group).size
     return grid(group, next(x for x in range(1, size + 1) if x * x >= size and not size % x))
 
 
 def begin(group, case, **changes):
-    """Make the call on this rank, with some arguments changed: its outputs, each with its gradient,
-    and the leaves that backward gives gradients, all by name, of this rank's tokens."""
+    """Make the call on this rank, with some arguments changed; return its outputs and its leaves.
+
+    Outputs are by name, each with its gradient. Leaves are the tensors that get gradients in
+    backward, also by name. All have this rank's tokens.
+    """
     attn = module(case.strategy, group, **dict(case.module_options))
     rank, dim = attn.rank, 0 if case.batch is None else 1
     kv_layout = case.kv_layout or case.layout
@@ -220,8 +248,10 @@ def begin(group, case, **changes):
 
 
 def run(group, case):
-    """Make the call and its backward on this rank; return packed out, lse, dq, dk, dv and (summed
-    over ranks) dsinks, on every rank."""
+    """Make the call and its backward on this rank; return packed out, lse, dq, dk and dv.
+
+    Every rank gets the whole pack. If the case has sinks, dsinks follows, summed over ranks.
+    """
     comm, dim = Comm.of(group), 0 if case.batch is None else 1
     kv_layout, before = case.kv_layout or case.layout, comm.sent_bytes
     outputs, leaves = begin(group, case)
@@ -238,23 +268,26 @@ def run(group, case):
 
 
 def backward(outputs, retain_graph=False):
-    """Run backward from those outputs of `begin` that have a gradient."""
+    """Run backward from the outputs of `begin` that have a gradient."""
     begun = [(x, dx) for x, dx in outputs.values() if dx is not None]
     torch.autograd.backward(*zip(*begun, strict=True), retain_graph=retain_graph)
 
 
 def oracle(case):
-    """What `run` should return: in fp64 on one process, from the definition, with autograd.
+    """Return what `run` should return: computed in fp64 on one process, by autograd.
 
-    It depends on documents, and neither on where they are nor on the strategy: cases that differ in
-    these only have it computed once.
+    The results depend on the documents, and not on where they are or on the strategy. Cases that
+    differ only in these two are therefore computed once.
     """
     unneeded = {"strategy": "", "backend": "", "module_options": (), "device": "cpu"}
     return _oracle(by_documents(case, **unneeded))
 
 
 def by_documents(case, **changes):
-    """The case with cu_seqlens, which are hashable, for layouts: a key of what depends on these."""
+    """Return the case with cu_seqlens in place of its layouts.
+
+    Such a case is hashable, and equal for all layouts of the same documents.
+    """
     cu, kv_cu = (
         None if x is None else tuple(x.cu_seqlens.tolist()) for x in (case.layout, case.kv_layout)
     )
@@ -262,7 +295,7 @@ def by_documents(case, **changes):
 
 
 def on_one_rank(case):
-    """Return a case of `by_documents` with layouts again, of one rank."""
+    """Return a case of `by_documents` with layouts of one rank."""
     kv_layout = None if case.kv_layout is None else Layout.contiguous(case.kv_layout, 1)
     return dataclasses.replace(case, layout=Layout.contiguous(case.layout, 1), kv_layout=kv_layout)
 
@@ -304,11 +337,13 @@ NAMES = ["out", "lse", "dq", "dk", "dv", "dsinks"]
 
 
 def errors(got, expected, dtype, roundings=16):
-    """Return {name: error over its bound} of what `run` returns; infinite where a −inf or NaN is
-    not as in the oracle.
+    """Return {name: error divided by its bound} for what `run` returns.
 
-    In fp64 the largest error, at most 1e-10. In shorter dtypes, on small shapes, the RMS over the
-    whole tensor: a few `roundings` of the dtype, times what cancels in backward.
+    In fp64, the error is the largest difference, and its bound is 1e-10. In shorter dtypes, the
+    error is the RMS of the difference over the whole tensor, and its bound is `roundings` times the
+    dtype's epsilon. Both bounds are relative to the oracle's result if that exceeds 1. `dsinks` in
+    shorter dtypes has a larger bound, since it is a long sum. The error is infinite if an infinity
+    or NaN is not where the oracle has it.
     """
     found = {}
     for name, x, y in zip(NAMES, got, expected, strict=False):
@@ -320,7 +355,7 @@ def errors(got, expected, dtype, roundings=16):
         )
         allowed = bound * max(1.0, norm(y[finite]))
         if name == "dsinks" and dtype != torch.float64:
-            # A sum of so many products of out and dout, whose roundings add up as a random walk.
+            # The result sums this many products of out and dout. Their roundings are independent.
             products = expected[0].size // max(1, y.size)
             walk = torch.finfo(dtype).eps * products**0.5 * rms(expected[0])
             allowed = max(allowed, 2 * walk)
@@ -334,16 +369,14 @@ def errors(got, expected, dtype, roundings=16):
 
 
 def assert_right(got, expected, dtype, roundings=16):
-    """Hold what `run` returned to the bounds of `errors`."""
+    """Assert that what `run` returned is within the bounds of `errors`."""
     found = errors(got, expected, dtype, roundings)
     assert max(found.values()) <= 1, found
 
 
 def largest(x):
-    """Return the largest absolute value, or 0 of an empty array."""
     return float(np.abs(x).max(initial=0))
 
 
 def rms(x):
-    """Return the root of the mean square, or 0 of an empty array."""
     return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0

@@ -5,7 +5,8 @@ import contextlib
 
 @contextlib.contextmanager
 def changed(owner, **values):
-    """Give attributes these values, and give the earlier ones back in the end."""
+    """Within this context, attributes of `owner` have these values; then they get their old values
+    back."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

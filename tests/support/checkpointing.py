@@ -1,4 +1,7 @@
-"""A stack of transformer blocks to checkpoint, and what it computes and sends."""
+"""A stack of transformer blocks to checkpoint, and how much it computes and sends.
+
+The work of a pass is a list: the bytes and messages that it sends, and its calls of the backend.
+"""
 
 from functools import partial
 from unittest import mock
@@ -15,7 +18,7 @@ PLAIN = partial(plain, use_reentrant=False)
 
 
 def call(function, *arguments):
-    """Checkpoint nothing."""
+    """Call the function without a checkpoint."""
     return function(*arguments)
 
 
@@ -42,9 +45,9 @@ class Block(torch.nn.Module):
 
 
 def trained(group, strategy, wrap, compiled=False, blocks=2):
-    """Train a stack of blocks, each under `wrap`, for one step.
+    """Train a stack of blocks, each called through `wrap`, for one step.
 
-    Returns gradients; and of forward and of backward: bytes, messages, backend calls.
+    Returns the gradients, the work of forward and the work of backward.
     """
     torch.manual_seed(0)
     model = torch.nn.ModuleList([Block(module(strategy, group)) for _ in range(blocks)]).double()
@@ -77,10 +80,10 @@ KINDS = {"ours": seqpar.checkpoint, "plain": PLAIN}
 
 
 def compared(group, strategy, compiled=False, blocks=2, kinds=tuple(KINDS)):
-    """Train without checkpoints, and with each of `kinds`: ours and plain ones.
+    """Train a stack without checkpoints, and with each kind of checkpoint: ours and PyTorch's.
 
-    Returns the work of forward and backward without any; and by name of checkpoint whether
-    gradients have the same bits, and the work.
+    Returns the work of forward and backward without checkpoints. Also returns, by kind of
+    checkpoint, whether the gradients have the same bits as without checkpoints, and the work.
     """
     expected, *bare = trained(group, strategy, call, compiled, blocks)
     results = {}
@@ -91,7 +94,8 @@ def compared(group, strategy, compiled=False, blocks=2, kinds=tuple(KINDS)):
 
 
 def assert_nothing_is_repeated(ranks):
-    """Hold what `compared` found on each rank to what each kind of checkpoint should repeat."""
+    """Assert that our checkpoints repeat no work of attention in backward, and that PyTorch's
+    repeat all of it."""
     for (forward, backward), results in ranks:
         assert forward[0] > 0 and forward[2] > 0 and backward[2] == 0
         assert results["ours"] == (True, [forward, backward])

@@ -1,6 +1,6 @@
 """Run Python commands of tests as forks of the forkserver, which has already imported torch.
 
-A new Python process imports torch and seqpar in 2 seconds of CPU time; a fork needs none of them.
+A new Python process needs 2 seconds of CPU time to import torch and seqpar; a fork needs none.
 """
 
 import importlib
@@ -26,9 +26,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def fork_commands(monkeypatch):
-    """Replace `subprocess.Popen` in this process and its forks: Python commands are forked.
+    """Within a test, fork Python commands instead of starting them by `subprocess.Popen`.
 
-    Tests of a new process, or of torchrun itself, must not use this.
+    This holds in this process and in its forks. Tests of a new process, or of torchrun itself, must
+    not use it.
     """
     monkeypatch.setattr(subprocess, "Popen", _fork_or_start)
 
@@ -41,9 +42,9 @@ def _fork_or_start(command, *arguments, **options):
 
 
 class Forked:
-    """Takes the place of `subprocess.Popen` for a module or a script.
+    """Replaces `subprocess.Popen` for a command that runs a Python module or script.
 
-    If the command is torchrun's, the ranks are forked and torchrun is left out.
+    If the command starts torchrun, the ranks are forked directly, without torchrun.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Forked:
         self.wait()
 
     def communicate(self, _=None, timeout=None):
-        """Wait for the end; return the output, as `subprocess.Popen.communicate` does."""
+        """Wait for the end, and return the output, as `subprocess.Popen.communicate` does."""
         with ThreadPoolExecutor(2) as threads:
             reading = [x and threads.submit(x.read) for x in (self.stdout, self.stderr)]
             try:
@@ -137,7 +138,8 @@ def _environments(ranks):
 
 
 def _output(kind, text):
-    """Return the caller's end of an output, or None, and the process's end, or None."""
+    """Return the caller's end and the process's end of an output; an end that is not needed is
+    None."""
     if kind is None:
         return None, None
     if kind == subprocess.PIPE:
@@ -160,7 +162,7 @@ def _run(words, environment, folder, parent, group, out, errors):
     os.chdir(folder)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # What this process starts is forked from the same server.
+    # Processes that this process starts are forked from the same server.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None
     os.getppid = lambda: parent
     subprocess.Popen = _fork_or_start
@@ -175,7 +177,7 @@ def _run(words, environment, folder, parent, group, out, errors):
 
 
 class _AsSpawned:
-    """Takes the place of multiprocessing's "spawn" context in a benchmark, and forks."""
+    """Replaces the "spawn" context of multiprocessing in a benchmark, and forks."""
 
     Pipe = staticmethod(PROCESSES.Pipe)
 
@@ -196,10 +198,10 @@ def _as_spawned(parent, changes, target, *arguments):
 
 
 def fork_spawned(monkeypatch, module, changes=()):
-    """Make a benchmark's module fork its ranks instead of spawning them.
+    """Within a test, let a benchmark's module fork its ranks instead of spawning them.
 
-    `changes` maps names of constants, with their modules, to values for the ranks. Tests that ranks
-    end together with their parent must not use this.
+    `changes` maps names of constants, with their modules, to the values that the ranks use. Tests
+    of ranks that must end together with their parent must not use this.
     """
     found = types.SimpleNamespace(get_context=lambda _: _AsSpawned(dict(changes)))
     monkeypatch.setattr(module, "multiprocessing", found)

@@ -1,4 +1,4 @@
-"""Other threads that are compiling."""
+"""Contexts in which another thread is compiling."""
 
 import contextlib
 import faulthandler
@@ -29,7 +29,7 @@ def compile_slowly(wait):
 
 
 def _new_code():
-    """A function with code of its own."""
+    """Return a function with a new code object."""
     scope = {}
     exec("def sine(x): return x.sin()", scope)
     return scope["sine"]
@@ -41,7 +41,7 @@ def export_slowly(wait):
 
 @contextlib.contextmanager
 def compiling_elsewhere(compile=compile_slowly):
-    """In this context, another thread compiles a function."""
+    """Within this context, another thread compiles a function."""
     began, end = threading.Event(), threading.Event()
 
     def wait():

@@ -1,5 +1,7 @@
-"""Calls of short convolutions to test with, and their oracle: PyTorch's own, document by document,
-in fp64."""
+"""Calls of short convolutions to test with, and their oracle.
+
+The oracle is PyTorch's convolution in fp64, document by document.
+"""
 
 import dataclasses
 import itertools
@@ -15,7 +17,7 @@ from tests.support.cases import cu_seqlens, layouts
 
 @dataclasses.dataclass(frozen=True)
 class ConvCase:
-    """One call, to be made on some ranks: enough to make the same inputs everywhere."""
+    """One call on some ranks, with all that is needed to make its inputs on each rank."""
 
     layout: Layout
     width: int | None = 4  # None: a token shift
@@ -28,7 +30,7 @@ class ConvCase:
     seed: int = 0
 
     def inputs(self):
-        """x and dout of the whole packed batch, the weight, and the bias or None."""
+        """Return x and dout of the whole packed batch, the weight, and the bias or None."""
         generator = torch.Generator().manual_seed(self.seed)
         batch = () if self.batch is None else (self.batch,)
 
@@ -50,8 +52,10 @@ def call(group, case, x, weight, bias):
 
 
 def run(group, case):
-    """Make the call and its backward on this rank; return packed out and dx, and the gradients of
-    weight and bias, summed over ranks."""
+    """Make the call and its backward on this rank; return packed out and dx, dweight and dbias.
+
+    The gradients of weight and bias are summed over ranks.
+    """
     comm, dim = Comm.of(group), 0 if case.batch is None else 1
     x, dout, weight, bias = case.inputs()
     x, dout = (case.layout.shard(y, comm.rank, dim) for y in (x, dout))
@@ -69,7 +73,7 @@ def run(group, case):
 
 
 def oracle(case):
-    """Return what `run` should."""
+    """Return what `run` should return."""
     x, dout, weight, bias = (None if y is None else y.double() for y in case.inputs())
     leaves = [y.requires_grad_() for y in (x, weight, bias) if y is not None]
     edges, outs = case.layout.cu_seqlens.tolist(), []

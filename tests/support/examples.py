@@ -1,4 +1,4 @@
-"""The examples as modules, in this process."""
+"""Import the examples as modules in this process."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name):
-    """The example of this name, made anew."""
+    """Import the example of this name again."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

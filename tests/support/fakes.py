@@ -1,5 +1,7 @@
-"""Stand-ins for many ranks, much memory and threads: a fake process group, a count of bytes held,
-and what runs at once."""
+"""Replacements for many ranks, for much memory and for threads.
+
+They are a fake process group, a count of the bytes that are held, and an executor without threads.
+"""
 
 import weakref
 from contextlib import contextmanager
@@ -12,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Held(TorchDispatchMode):
-    """The bytes of all storages that operators have made and that are alive, and their peak."""
+    """Counts the bytes of all living storages that operators have made, and the peak of this
+    sum."""
 
     def __init__(self, *inputs):
         super().__init__()
@@ -39,7 +42,7 @@ class Held(TorchDispatchMode):
 
 @contextmanager
 def fake_group(rank, ranks):
-    """Be one rank of a process group whose messages go nowhere."""
+    """Within this context, be one rank of a process group whose messages are not sent."""
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield dist.group.WORLD
@@ -48,8 +51,10 @@ def fake_group(rank, ranks):
 
 
 class AtOnce:
-    """In the place of threads, whose operators a mode would not see: what it is given runs at
-    once."""
+    """Replaces an executor of threads: it runs each function immediately, in the calling thread.
+
+    A dispatch mode would not see the operators of other threads.
+    """
 
     def submit(self, function):
         function()

@@ -1,4 +1,5 @@
-"""Every family of models in transformers' lists of heads for each token, as small as it can be."""
+"""The smallest possible model of every family in transformers' lists of models with a head for each
+token."""
 
 import copy
 
@@ -75,16 +76,16 @@ _SIZES = SIZES | {
 
 
 def sizes_of(config_kind, sizes=_SIZES):
-    """The sizes that a kind of config has, and no dropout."""
+    """Return small values for the sizes that a kind of config has, and dropout of 0."""
     known = {*config_kind.__dataclass_fields__, *(config_kind.attribute_map or ())}
     sizes = dict.fromkeys(_NO_DROPOUT, 0.0) | sizes
-    if "kv_lora_rank" in known:  # latent attention: a key for each head
+    if "kv_lora_rank" in known:  # latent attention has a key for each head
         sizes = sizes | {"num_key_value_heads": 4, "head_dim": 4}
     return {x: y for x, y in sizes.items() if x in known}
 
 
 def build(family, name, **options):
-    """A model of class `name` with the family's config, random weights, and no dropout."""
+    """Return a model of class `name` with the family's config, random weights and no dropout."""
     kind, config_kind = getattr(transformers, name), CONFIG_MAPPING[family]
     config = config_kind(**sizes_of(config_kind) | options)
     with torch.device("meta"):
@@ -95,11 +96,13 @@ def build(family, name, **options):
 
 
 def names():
-    """(list, family, class) of every family, each class once."""
+    """Return (list, family, class) for every family; each class occurs once."""
     found = {}
     for kind, families in LISTS.items():
         for family, name in families.items():
             head = name if isinstance(name, str) else name[0]
-            if head not in found or family.endswith("_text"):  # a text model, without images
+            if head not in found or family.endswith(
+                "_text"
+            ):  # prefer the text model, which has no images
                 found[head] = kind, family
     return [(kind, family, name) for name, (kind, family) in found.items()]

@@ -1,4 +1,4 @@
-"""Processes of their own for tests in which ranks die, stop or stand still."""
+"""New processes for tests in which ranks die, stop or hang."""
 
 import contextlib
 import itertools
@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from tests.support.processes import PROCESSES
 
-TIMEOUT = 10.0  # seconds, of the groups
-SILENCE = TIMEOUT / 4  # that make a rank dead
-LIMIT = 90.0  # for what takes a few seconds on an idle machine
+TIMEOUT = 10.0  # seconds, the timeout of the groups
+SILENCE = TIMEOUT / 4  # seconds without a sign of life after which a rank counts as dead
+LIMIT = 90.0  # seconds for a test that needs a few on an idle machine
 
 
 def connect(rank, ranks, address, timeout=TIMEOUT):
-    """`address`: the port of a TCPStore that rank 0 hosts, or a FileStore's path."""
+    """Make a process group. `address` is the port of a TCPStore on rank 0, or the path of a
+    FileStore."""
     if isinstance(address, int):
         store = dist.TCPStore("127.0.0.1", address, ranks, rank == 0, timedelta(seconds=LIMIT))
     else:
@@ -27,7 +28,7 @@ def connect(rank, ranks, address, timeout=TIMEOUT):
 
 
 def launch(function, ranks, address, *arguments):
-    """Start `function` on each rank; its processes and pipes."""
+    """Start `function` on each rank; return the processes and their pipes."""
     processes, pipes = [], []
     for rank in range(ranks):
         ours, theirs = PROCESSES.Pipe(duplex=False)
@@ -42,7 +43,7 @@ def launch(function, ranks, address, *arguments):
 
 
 def answers(processes, pipes, ranks):
-    """What `ranks` send, by rank; then all processes are ended."""
+    """Return what each of `ranks` sends, by rank, and then end all processes."""
     try:
         for rank in ranks:
             assert pipes[rank].poll(LIMIT), f"rank {rank} hangs"
@@ -57,12 +58,15 @@ _PORTS = itertools.count(os.getpid())
 
 
 def free_port():
-    """A port that no other worker of this run is given, nor a program that binds port 0.
+    """Return a port that neither another worker of this test run nor a program that binds port 0
+    gets.
 
-    Other runs begin at other ports, by their process ids.
+    Another test run begins with a different port, which depends on its process id.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = 10_000 + 1_000 * worker + next(_PORTS) % 1_000  # the system gives those from 32,768
+        port = (
+            10_000 + 1_000 * worker + next(_PORTS) % 1_000
+        )  # the system assigns ports from 32,768 on
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

@@ -1,13 +1,13 @@
-"""What a function leaves to the garbage collector."""
+"""Find the objects that a function leaves to the garbage collector."""
 
 import gc
 
 
 def left_by(function, *arguments):
-    """The objects that only the collector would free."""
-    function(*arguments)  # what is imported and made once
+    """Return the objects of a call that only the garbage collector would free."""
+    function(*arguments)  # imports modules and fills caches
     gc.collect()
-    gc.freeze()  # what exists now need not be looked at again
+    gc.freeze()  # the collector ignores objects that exist now
     gc.disable()
     try:
         function(*arguments)

@@ -1,4 +1,4 @@
-"""Models that generate, their prompts, and what transformers makes of these."""
+"""Models that generate, their prompts, and what unmodified transformers generates from these."""
 
 import copy
 
@@ -27,7 +27,7 @@ SHARED = {
     "vocab_size_per_layer_input": 64,
     "activation_sparsity_pattern": None,
 }
-LONG_ROPE = {  # other rotary factors from the 24th token on
+LONG_ROPE = {  # from the 24th token on, the rotary factors change
     "original_max_position_embeddings": 23,
     "rope_parameters": {
         "rope_type": "longrope",
@@ -46,7 +46,7 @@ SHARED_GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
 }
-# model, its options, padding on the left of each row, options of generate, ranks
+# (model, its options, padding on the left of each row, options of generate, number of ranks)
 CASES = {
     "llama, rows of three lengths": ("LlamaForCausalLM", {}, (0, 7, 19), {}, 4),
     "gemma3, layers with windows": ("Gemma3ForCausalLM", WINDOWS, (0, 7), {}, 2),
@@ -86,7 +86,7 @@ MORE = {
 
 
 def prompts(padding=(0,), columns=PROMPT):
-    """Rows with so many tokens of padding on their left."""
+    """Return token ids and mask; row i has `padding[i]` tokens of padding on its left."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, hf.VOCABULARY, (len(padding), columns), generator=generator)
     mask = torch.ones_like(ids)
@@ -96,14 +96,14 @@ def prompts(padding=(0,), columns=PROMPT):
 
 
 def generated(model, batch, **options):
-    """What transformers' generate returns: tokens and logits of all steps."""
+    """Return the result of transformers' `generate`: tokens and logits of all steps."""
     wanted = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
     lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
     return model.generate(**batch, **lengths | wanted | options)
 
 
 def on_ranks(model, batch, ranks, **options):
-    """The same of each rank, and what its layers report."""
+    """Return the results of `generated` on virtual ranks, and what each rank's layers report."""
 
     def run(comm):
         own = copy.deepcopy(model)
@@ -125,7 +125,7 @@ def assert_same(found, expected, others):
 
 
 def check(model, batch, of_generate, ranks):
-    """Assert that virtual ranks generate what the unmodified model does."""
+    """Assert that virtual ranks generate what the unmodified model generates."""
     expected = generated(model, batch, **of_generate)
     results = on_ranks(model, batch, ranks, **of_generate)
     for found, report in results:

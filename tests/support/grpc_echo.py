@@ -1,4 +1,4 @@
-"""A gRPC server that answers every call by a function of its context, and a client's call."""
+"""A gRPC server whose answer is a function of the call's context, and a client for it."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ class _Answers(grpc.GenericRpcHandler):
 
 @contextlib.asynccontextmanager
 async def echo_server(address, answer=lambda context: "here"):
-    """Serve; the value is the address with its port."""
+    """Serve within this context; yield the address with its port."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((_Answers(answer),))
     port = server.add_insecure_port(bind_target(address))
@@ -34,6 +34,6 @@ async def echo_server(address, answer=lambda context: "here"):
 
 
 async def call(target, options=CHANNEL_OPTIONS):
-    """Call a server once; return its answer."""
+    """Call a server once, and return its answer."""
     async with grpc.aio.insecure_channel(target, options=options) as channel:
         return (await channel.unary_unary("/echo/Echo")(b"", timeout=20)).decode()

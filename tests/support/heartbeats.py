@@ -1,4 +1,7 @@
-"""Heartbeats on a fake store and a fake clock: no threads, no processes, no time."""
+"""Heartbeats with a fake store and a fake clock, without threads, processes or real time.
+
+A round is one pass of a rank's heartbeat: it writes its beat and checks the other ranks.
+"""
 
 import pytest
 
@@ -13,13 +16,16 @@ CHECK = "did all ranks make the same call? check_ranks=True, if it is not set, f
 
 
 class Hung(BaseException):
-    """A call of the store that never returns: the round in which it is made never ends."""
+    """A call of the store never returns, so the round that makes the call never ends."""
 
 
 class FakeStore:
-    """A dict. With `trouble`, an exception, it is gone or hangs.
+    """A store that keeps its keys in a dict.
 
-    `reads` are checks; `operations` counts each key of each call.
+    Attributes:
+        trouble: an exception that every call raises, as if the store were gone or hung; or None.
+        reads: how many checks were made.
+        operations: the number of keys of all calls.
     """
 
     def __init__(self):
@@ -51,15 +57,15 @@ class FakeStore:
 
 
 class World(Clock):
-    """Ranks of a group: as time passes, those of `running` make a round an interval.
+    """Ranks of a group. As time passes, each rank in `running` makes one round per interval.
 
-    `most` has the most operations of each rank in a round.
+    `most` is the largest number of store operations that each rank has made in one round.
     """
 
     def __init__(self, begun=(0, 1, 2), words=(), ranks=3):
         self.names, self.most = [f"rank {i}" for i in range(ranks)], {}
         self.time, self.store, self.interrupted = 1000.0, FakeStore(), []
-        self.words, self.asked = dict(words), []  # what the state servers of ranks say
+        self.words, self.asked = dict(words), []  # what the ranks' state servers answer
         self.ranks = {rank: self.begin(rank) for rank in begun}
         self.running = set(begun)
 
@@ -108,7 +114,7 @@ class World(Clock):
         return self.ranks[rank].blame_on_failure(doing, peers)
 
     def failure(self, rank, peers, doing=FORWARD):
-        """The error of a wait which gloo makes fail."""
+        """Return the error of a wait that gloo makes fail."""
         with pytest.raises(PeerError) as caught, self.waiting(rank, peers, doing):
             raise RuntimeError("connection closed")
         return str(caught.value)

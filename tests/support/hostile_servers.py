@@ -1,4 +1,4 @@
-"""Servers that break the rules of the service, each in a process of its own."""
+"""Servers that break the rules of the service; each runs in a new process."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ ESCAPES = "\x1b[2J\x1b]0;owned\x07\r\n"
 
 
 def welcome(**changes):
-    """The first event of a session."""
+    """Return the first event of a session."""
     fields = {
         "session": b"s" * 16, "library": "0.1.0", "device": "cpu", "tokens": 2**20,
         "bytes": 2**30, "requests": 32,
@@ -33,7 +33,7 @@ def welcome(**changes):
 
 
 def state(**fields):
-    """An event that tells a server's state; its caches have much room."""
+    """Return an event that tells the server's state; its caches have much free memory."""
     message = MESSAGES.ServerState(**{"cache_room": 2**40} | fields)
     return MESSAGES.SessionEvent(state=message).SerializeToString()
 
@@ -43,7 +43,7 @@ def reply(data=b"", checksum=0, seconds=0.0):
 
 
 def behaves(context, first=None):
-    """The events of a session that keeps to the rules."""
+    """Yield the events of a session that keeps to the rules."""
     yield first or welcome()
     while True:
         yield state()
@@ -51,7 +51,7 @@ def behaves(context, first=None):
 
 
 def silent(requests, context):
-    """Take a request and answer nothing."""
+    """Read a request and answer nothing."""
     next(requests)
     while context.is_active():
         time.sleep(0.05)
@@ -65,7 +65,7 @@ def never_reads(requests, context):
 
 
 def endless(*head, chunk):
-    """Answer a request with some messages, and then with the last one without end."""
+    """Answer a request with some messages, and then repeat the last message for ever."""
 
     def compute(requests, context):
         next(requests)
@@ -76,8 +76,6 @@ def endless(*head, chunk):
 
 
 def answers(*replies):
-    """Answer a request with these messages."""
-
     def compute(requests, context):
         next(requests)
         yield from replies
@@ -111,8 +109,6 @@ def ends_with_an_unknown_status(requests, context):
 
 
 def of_events(*events):
-    """End a session after these events."""
-
     def session(context):
         yield from events
 
@@ -120,8 +116,6 @@ def of_events(*events):
 
 
 def floods(event):
-    """Send events without end."""
-
     def session(context):
         yield welcome()
         yield from itertools.repeat(event)
@@ -130,10 +124,15 @@ def floods(event):
 
 
 class Attack(NamedTuple):
-    """What a server does instead of what it should."""
+    """What a hostile server does in place of the right behaviour.
 
-    compute: object = silent  # of the requests of a call and its context, yields replies
-    session: object = behaves  # of a context, yields events
+    Attributes:
+        compute: a function of the requests of a call and its context that yields replies.
+        session: a function of a context that yields events.
+    """
+
+    compute: object = silent
+    session: object = behaves
 
 
 Code = grpc.StatusCode
@@ -184,7 +183,7 @@ ATTACKS |= {name: Attack(session=x) for name, x in IN_SESSION.items()}
 
 
 def _serve(path, name, pipe):
-    """The main function of a hostile server's process."""
+    """Run in the process of a hostile server."""
     attack = ATTACKS[name]
     handlers = {
         "Session": grpc.unary_stream_rpc_method_handler(
@@ -196,7 +195,7 @@ def _serve(path, name, pipe):
     server = grpc.server(ThreadPoolExecutor(64), options=options)
     handler = grpc.method_handlers_generic_handler(VERSION.service, handlers)
     server.add_generic_rpc_handlers((handler,))
-    os.umask(0o177)  # a pool uses no socket that other users may use
+    os.umask(0o177)  # a pool refuses a socket to which other users have access
     server.add_insecure_port(f"unix:{path}")
     server.start()
     pipe.send(None)
@@ -205,7 +204,7 @@ def _serve(path, name, pipe):
 
 @contextlib.contextmanager
 def hostile_server(path, name):
-    """A server that makes the attack of this name; its address."""
+    """Within this context, a server makes the attack of this name; yield its address."""
     ours, theirs = PROCESSES.Pipe(duplex=False)
     process = PROCESSES.Process(target=_serve, args=(path, name, theirs), daemon=True)
     process.start()

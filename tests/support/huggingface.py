@@ -1,4 +1,4 @@
-"""Tiny models of transformers, batches for them, and what an unmodified model makes of these."""
+"""Tiny models of transformers, batches for them, and the results of unmodified models."""
 
 import copy
 import os
@@ -27,8 +27,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_BUILDING = threading.Lock()  # virtual ranks are threads, which draw from one generator
-LENGTHS = (9, 1, 12)  # of the documents of a packed batch
+_BUILDING = threading.Lock()  # virtual ranks are threads that share one random generator
+LENGTHS = (9, 1, 12)  # tokens of each document of a packed batch
 
 BART = {  # options of a tiny model with an encoder
     "d_model": 32,
@@ -44,7 +44,8 @@ BART = {  # options of a tiny model with an encoder
 
 
 def tiny(name, **options):
-    """A model of transformers by its class's name, with random weights, in training."""
+    """Make a model of transformers from the name of its class, with random weights, in training
+    mode."""
     kind = getattr(transformers, name)
     sizes = SIZES | options
     known = {*kind.config_class.__dataclass_fields__, *(kind.config_class.attribute_map or ())}
@@ -55,9 +56,9 @@ def tiny(name, **options):
 
 
 def batch(kind="padded", rows=2, columns=22):
-    """A batch as transformers' collators make them: whole, padded left or right, or packed.
+    """Make a batch as transformers' collators do: without padding, padded left or right, or packed.
 
-    With "sides", its first row is padded left and its last one right.
+    With "sides", the first row is padded left and the last row is padded right.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(
@@ -75,27 +76,27 @@ def batch(kind="padded", rows=2, columns=22):
         row = -1 if kind == "left" else 0
         mask[row, :7] = 0
     labels = ids.masked_fill(mask == 0, -100)
-    if kind in ("left", "sides"):  # the first token's label would be that of a token of padding
+    if kind in ("left", "sides"):  # the label of the token after padding would belong to padding
         labels[row, 7] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def launched(group):
-    """Set what torchrun would, for a process of the pool."""
+    """Set the environment variables that torchrun would set, for a process of the pool."""
     rank = dist.get_rank(group)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group.size())}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
 
 
 def with_hole(of):
-    """The batch with padding between a row's tokens."""
+    """Return the batch with padding between the tokens of a row."""
     mask = of["attention_mask"].clone()
     mask[0, 5] = 0
     return of | {"attention_mask": mask}
 
 
 def refusal(run, ranks=2):
-    """What all virtual ranks are told: the same."""
+    """Assert that all virtual ranks raise the same ValueError, and return its text."""
 
     def on_each(comm):
         with pytest.raises((ValueError, TypeError)) as refused:
@@ -107,7 +108,7 @@ def refusal(run, ranks=2):
 
 
 def refused(call):
-    """What a ValueError of the call says; None if it raises none."""
+    """Return the text of the call's ValueError, or None if the call raises none."""
     try:
         call()
     except ValueError as refusal:
@@ -115,7 +116,7 @@ def refused(call):
 
 
 def real(of):
-    """(B, S): which tokens of a batch are no padding."""
+    """Return (B, S): whether each token of a batch is a real token, not padding."""
     return of.get("attention_mask", torch.ones_like(of["input_ids"])).bool()
 
 
@@ -124,9 +125,10 @@ def gradients(model):
 
 
 def alone(model, of):
-    """(loss, logits) of the model as it is; each document of a packed batch by itself.
+    """Return (loss, logits) of the unmodified model, with each document of a packed batch alone.
 
-    Transformers separates them in some models only, and not while these use a cache.
+    Transformers separates the documents only in some models, and never while the model uses a
+    cache.
     """
     if "position_ids" not in of:
         outputs = model(**of)
@@ -143,7 +145,7 @@ def alone(model, of):
 
 
 def unmodified(model, of):
-    """Loss, logits and gradients of the model as it is."""
+    """Return loss, logits and gradients of the unmodified model."""
     model = copy.deepcopy(model)
     loss, logits = alone(model, of)
     loss.backward()
@@ -151,7 +153,7 @@ def unmodified(model, of):
 
 
 def on_rank(comm, model, of, strategy="ring", layout=None, kind="zigzag", **options):
-    """The same of one rank, of a copy of the model that is enabled."""
+    """Return loss, logits and gradients of one rank, from a copy of the model that is enabled."""
     model = copy.deepcopy(model)
     sp = huggingface.enable(model, comm, strategy, layout=kind, **options)
     outputs = model(**sp.shard(of, layout))
@@ -163,7 +165,7 @@ def on_rank(comm, model, of, strategy="ring", layout=None, kind="zigzag", **opti
 
 
 def assert_same(results, expected, kept, tolerance=2e-5):
-    """Every rank's loss, logits of tokens that are no padding, and gradients are as expected."""
+    """Assert that each rank has the expected loss, logits of real tokens, and gradients."""
     loss, logits, grads = expected
     for found in results:
         torch.testing.assert_close(found[0], loss, rtol=tolerance, atol=tolerance)
@@ -176,7 +178,7 @@ def assert_same(results, expected, kept, tolerance=2e-5):
 
 
 def compare(model, of, ranks, *arguments, tolerance=2e-5, **options):
-    """Assert that virtual ranks compute what the unmodified model does."""
+    """Assert that virtual ranks compute what the unmodified model computes."""
     expected = unmodified(model, of)
 
     def run(comm):

@@ -1,4 +1,4 @@
-"""Which families of text with images or sound run over ranks, and why each other one does not."""
+"""Which families of text with images or sound run over ranks, and why the others do not."""
 
 from tests.support import images
 
@@ -8,7 +8,7 @@ def words(text):
 
 
 def rope(**more):
-    """Positions of images have three parts of a head of 8."""
+    """Return RoPE options for images, whose positions have three parts in a head of 8."""
     base = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     return {"text": {"rope_parameters": base | more}}
 
@@ -43,7 +43,7 @@ PERCEIVER = {
     "num_key_value_heads": 2,
 }
 CROPS = {"image_grid_pinpoints": [[8, 8]]}
-EXACT = {  # how each family is given images, of how many tokens, and its model's options
+EXACT = {  # (how the family gets images, tokens of an image, options of the model)
     "aria": ("types", 2, {"projector_patch_to_query_dict": {4: 2}}),
     "aya_vision": ("types", 1, {}),
     "blip-2": ("types", 4, {"num_query_tokens": 4, "image_token_index": images.IMAGE}),
@@ -110,7 +110,7 @@ RECURRENT = {
     "qwen3_5_moe": ("patches", 4, {"text": DELTA}),
 }
 EXACT |= RECURRENT
-REFUSED = {  # when they are enabled, by what the refusal says
+REFUSED = {  # families that `enable` refuses, with a part of the error
     "blip": "attention layers can be reached",
     "diffusion_gemma": "must take position_ids",
     "mistral_large4": "layer_types of its config has",
@@ -121,7 +121,7 @@ REFUSED = {  # when they are enabled, by what the refusal says
 REFUSED_IN_CALLS = {
     "kosmos-2": ("masked", 4, {"latent_query_num": 4}, "that the model made itself"),
 }
-NOT_MADE = {  # by why there is no tiny model of them here
+NOT_MADE = {  # reason: families of which there is no tiny model here
     "configs that transformers makes in their usual sizes alone": words("""
     chameleon cohere2_vision cohere_compass cosmos3_edge deepseek_ocr2 deepseek_vl_hybrid dots3_note
     emu3 ernie4_5_vl_moe evolla florence2 git glm5_next granite4_vision hunyuan_vl idefics inkling2

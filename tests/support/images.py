@@ -16,7 +16,7 @@ MULTIMODAL = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 SOUND = ["audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus"]
 SOUND += ["moss_transcribe_diarize", "musicflamingo", "nemo_speechlm", "phi4_multimodal"]
 SOUND += ["qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral", "voxtral_realtime"]
-IMAGE = 63  # the token in whose place a feature of an image is, or of a sound
+IMAGE = 63  # the token that a feature of an image or of a sound replaces
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -62,7 +62,7 @@ _TOP = {
 
 
 def build(family, text=(), vision=(), **options):
-    """A tiny model of a family, with random weights and no dropout."""
+    """Make a tiny model of a family, with random weights and no dropout."""
     kind = getattr(transformers, {**_OTHERS, **_SOUND, **FAMILIES}[family])
     config_kind = kind.config_class
     parts = {}
@@ -79,16 +79,16 @@ def build(family, text=(), vision=(), **options):
     assert parameters < MOST_PARAMETERS, f"{family} has {parameters:,} parameters"
     torch.manual_seed(0)
     model = kind(config).train()
-    for x in model.parameters():  # some begin with features of images that are 0
+    for x in model.parameters():  # some parameters, such as features of images, are 0 at first
         if not x.any():
             torch.nn.init.normal_(x, std=0.1)
     return model
 
 
 def batch(kind, pixels, tokens):
-    """A batch as `hf.batch` has them, with four images of so many tokens each.
+    """Make a batch of `hf.batch` with four images, each of this many tokens.
 
-    `pixels` says how the family is given them.
+    `pixels` says in which form the family gets the images.
     """
     of = hf.batch(kind, rows=2, columns=40)
     ids = of["input_ids"]

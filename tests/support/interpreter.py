@@ -1,13 +1,13 @@
-"""Let Triton's interpreter repeat less work: it takes most of the time of the kernels' tests.
+"""Let Triton's interpreter repeat less work, which takes most of the time of the kernels' tests.
 
-- It patches its language in every call of a device function too, where all is patched already: a
-  quarter of the time.
-- It checks every sum, difference and product of integers for overflow, and drops the answer, since
-  it asserts nothing without `debug`: a third of the time.
-- It builds a table of dtypes and the types, names and sizes of shapes again for every value: a
-  third of the rest. They are computed once per shape, or when they are read.
-- It compares shapes and promotes types again for every operator. Operands of equal shapes stay as
-  they are, and promotions are computed once per pair of types.
+- The interpreter patches its language again in every call of a device function, although the
+  language is already patched. This takes a quarter of the time.
+- It checks every sum, difference and product of integers for overflow. Without `debug` it asserts
+  nothing, so the checks have no effect. This takes a third of the time.
+- For every value, it builds a table of dtypes, and the type, name and size of a shape. This takes a
+  third of the remaining time. Here they are computed once for each shape, or when they are read.
+- For every operator, it compares shapes and promotes types. Here operands of equal shapes stay as
+  they are, and promotions are computed once for each pair of types.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def _broadcast_unequal(self, lhs, rhs):
 
 
 builder = interpreter.interpreter_builder
-assert not builder.options.debug  # else the answer counts
+assert not builder.options.debug  # with debug, the checks matter
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 interpreter._patch_lang = _patch_once
 interpreter._get_np_dtype = _get_np_dtype

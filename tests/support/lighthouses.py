@@ -8,7 +8,7 @@ import pytest
 @contextmanager
 def lighthouse(members):
     """Yield the address of a lighthouse whose groups have at least this many members."""
-    coordination = pytest.importorskip("torchft.coordination")  # it has wheels for x86-64 only
+    coordination = pytest.importorskip("torchft.coordination")  # torchft has wheels only for x86-64
     server = coordination.LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=members,

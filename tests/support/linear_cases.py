@@ -1,5 +1,7 @@
-"""Calls of linear attention to test with, and their oracle: the recurrence in fp64, token by token,
-in the plainest loop."""
+"""Calls of linear attention to test with, and their oracle.
+
+The oracle is the recurrence in fp64, computed by a plain loop over tokens.
+"""
 
 import dataclasses
 import functools
@@ -18,15 +20,17 @@ from tests.support.cases import backward, cu_seqlens, largest, layouts, rms
 
 @dataclasses.dataclass(frozen=True)
 class LinearCase:
-    """One call, to be made on some ranks: enough to make the same inputs everywhere."""
+    """One call on some ranks, with all that is needed to make its inputs on each rank."""
 
     strategy = "lasp2"
     prefix = None
     layout: Layout
     causal: bool = True
-    decay: float | None = 0.1  # −log λ of the last KV head; the others' are evenly spaced below it
+    decay: float | None = (
+        0.1  # −log λ of the last KV head; other heads have evenly spaced smaller values
+    )
     scale: float = 0.5
-    begun: bool = False  # with initial states
+    begun: bool = False  # whether the call has initial states
     returned: bool = False
     batch: int | None = None
     heads: int = 4
@@ -54,8 +58,12 @@ class LinearCase:
         return -self.decay * heads / self.kv_heads
 
     def inputs(self):
-        """q, k, v and dout of the whole packed batch; initial states or None; each rank's gradients
-        of the final states."""
+        """Return q, k, v and dout of the whole packed batch, initial states and gradients of final
+        states.
+
+        The initial states are None if the case has none. Each rank has its own gradients of final
+        states.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         batch = () if self.batch is None else (self.batch,)
 
@@ -83,8 +91,11 @@ class LinearCase:
 
 
 def begin(group, case, **changes):
-    """Make the call on this rank, with some arguments changed: its outputs, each with its gradient,
-    and the leaves that backward gives gradients, all by name."""
+    """Make the call on this rank, with some arguments changed; return its outputs and its leaves.
+
+    Outputs are by name, each with its gradient. Leaves are the tensors that get gradients in
+    backward, also by name.
+    """
     aten.CHUNK = case.chunk
     options = {"transport": case.transport, "blocks": case.blocks} | dict(case.module_options)
     lin = LASP2Attention(group, **options)
@@ -114,8 +125,10 @@ def begin(group, case, **changes):
 
 
 def run(group, case):
-    """Make the call and its backward on this rank; return packed out, dq, dk, dv; and the states
-    and their gradients, summed over ranks."""
+    """Make the call and its backward on this rank; return packed out, dq, dk and dv.
+
+    The states and their gradients, summed over ranks, follow.
+    """
     comm, dim = Comm.of(group), 0 if case.batch is None else 1
     outputs, leaves = begin(group, case)
     backward(outputs)
@@ -131,10 +144,10 @@ def run(group, case):
 
 
 def oracle(case):
-    """Return what `run` should: in fp64 on one process, from the definition, with autograd.
+    """Return what `run` should return: computed in fp64 on one process, by autograd.
 
-    It depends on documents and the number of ranks, and neither on where documents are nor on the
-    transport: cases that differ only in these have it computed once.
+    The results depend on the documents and the number of ranks, and not on where documents are or
+    on the transport. Cases that differ only in these two are therefore computed once.
     """
     documents = tuple(case.layout.cu_seqlens.tolist()), case.layout.ranks
     unneeded = {"backend": "", "transport": "", "blocks": 0, "chunk": 0, "module_options": ()}
@@ -189,8 +202,11 @@ def _oracle(case):
 
 
 def errors(got, expected, dtype, roundings=16):
-    """Return {name: error over its bound}: in fp64 the largest, at most 1e-10; else the RMS, a few
-    `roundings` of the dtype."""
+    """Return {name: error divided by its bound}.
+
+    In fp64, the error is the largest difference, and its bound is 1e-10. In shorter dtypes, the
+    error is the RMS, and its bound is `roundings` times the dtype's epsilon.
+    """
     assert got.keys() == expected.keys()
     norm, bound = (
         (largest, 1e-10) if dtype == torch.float64 else (rms, roundings * torch.finfo(dtype).eps)
@@ -204,7 +220,7 @@ def errors(got, expected, dtype, roundings=16):
 
 
 def assert_right(got, expected, dtype):
-    """Hold what `run` returned to the bounds of `errors`."""
+    """Assert that what `run` returned is within the bounds of `errors`."""
     found = errors(got, expected, dtype)
     assert max(found.values(), default=0.0) <= 1, found
 

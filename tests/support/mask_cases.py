@@ -1,4 +1,4 @@
-"""Masks of ranges at random, and who sees whom in them, pair by pair from the definition."""
+"""Random masks of ranges, and which query sees which key, pair by pair from the definition."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ FULL = (None, None)
 
 
 def seen_in_range(row, lengths, kv_lengths):
-    """(T, T_kv) bool: the pairs of one range in a packed batch."""
+    """Return (T, T_kv) bool: which pairs of a packed batch one range contains."""
     document, q_start, q_stop, k_start, k_stop, low, high = row
     of_queries, of_keys = positions(lengths), positions(kv_lengths)
     (q_document, i), (k_document, j) = of_queries, of_keys
@@ -19,7 +19,7 @@ def seen_in_range(row, lengths, kv_lengths):
 
 
 def positions(lengths):
-    """(2, T): the document of each token of a packed batch, and its position there."""
+    """Return (2, T): the document of each token of a packed batch, and its position there."""
     document = np.repeat(np.arange(len(lengths)), lengths)
     return np.stack([document, np.concatenate([np.arange(0), *map(np.arange, lengths)])]).astype(
         int
@@ -27,7 +27,7 @@ def positions(lengths):
 
 
 def times_seen(rows, cu, kv_cu=None):
-    """(T, T_kv) int: in how many ranges each pair is."""
+    """Return (T, T_kv): the number of ranges that contain each pair."""
     lengths, kv_lengths = np.diff(cu), np.diff(cu if kv_cu is None else kv_cu)
     count = np.zeros((lengths.sum(), kv_lengths.sum()), int)
     for row in rows:
@@ -36,7 +36,7 @@ def times_seen(rows, cu, kv_cu=None):
 
 
 def any_range(random, lengths, kv_lengths):
-    """One range at random: of any document, often of one query or key, full, cut or a band."""
+    """Draw a range of any document: often of one query or key; full, cut, or a band."""
     document = int(random.integers(len(lengths)))
 
     def stretch(length):
@@ -51,8 +51,11 @@ def any_range(random, lengths, kv_lengths):
 
 
 def disjoint_ranges(seed, cu, kv_cu=None, tries=12):
-    """Disjoint ranges at random: each is kept that overlaps with none before it, and beside many
-    of them is what their band leaves of their rectangle."""
+    """Draw disjoint ranges.
+
+    A range is kept if it overlaps with no range before it. For many ranges that are bands, the
+    pairs that the band leaves of its rectangle are a range too.
+    """
     random = np.random.default_rng(seed)
     lengths, kv_lengths = np.diff(cu), np.diff(cu if kv_cu is None else kv_cu)
     count, kept = np.zeros((lengths.sum(), kv_lengths.sum()), int), []

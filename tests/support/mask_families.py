@@ -1,4 +1,7 @@
-"""Masks of 25 kinds as MagiAttention's tables have them: slices of queries, keys and a type."""
+"""Masks of 25 kinds in the form of MagiAttention's tables.
+
+A table has slices, and a slice is (range of queries, range of keys, type of mask).
+"""
 
 import itertools
 
@@ -19,7 +22,7 @@ def _squares(pieces, kind):
 
 
 def _window(pieces, width, after=0):
-    """Slices of a window of so many keys before a query, and `after` it."""
+    """Return the slices of a window: `width` keys before each query, and `after` keys behind it."""
     found = []
     for start, stop in pieces:
         first, last = min(start + width, stop), max(stop - after, start)
@@ -34,7 +37,7 @@ def _window(pieces, width, after=0):
 
 
 def _below(pieces, kind=FULL, back=None):
-    """Slices in which a piece sees itself, and pieces before it: all, or `back` of them."""
+    """Return slices in which each piece sees itself and earlier pieces: all, or the last `back`."""
     first = [0 if back is None else max(0, i - back) for i in range(len(pieces))]
     return [(piece, (pieces[j][0], piece[1]), kind) for piece, j in zip(pieces, first, strict=True)]
 
@@ -52,14 +55,14 @@ def _prefix(pieces, length):
 
 
 def _answers(prompt, answers):
-    """A prompt, and answers that see it and themselves."""
+    """Return the slices of a prompt, and of answers that each see the prompt and themselves."""
     return [((0, prompt), (0, prompt), CAUSAL)] + [
         x for piece in answers for x in ((piece, (0, prompt), FULL), (piece, piece, CAUSAL))
     ]
 
 
 _SHARED = _answers(EIGHTHS[0][1], EIGHTHS[1:])
-FAMILIES = {  # of (queries, keys, type)
+FAMILIES = {  # name: slices of (queries, keys, type)
     "full": _squares(ALL, FULL),
     "causal": _squares(ALL, CAUSAL),
     "inverse causal": _squares(ALL, INVCAUSAL),

@@ -1,10 +1,12 @@
-"""Virtual ranks under NCCL's rules, in virtual time: what would wait for ever, what overlaps.
+"""Virtual ranks under NCCL's rules, in virtual time: they show deadlocks and what overlaps.
 
-The rules: a communicator is made at its first use, by all of its ranks together, and until then
-they wait. Its exchanges run one after another, in the order posted. Each starts when the stream
-that posted it has come so far, and lasts until all of its messages are matched and have arrived.
-Waiting for one makes the current stream wait. What is computed is the real thing; how long that
-takes is given.
+The rules are these. All ranks of a communicator make it together at its first use, and each rank
+waits until all of them have used it. The exchanges of a communicator run one after another, in the
+order in which they are posted. An exchange starts when the stream that posted it reaches this
+point. It ends when all of its messages are matched and have arrived. A rank that waits for an
+exchange lets its current stream wait for it.
+
+Results are really computed; the virtual time of each computation is given.
 """
 
 import contextlib
@@ -25,32 +27,35 @@ _TIMEOUT = 60.0  # seconds that a rank may compute while all others wait
 
 
 class Deadlock(AssertionError):
-    """No rank can go on; the message says who waits for what."""
+    """No rank can go on. The message says which rank waits for what."""
 
 
 class _Group:
-    """Ranks that have a communicator."""
+    """The ranks of a communicator."""
 
     def __init__(self, name, ranks):
         self.name, self.ranks, self.mail = name, tuple(ranks), [Mail() for _ in ranks]
-        self.arrived, self.messages = set(), {}  # ranks that use it; (from, to, number): message
+        self.arrived, self.messages = set(), {}  # ranks that have joined; message by its key
 
 
 class World:
-    """All ranks, their streams, and the `events` on them: computes, waits and flights, as in
-    traces, but in virtual seconds."""
+    """All ranks and their streams.
+
+    `events` are the computes, waits and flights on the streams, as in traces, but in virtual
+    seconds.
+    """
 
     def __init__(self, ranks, speeds, one_at_a_time):
         self.speeds, self._one_at_a_time = speeds, one_at_a_time
-        self.events, self.now = [], [0.0] * ranks  # until when each current stream is at work
+        self.events, self.now = [], [0.0] * ranks  # when the current stream of each rank is done
         self._last, self._open, self._groups = {}, [], {}
         self._changed, self._report = threading.Condition(), None
         self._alive = set(range(ranks))
-        self._blocked = {}  # rank: (can it go on, what it waits for)
+        self._blocked = {}  # rank: functions (can it go on, what does it wait for)
         self._local, self._labels = threading.local(), {}
 
     def comm(self, name, ranks, rank):
-        """Return a rank's Comm of a group of this name, whose ranks are those of the world."""
+        """Return a rank's Comm of the group `name`; `ranks` are numbers in the world."""
         with self._changed:
             group = self._groups.setdefault(name, _Group(name, ranks))
         return NcclComm(self, group, group.ranks.index(rank))
@@ -76,37 +81,37 @@ class World:
             played = [as_here(partial(on_rank, rank)) for rank in ranks]
             futures = [threads.submit(play) for play in played]
         errors = [future.exception() for future in futures if future.exception() is not None]
-        if errors:  # a rank that raised leaves the others waiting: blame it, not them
+        if errors:  # a rank that raises lets other ranks wait: prefer its error
             raise min(errors, key=lambda error: isinstance(error, Deadlock))
         return [future.result() for future in futures]
 
     @property
     def rank(self):
-        """The rank whose thread this is."""
+        """The rank that the current thread runs."""
         return self._local.rank
 
     def begin(self, label, rank):
-        """Record that the thread's rank begins a pass (`Recorder`)."""
+        """Record that the current thread's rank begins a pass (a method of `Recorder`)."""
         self._labels[self.rank] = label
 
     def compute(self, start, stop, work):
-        """Let the thread's rank compute an area (`Recorder`)."""
+        """Let the current thread's rank compute an area (a method of `Recorder`)."""
         area = work.area
         label = self._labels[self.rank]
         times = self.speeds.backward if label.endswith("backward") else 1.0
         self.work(self.rank, area * self.speeds.area * times, label, area)
 
     def exchange(self, *_):
-        """Record nothing of an exchange here (`Recorder`): `post` does."""
+        """Record nothing (a method of `Recorder`): `post` records exchanges."""
         return contextlib.nullcontext
 
     def work(self, rank, seconds, what="compute", area=0):
-        """Let a rank's current stream compute for so many seconds."""
+        """Let a rank's current stream compute for this many seconds."""
         start, self.now[rank] = self.now[rank], self.now[rank] + seconds
         self.events.append(Event("compute", what, 0, start, self.now[rank], rank, area=area))
 
     def join(self, group, rank):
-        """Wait until all ranks of the group make its communicator."""
+        """Wait until all ranks of the group have joined its communicator."""
 
         def missing():
             absent = sorted(set(group.ranks) - group.arrived)
@@ -118,7 +123,7 @@ class World:
             self._wait_until(rank, lambda: len(group.arrived) == len(group.ranks), missing)
 
     def post(self, group, rank, exchange, keys, sends, recvs):
-        """Post an exchange on the group's communicator; `keys` are those of its messages."""
+        """Post an exchange on the group's communicator; `keys` identify its messages."""
         stream = rank if self._one_at_a_time else (rank, group.name)
         with self._changed:
             previous = self._last.get(stream)
@@ -137,7 +142,7 @@ class World:
         return posted
 
     def settle(self, posted):
-        """Wait until it is known when an exchange stops."""
+        """Wait until the time at which an exchange stops is known."""
         with self._changed:
             self._wait_until(posted.rank, lambda: posted.stop is not None, posted.why)
 
@@ -152,13 +157,13 @@ class World:
         ]
 
     def _synchronize(self, rank):
-        """Wait, as the host does at the end, for all that a rank has posted."""
+        """Wait, as the host does at the end, for all exchanges that a rank has posted."""
         with self._changed:
             for posted in [x for x in self._open if x.rank == rank]:
                 self._wait_until(rank, lambda x=posted: x.stop is not None, posted.why)
 
     def _wait_until(self, rank, ready, why):
-        """Block the rank's thread until `ready()`; raise a Deadlock once nobody can go on."""
+        """Block the rank's thread until `ready()`. Raise a Deadlock if no rank can go on."""
         self._blocked[rank] = ready, why
         self._changed.notify_all()
         while not ready():
@@ -178,12 +183,12 @@ class World:
 
 
 class NcclComm(VirtualComm):
-    """A rank of a group, under NCCL's rules."""
+    """A rank of a group under NCCL's rules."""
 
     def __init__(self, world, group, rank):
         super().__init__(f"nccl{id(world)}.{group.name}.{rank}", rank, len(group.ranks), group.mail)
         self.world, self._nccl, self._channels = world, group, {}
-        self._arriving = []  # what this rank's exchanges still receive
+        self._arriving = []  # exchanges whose messages still arrive
 
     @property
     def global_rank(self):
@@ -191,11 +196,11 @@ class NcclComm(VirtualComm):
         return self._nccl.ranks[self.rank]
 
     def beside(self, name, ranks):
-        """Return this rank's Comm of another group, with a communicator of its own."""
+        """Return this rank's Comm of another group, which has a separate communicator."""
         return self.world.comm(name, ranks, self.global_rank)
 
     def channel(self, name):
-        """These ranks' further communicator of this name, made with all of them."""
+        """Return a further communicator of this group by its name; all ranks make it together."""
         if name not in self._channels:
             self._channels[name] = self.beside(f"{self._nccl.name}/{name}", self._nccl.ranks)
             self._channels[name].join()
@@ -204,7 +209,7 @@ class NcclComm(VirtualComm):
         return channel
 
     def work(self, seconds):
-        """Let this rank's current stream compute for so many seconds."""
+        """Let this rank's current stream compute for this many seconds."""
         self.world.work(self.global_rank, seconds)
 
     def join(self, device=None):
@@ -240,11 +245,11 @@ class _NcclPending(Pending):
         self._received, self.settled = received, False
 
     def receives_any_of(self, tensors):
-        """Whether it is what writes one of these tensors."""
+        """Whether this exchange writes one of these tensors."""
         return any(_overlap(x, y) for x in self._received for y in tensors)
 
     def settle(self):
-        """Let the messages arrive; the current stream does not wait for them."""
+        """Let the messages arrive, without letting the current stream wait for them."""
         self._world.settle(self._posted)
         self._inner.wait()
         self._received, self.settled = [], True
@@ -257,7 +262,6 @@ class _NcclPending(Pending):
 
 
 def _overlap(x, y):
-    """Whether two contiguous tensors share memory."""
     (x_start, x_stop), (y_start, y_stop) = (
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (x, y)
     )
@@ -265,8 +269,7 @@ def _overlap(x, y):
 
 
 class _Fork:
-    """In the place of the threads: what runs beside a rank is on a stream of its own, as on a
-    GPU."""
+    """Replaces the threads of background work: the work runs on a separate stream, as on a GPU."""
 
     def __init__(self, world):
         self._world = world
@@ -276,7 +279,7 @@ class _Fork:
 
 
 class _Forked:
-    """What runs, from now on, on a stream of its own."""
+    """Work that starts now on a separate stream."""
 
     def __init__(self, world, function):
         self._now, self._rank = world.now, world.rank
@@ -285,15 +288,16 @@ class _Forked:
         self._ended, self._now[self._rank] = self._now[self._rank], begun
 
     def result(self):
-        """Make the current stream wait for its end."""
+        """Make the current stream wait for the end of the work."""
         self._now[self._rank] = max(self._now[self._rank], self._ended)
 
 
 def nccl(ranks, function, *arguments, speeds=_INSTANT, one_at_a_time=False):
-    """Run function(comm, *arguments) on all ranks under NCCL's rules: (results, world).
+    """Run function(comm, *arguments) on all ranks under NCCL's rules; return (results, world).
 
-    With `one_at_a_time` a device runs one exchange at a time, on whichever communicator, as if it
-    had room for one kernel: the worst case that NCCL's manual warns of.
+    With `one_at_a_time`, a device runs one exchange at a time, even if the exchanges are on
+    different communicators. This is the worst case that NCCL's manual warns of: a device with
+    resources for only one kernel.
     """
     world = World(ranks, speeds, one_at_a_time)
     return world.run(function, *arguments), world

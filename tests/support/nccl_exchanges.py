@@ -1,4 +1,4 @@
-"""Exchanges under NCCL's rules: when they start and stop, and why they do not."""
+"""Exchanges under NCCL's rules: when they start and stop, and what delays them."""
 
 import dataclasses
 import math
@@ -6,27 +6,28 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """How long things take.
+    """The speeds of computing and of messages.
 
-    A message takes the latency, and the bytes that its sender's exchange sends in all, or those
-    that its receiver's receives, if they are more, at the rate. Exchanges share no links.
+    A message arrives after the latency and a transfer at the rate. The transfer has all bytes that
+    the exchange of its sender sends, or all bytes that the exchange of its receiver receives,
+    whichever are more. Exchanges share no links.
     """
 
-    area: float = 0.0  # seconds for a unit of area (see `Hooks`) in forward
-    backward: float = 2.5  # times as many in backward
+    area: float = 0.0  # seconds in forward for a unit of area (see `Hooks`)
+    backward: float = 2.5  # how many times as long backward takes
     latency: float = 0.0  # seconds
     rate: float = math.inf  # bytes a second
 
 
 @dataclasses.dataclass(eq=False)
 class Message:
-    """A message, with the exchanges of both ends once they are posted."""
+    """A message, and the exchanges of its sender and its receiver once they are posted."""
 
     sender: "Posted | None" = None
     receiver: "Posted | None" = None
 
     def arrival(self, speeds):
-        """When it has arrived, or None if that is not known yet."""
+        """Return when the message arrives, or None if the time is not known yet."""
         both = self.sender, self.receiver
         if any(x is None or x.start is None for x in both):
             return None
@@ -35,7 +36,7 @@ class Message:
 
 
 class Posted:
-    """An exchange of one rank. `start` and `stop` are None until they are known."""
+    """An exchange that one rank has posted. `start` and `stop` are None until they are known."""
 
     def __init__(self, rank, exchange, posted, previous, sends, recvs):
         self.rank, self.exchange, self.posted, self.previous = rank, exchange, posted, previous
@@ -43,7 +44,7 @@ class Posted:
         self.messages, self.peers, self.start, self.stop = [], [], None, None
 
     def settle(self, speeds):
-        """Find out start and stop, as far as they can be known; return whether any was."""
+        """Find out `start` and `stop`, if possible; return whether one of them has changed."""
         before = self.start, self.stop
         if self.start is None and (self.previous is None or self.previous.stop is not None):
             self.start = max(self.posted, self.previous.stop if self.previous else 0.0)
@@ -53,7 +54,7 @@ class Posted:
         return before != (self.start, self.stop)
 
     def why(self):
-        """Say why this has not ended."""
+        """Say why this exchange has not ended."""
         if self.start is None:
             return f"{self.exchange}, behind {self.previous.why()}"
         reasons = []

@@ -1,4 +1,4 @@
-"""Processes of another user, which only root can start."""
+"""Processes of another user. Only root can start them."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as ano
 
 @contextlib.contextmanager
 def python_of_nobody(code, *arguments, first=""):
-    """Run code as nobody, after `first` as root; the value is the process."""
+    """Run Python code as the user nobody, after code `first` as root; return the process."""
     lines = "import encodings.idna, os, socket, sys\n" + first + BECOME_NOBODY + code
     command = [sys.executable, "-c", lines, *map(str, arguments)]
     pipe = subprocess.PIPE

@@ -14,16 +14,16 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, and the line of the page on which that begins."""
+    """A fenced block: its language, its text, and the line of the page on which its text begins."""
 
     language: str
     text: str
     line: int
-    output: str | None = None  # what the page says that it prints
+    output: str | None = None  # the output that the page shows
 
 
 def blocks_of(page):
-    """Return the page's fenced blocks, each python block with its output."""
+    """Return a page's fenced blocks; a python block has the output that the page shows for it."""
     text = page.read_text()
     found = list(re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     blocks = []
@@ -38,21 +38,23 @@ def blocks_of(page):
 
 
 def prose_of(page):
-    """Return the page's text without fenced blocks and code spans."""
+    """Return a page's text without fenced blocks and code spans."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`\n]*`", "", text)
 
 
 def python_of(page):
-    """Return the page's python blocks."""
     return [block for block in blocks_of(page) if block.language == "python"]
 
 
 def table_of(page, heading):
-    """Return the rows of the table whose heading contains a text: {first cell: other cells}."""
+    """Return {first cell: remaining cells} of the rows of a table.
+
+    `heading` is a text in the head of the table.
+    """
     lines = iter(page.read_text().splitlines())
     next(line for line in lines if line.startswith("|") and heading in line)
-    next(lines)  # the line below the heading
+    next(lines)  # the line between the head and the rows
     body = itertools.takewhile(lambda line: line.startswith("|"), lines)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in body]
     return {first: cells for first, *cells in rows}

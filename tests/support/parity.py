@@ -1,6 +1,6 @@
-"""A plain transformer on ranks that share its sequences, with the faults that people plant in one.
+"""A plain transformer on ranks that share its sequences, with faults that people often make.
 
-Nothing here calls seqpar's attention: keys and values go around a ring that is written by hand.
+Nothing here calls seqpar's attention. Keys and values travel around a ring that is written by hand.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ WIDTH, HEADS, VOCABULARY = 16, 2, 31
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One step of the model, as a run on some ranks makes it.
+    """How some ranks run one step of the model.
 
-    `cp` ranks share each sequence, and all ranks average their gradients. `fault` is what the run
-    does wrong, or nothing.
+    `cp` ranks share each sequence, and all ranks average their gradients. `fault` names what the
+    run does wrong; it is empty for a correct run.
     """
 
     cp: int = 1
@@ -32,9 +32,9 @@ class Run:
     order: str = "contiguous"
     tokens: int = 48
     rows: int = 2
-    documents: tuple = ()  # where documents begin in each row, except at 0
+    documents: tuple = ()  # positions in each row where documents begin, without 0
     window: int = 10**6
-    padded: int = 0  # tokens of padding at the left of the last row
+    padded: int = 0  # the number of tokens of padding at the left of the last row
     causal: bool = True
     unlabelled: int = 0  # tokens at the start of each row that have no label, such as a prompt
     dtype: torch.dtype = torch.float32
@@ -42,12 +42,12 @@ class Run:
     dropout: float = 0.0
     tied: bool = False
     optimizer: str = "SGD"
-    wrapper: str = ""  # DDP or FSDP2, which then average gradients
+    wrapper: str = ""  # DDP or FSDP2, which average the gradients; or none
     seed: int = 0
-    states: bool = True  # whether the recording is told the order of tokens
+    states: bool = True  # whether `record` is told the order of tokens
 
     def positions(self, rank):
-        """The indices in the whole sequence of a rank's tokens."""
+        """Return the positions in the whole sequence of a rank's tokens."""
         every = torch.arange(self.tokens)
         if self.order == "head_tail":
             chunks = every.chunk(2 * self.cp)
@@ -56,9 +56,9 @@ class Run:
 
 
 class Ring(torch.autograd.Function):
-    """Pass each rank's tokens around the ring, and return those of all ranks, in their order.
+    """Send each rank's tokens around the ring; return the tokens of all ranks in sequence order.
 
-    Backward adds the gradients of all ranks, unless it is faulty.
+    Backward adds up the gradients of all ranks, unless it is faulty.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class Rotary(nn.Module):
         self.counts = run.fault == "counted positions"
 
     def forward(self, position_ids, dtype):
-        if self.counts:  # the tokens of this rank, whatever their positions
+        if self.counts:  # a fault: positions are counted from 0 on each rank
             position_ids = torch.arange(position_ids.shape[1]).expand_as(position_ids)
         angles = position_ids[..., None] / 50.0 ** (torch.arange(WIDTH // HEADS // 2) / 4)
         return torch.cat([angles, angles], -1).cos().to(dtype), angles.sin().to(dtype)
@@ -139,12 +139,12 @@ class Router(nn.Linear):
     faulty = False
 
     def forward(self, x):
-        scores = super().forward(x)  # and what rounding may do where two experts tie
+        scores = super().forward(x)  # the fault: as by rounding, the other of two tied experts wins
         return scores - 2e-7 * F.one_hot(scores.argmax(-1), scores.shape[-1]) * self.faulty
 
 
 class Experts(nn.Module):
-    """The best expert of each token; every expert is a matrix."""
+    """Sends each token to its best expert. An expert is a matrix."""
 
     def __init__(self, run):
         super().__init__()
@@ -190,7 +190,10 @@ class Model(nn.Module):
 
 
 def made(run):
-    """The same model on every rank, with two equal experts' scores for the first token."""
+    """Make the model, which is the same on every rank.
+
+    For the first token, two experts have equal scores.
+    """
     torch.manual_seed(run.seed)
     model = Model(run).to(run.dtype)
     if run.experts:
@@ -202,7 +205,8 @@ def made(run):
 
 
 def batch(run):
-    """The whole batch: ids, labels, positions in documents, numbers of documents, real tokens."""
+    """Return ids, labels, positions in documents, numbers of documents and real tokens of the
+    batch."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (run.rows, run.tokens), generator=generator)
     documents = torch.zeros(run.tokens, dtype=torch.long)
@@ -219,7 +223,7 @@ def batch(run):
 
 
 def whole_mask(run, documents, real):
-    """(rows, tokens, tokens): which keys each query sees."""
+    """Return (rows, tokens, tokens): which query sees which key."""
     distance = torch.arange(run.tokens)[:, None] - torch.arange(run.tokens)
     seen = (distance >= 0) if run.causal else torch.ones_like(distance, dtype=torch.bool)
     if run.fault != "window":
@@ -231,14 +235,14 @@ def whole_mask(run, documents, real):
 
 
 def local_batch(run, rank, replica, replicas):
-    """A rank's part of the batch: ids, labels, positions, mask, real tokens, all labels."""
+    """Return a rank's ids, labels, positions, mask and real tokens, and the labels of all ranks."""
     whole = batch(run)
     rows = slice(replica * run.rows // replicas, (replica + 1) * run.rows // replicas)
     mask = whole_mask(run, *whole[3:])[rows]
     ids, labels, position_ids, _, real = (x[rows] for x in whole)
     held = run.positions(rank)
     gathered = torch.cat([run.positions(x) for x in range(run.cp)])
-    if run.fault == "shift":  # the labels of a shard, shifted within the shard
+    if run.fault == "shift":  # a fault: labels are shifted within the shard
         labels = torch.where(labels == -100, -100, labels)
         shifted = F.pad(ids[:, held][:, 1:], (0, 1), value=-100)
         local = torch.where(labels[:, held] == -100, -100, shifted)
@@ -251,7 +255,7 @@ def local_batch(run, rank, replica, replicas):
 
 
 def sharing(run, world_group, world):
-    """This process's number in the group of ranks that share its sequence, and that group."""
+    """Return this process's number in the group that shares its sequence, and the group."""
     if run.cp == 1:
         return 0, None
     rank = dist.get_rank()
@@ -262,7 +266,7 @@ def sharing(run, world_group, world):
 
 
 def step(world_group, folder, run, **options):
-    """Record one step on this rank. The loss is the mean over all labels, on any ranks."""
+    """Record one step on this rank. The loss is the mean over all labels of all ranks."""
     world = 1 if world_group is None else dist.get_world_size(world_group)
     model = made(run)
     if run.fault == "weights":
@@ -281,11 +285,11 @@ def step(world_group, folder, run, **options):
         logits = network(ids, positions, mask, group, attention_mask=given)
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         count = (labels if run.fault == "local divisor" else all_labels).ne(-100).sum()
-        if run.fault == "divided twice":  # labels of all ranks, as if each rank had all of them
+        if run.fault == "divided twice":  # a fault: ranks count labels as if each had all
             count = count // run.cp
         loss = total / count
         if run.fault != "local divisor":
-            loss = loss * world  # whose mean over ranks is the loss of the batch
+            loss = loss * world  # the mean over ranks is then the loss of the batch
         loss.backward()
         if world > 1 and not run.wrapper:
             average(model, run, world_group, world)

@@ -1,7 +1,7 @@
 """The model of `parity_stacks` with attention by ring-flash-attn and yunchang, on a CPU.
 
 These packages call private functions of flash-attn, which needs a GPU. Functions in plain torch
-with the same arguments take their place. They add in fp32 and round once, like flash-attn's.
+with the same arguments replace them. They add in fp32 and round once, as flash-attn does.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from tests.support.parity_stacks import sharded
 
 
 def _scores(q, k, scale, causal):
-    """(B, H, S, S) of (B, S, H, D)."""
+    """Return (B, H, S, S) for q and k of (B, S, H, D)."""
     scores = torch.einsum("bnhd,bmhd->bhnm", q.float(), k.float()) * scale
     if causal:
         assert q.shape[1] == k.shape[1]
@@ -50,7 +50,10 @@ def _flash_attn_backward(
 
 @contextlib.contextmanager
 def stand_ins():
-    """Let the packages be imported: flash-attn is missing, and so may be a name of transformers."""
+    """Within this context, the two packages can be imported.
+
+    Without it, flash-attn is missing, and so may be a function of transformers that they import.
+    """
 
     def unused(*_):
         raise NotImplementedError
@@ -92,7 +95,7 @@ def by_ring_flash_attn(group, folder, order, name, documents=(), dtype=torch.bfl
 
 
 def by_yunchang(group, folder, order, ring, ulysses):
-    """`LongContextAttention` on ulysses × ring ranks, which are all processes."""
+    """Compute with `LongContextAttention` on ulysses × ring ranks, which are all processes."""
     with stand_ins():
         package = importlib.import_module("yunchang")
         ranks = dist.get_world_size(group)

@@ -1,6 +1,7 @@
-"""A small model on other people's stacks: torch's context_parallel and tensor parallelism.
+"""A small model on stacks of other projects: torch's context_parallel and tensor parallelism.
 
-`attend(q, k, v, position_ids)` is the attention of the model: (B, H, S, D) on this rank.
+`attend(q, k, v, position_ids)` is the attention of the model. Its tensors are (B, H, S, D) and have
+the tokens of this rank.
 """
 
 import functools
@@ -49,7 +50,7 @@ def causal(q, k, v, position_ids):
 
 
 def in_documents(q, k, v, position_ids):
-    """Documents begin where positions are 0."""
+    """Compute attention within documents, which begin where positions are 0."""
     number = (position_ids == 0).cumsum(1)
     seen = (number[:, :, None] == number[:, None]).tril()
     return F.scaled_dot_product_attention(q, k, v, seen[:, None])
@@ -104,14 +105,14 @@ def one_rank(folder, attend=causal, documents=(), dtype=torch.float32, steps=Fal
 
 
 def positions_in(documents, positions):
-    """The positions, counted from 0 again where a document begins."""
+    """Return positions that begin at 0 again where a document begins."""
     for start in documents:
         positions[:, start:] = torch.arange(TOKENS - start)
     return positions
 
 
 def sharded(group, folder, order, attend, documents=(), dtype=torch.float32):
-    """The step of a group whose ranks hold the tokens in one of the orders that have names."""
+    """Run a step in which the ranks of a group hold the tokens in a named order."""
     model, ids, positions, labels = inputs()
     count, ranks = (labels >= 0).sum(), dist.get_world_size(group)
     model, positions = model.to(dtype), positions_in(documents, positions)
@@ -130,7 +131,7 @@ def average(model, group):
 
 
 def flash_attn(group, folder, how):
-    """Our functions with flash-attn's names, in a model that is wrapped, checkpointed or compiled.
+    """Run our functions with flash-attn's names, in a wrapped, checkpointed or compiled model.
 
     With tensor parallelism, 2 of 4 ranks share each sequence.
     """
@@ -167,7 +168,7 @@ def flash_attn(group, folder, how):
 
 
 class WithUnused(nn.Module):
-    """The model beside parameters that no forward uses."""
+    """The model and parameters that no forward uses."""
 
     def __init__(self, model):
         super().__init__()
@@ -178,7 +179,10 @@ class WithUnused(nn.Module):
 
 
 def with_unused_parameters(group, folder):
-    """One step of AdamW under DDP that looks for unused parameters; None is one process."""
+    """Run one step of AdamW under DDP that looks for unused parameters.
+
+    If `group` is None, there is one process and no DDP.
+    """
     model, ids, positions, labels = inputs()
     network = model = WithUnused(model)
     count, ranks, options, attend = (labels >= 0).sum(), 1, {}, causal
@@ -194,9 +198,10 @@ def with_unused_parameters(group, folder):
 
 
 def torch_context_parallel(group, folder, averages=True):
-    """torch's `context_parallel` cuts the batch.
+    """Run a step in which torch's `context_parallel` cuts the batch.
 
-    It replaces SDPA on a GPU only, so keys are gathered here, and `torch_ring` shows its ring.
+    It replaces SDPA only on a GPU, so the model gathers keys itself here. `torch_ring` tests the
+    ring.
     """
     model, ids, positions, labels = inputs()
     count, ranks = (labels >= 0).sum(), dist.get_world_size(group)
@@ -215,7 +220,7 @@ def torch_context_parallel(group, folder, averages=True):
 
 
 class TorchRing(torch.autograd.Function):
-    """The ring of torch's `context_parallel`, around SDPA's operators of a CPU."""
+    """The ring of torch's `context_parallel`, with SDPA's operators for a CPU."""
 
     @staticmethod
     def forward(ctx, q, k, v, group):
@@ -244,7 +249,7 @@ def torch_ring(group, folder):
 
 
 def seqpar_context_parallel(group, folder):
-    """Ours replaces SDPA in the same model."""
+    """Run a step in which our `context_parallel` replaces SDPA in the model."""
     model, ids, positions, labels = inputs()
     count, ranks = (labels >= 0).sum(), dist.get_world_size(group)
     layout = Layout.zigzag(TOKENS, ranks)
@@ -256,7 +261,7 @@ def seqpar_context_parallel(group, folder):
         parity.record(folder, model, group, layout=layout) as recorder,
     ):
         loss = loss_of(model(ids, positions), labels, count) * ranks
-        recorder.loss(loss)  # this context has its own backward, which a recording does not see
+        recorder.loss(loss)  # the recording does not see the backward of this context
         loss.backward()
         average(model, group)
 
@@ -267,7 +272,7 @@ def divide_features(model, mesh):
 
 
 def tensor_parallel(group, folder):
-    """The MLPs' features are divided over ranks, and every rank has all tokens."""
+    """Run a step in which each rank has all tokens and a part of the MLPs' features."""
     model, ids, positions, labels = inputs()
     divide_features(model, DeviceMesh.from_group(group, "cpu"))
     with parity.record(folder, model, group):

@@ -1,4 +1,4 @@
-"""A stack of transformer blocks through which two nano-batches go in turns."""
+"""A stack of transformer blocks that computes two nano-batches in alternation."""
 
 import torch
 
@@ -11,7 +11,7 @@ KINDS = {"none": call, "ours": seqpar.checkpoint, "plain": PLAIN}
 
 
 class PingPong(Block):
-    """The block of the tests of checkpoints, with attention in two parts."""
+    """The block of the tests of checkpoints, with its call of attention in two parts."""
 
     def begin(self, x, layout):
         q, k, v = (
@@ -29,7 +29,7 @@ class PingPong(Block):
 
 
 class Whole(PingPong):
-    """The same with whole calls."""
+    """The block of `PingPong`, with whole calls of attention."""
 
     def forward(self, ping, pong, layouts):
         return tuple(
@@ -39,7 +39,8 @@ class Whole(PingPong):
 
 
 def trained(group, kind, wrap=call, compiled=False, blocks=2):
-    """Train some blocks for a step: gradients, and of forward and of backward bytes sent."""
+    """Train some blocks for a step; return gradients, and the bytes sent in forward and in
+    backward."""
     torch.manual_seed(0)
     attn = module("disaggregated+at keys", group)
     model = torch.nn.ModuleList([kind(attn) for _ in range(blocks)]).double().eval()
@@ -68,8 +69,12 @@ def trained(group, kind, wrap=call, compiled=False, blocks=2):
 
 
 def compared(group, compiled=False, blocks=2, kinds=tuple(KINDS)):
-    """The bytes of whole calls; and without and with each kind of checkpoint the bytes, and how far
-    gradients are from those of whole calls, which autograd adds up in another order."""
+    """Return the bytes of whole calls; and the bytes and error of each kind of checkpoint and of
+    none.
+
+    The error is the distance of the gradients from those of whole calls. Autograd adds up gradients
+    in a different order there.
+    """
     expected, *bare = trained(group, Whole, blocks=blocks)
     results = {}
     for name in kinds:
@@ -80,7 +85,10 @@ def compared(group, compiled=False, blocks=2, kinds=tuple(KINDS)):
 
 
 def assert_nothing_is_repeated(ranks):
-    """Our checkpoints repeat neither part of a call; plain ones send forward's messages again."""
+    """Assert that our checkpoints repeat neither part of a call in backward.
+
+    PyTorch's checkpoints must send the messages of forward again.
+    """
     for bare, results in ranks:
         for name, found in results.items():
             assert found == (True, [bare[0], sum(bare)] if name == "plain" else bare)

@@ -1,4 +1,8 @@
-"""Plans of tasks, sensible and absurd: of any, attention must be right."""
+"""Plans of tasks for disaggregated attention, both sensible and absurd ones.
+
+Attention must be right with each of them. A plan gets the geometry of queries and keys, and returns
+tasks with their servers: the ranks that compute them.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,19 +13,19 @@ from seqpar.layout.tasks.tasks import TaskRectangles
 
 
 def tasks(rows):
-    """Tasks from rows of (document, q start, q stop, k start, k stop, server)."""
+    """Make tasks from rows of (document, q start, q stop, k start, k stop, server)."""
     return TaskRectangles(*np.array(rows, np.int64).reshape(-1, 6).T.copy())
 
 
 def spans_of(geometry):
-    """(document, start, stop, rank) of every span."""
+    """Yield (document, start, stop, rank) of every span."""
     for rank in range(geometry.ranks):
         for span in zip(*geometry.holdings[rank].columns, strict=True):
             yield *(int(x) for x in span), rank
 
 
 def at_home(queries, keys, mask):
-    """Where the queries are, as Ring and AllGather do it."""
+    """Compute every query on the rank that holds it, as Ring and AllGather do."""
     return tasks(
         [
             (document, start, stop, 0, keys.lengths[document], rank)
@@ -31,7 +35,7 @@ def at_home(queries, keys, mask):
 
 
 def at_keys(queries, keys, mask):
-    """Where the keys are, as TokenRing does it."""
+    """Compute with every key on the rank that holds it, as TokenRing does."""
     return tasks(
         [
             (document, 0, queries.lengths[document], start, stop, rank)
@@ -41,7 +45,8 @@ def at_keys(queries, keys, mask):
 
 
 def half_to_next(queries, keys, mask):
-    """The first half of each span's queries stays, and the second goes to the next rank."""
+    """Compute the first half of each span's queries on its rank, and the second on the next
+    rank."""
     rows = []
     for document, start, stop, rank in spans_of(queries):
         half = (start + stop) // 2
@@ -51,14 +56,14 @@ def half_to_next(queries, keys, mask):
 
 
 def to_next(queries, keys, mask):
-    """All to the next rank, so that nothing can be computed before something has come."""
+    """Compute every query on the next rank, so each rank must first wait for messages."""
     table = at_home(queries, keys, mask)
     return table._replace(servers=(table.servers + 1) % queries.ranks)
 
 
 @dataclass(frozen=True)
 class OnOne:
-    """All on one rank; the others only serve tokens."""
+    """Compute everything on one rank; the other ranks only send tokens."""
 
     rank: int
 
@@ -69,7 +74,7 @@ class OnOne:
 
 @dataclass(frozen=True)
 class AtRandom:
-    """Queries and keys cut at random, and each rectangle on a random rank."""
+    """Cut queries and keys at random, and compute each rectangle on a random rank."""
 
     seed: int
     cuts: int = 3

@@ -1,4 +1,5 @@
-"""Messages that arrive at the worst time: memory is overwritten as soon as it is posted."""
+"""Overwrite the memory of messages as soon as they are posted, to find reads that come too
+early."""
 
 import contextlib
 import threading
@@ -13,10 +14,10 @@ from seqpar.softmax.wire.message_buffers import MessageBuffers
 def poisoned(kind):
     """Within this context, ranks of a kind of Comm overwrite memory when they post a receive.
 
-    Until its data arrive, a receive may write anything there. What reads the memory after the post
-    and before the wait therefore gets NaN (85 in 8-bit messages). Yields a list of the exchanges
-    that receive into memory of an exchange that was not waited for, or whose sent messages changed
-    before the wait.
+    A receive may write anything to its memory until its data arrive. Code that reads the memory
+    after the post and before the wait therefore gets NaN (85 in 8-bit messages). Yields a list of
+    wrong exchanges. An exchange is wrong if it receives into memory of an exchange that nobody has
+    waited for yet, or if the messages that it sends change before its wait.
     """
     start, under_way, wrong, lock = kind.start, [], [], threading.Lock()
 
@@ -53,7 +54,10 @@ def poisoned(kind):
 
 @contextlib.contextmanager
 def one_buffer_fewer(count):
-    """Within this context, `MessageBuffers` of this count use a buffer again one message early."""
+    """Within this context, `MessageBuffers` of this count have one buffer fewer.
+
+    They reuse a buffer one message too early.
+    """
     make = MessageBuffers.__init__
 
     def fewer(buffers, wanted, *arguments, **options):

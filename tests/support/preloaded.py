@@ -1,4 +1,7 @@
-"""What is slow to import, for the server of processes; what it has imported is never collected."""
+"""Imports modules that are slow to import, in the server that forks processes.
+
+The garbage collector never looks at these modules.
+"""
 
 import contextlib
 import gc
@@ -16,6 +19,6 @@ SLOW = [
     *("tests.support.cases", "tests.support.linear_cases", "tests.support.interpreter"),
 ]
 for name in SLOW:
-    with contextlib.suppress(ImportError):  # of an extra that is not installed
+    with contextlib.suppress(ImportError):  # its extra is not installed
         importlib.import_module(name)
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Where tests get processes from: a server that imports once what all of them need, and forks."""
+"""A server that imports once what all test processes need, and then forks the processes."""
 
 import multiprocessing
 
@@ -6,7 +6,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 
 def preload():
-    """Set the modules that the server imports first; a benchmark may have set others."""
+    """Set the modules that the server imports first, since a benchmark may have set other ones."""
     PROCESSES.set_forkserver_preload(["tests.support.preloaded"])
 
 

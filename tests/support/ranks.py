@@ -1,4 +1,4 @@
-"""Ranks to test on: real processes on gloo, or many virtual ones, threads of this process."""
+"""Ranks to test on: real processes with gloo, or virtual ranks, which are threads."""
 
 import collections
 import concurrent.futures
@@ -21,13 +21,13 @@ from seqpar.comm.messages.comm import Comm, Pending
 from seqpar.core.hooks import with_hooks
 from tests.support.processes import PROCESSES
 
-# seconds that a collective may take; on a GPU, kernels may have to be compiled
+# Seconds that a collective may take. On a GPU, kernels may have to be compiled.
 _TIMEOUT = 400.0 if torch.cuda.is_available() else 60.0
-_ANSWER_SECONDS = 4 * _TIMEOUT  # for a call on the pool, which other programs may delay
+_ANSWER_SECONDS = 4 * _TIMEOUT  # for a call on the pool; other programs may delay it
 
 
 def _serve(rank, ranks, store_file, pipe, timeout):
-    """Be a rank of the pool: run what comes through the pipe until None comes."""
+    """Be a rank of the pool: run each call that the pipe delivers, until it delivers None."""
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, ranks)
     dist.init_process_group(
@@ -46,7 +46,7 @@ def _serve(rank, ranks, store_file, pipe, timeout):
         try:
             pipe.send((("result", function(groups[size], *arguments)), world.group_count))
         except BaseException as error:
-            # Of some errors other processes cannot find the type, as of pytest's own.
+            # Other processes cannot import the types of some errors, such as those of pytest.
             found = type(error) if isinstance(error, Exception) else RuntimeError
             answer = "error", (found, str(error), traceback.format_exc())
             pipe.send((answer, world.group_count))
@@ -56,8 +56,8 @@ def _serve(rank, ranks, store_file, pipe, timeout):
 def _destroy_groups_except(kept, meshes=False):
     """Destroy the groups of earlier calls, which all ranks have finished.
 
-    Each group has a heartbeat and a thread of gloo that wakes 100 times a second. Groups of meshes
-    are kept: DTensor reuses its plans for equal meshes, and the plans name the groups.
+    Each group has a heartbeat, and a thread of gloo that wakes up 100 times a second. Groups of
+    meshes are kept: DTensor reuses its plans for equal meshes, and the plans name the groups.
     """
     for group in set(dist.distributed_c10d._world.pg_map) - kept:
         if meshes or not group.group_desc.startswith("mesh_"):
@@ -85,16 +85,18 @@ def hide_from_collector(group):
 
 @functools.cache
 def device_mesh(*shape, names=None):
-    """Return the mesh of this shape on the pool's processes, made once: each has its groups."""
+    """Return the mesh of this shape on the pool's processes. It is made once, with its groups."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class Pool:
-    """Processes that stay, so that a property test can run many calls. A call that fails or hangs
-    restarts them."""
+    """Processes that stay alive, so that a property test can run many calls.
+
+    A call that fails or hangs restarts the processes.
+    """
 
     def __init__(self, ranks, timeout=_TIMEOUT / 2):
-        """Make none yet; `timeout` is that of the groups, in seconds."""
+        """Start no processes yet; `timeout` is the timeout of the groups, in seconds."""
         self.ranks, self._timeout = ranks, timeout
         self._processes, self._pipes, self._made = [], [], []
 
@@ -124,11 +126,12 @@ class Pool:
         self._processes, self._pipes, self._made = [], [], []
 
     def each(self, ranks, function, *arguments):
-        """What each rank answered: ("result", value) or ("error", (type, message, traceback)).
+        """Return the answer of each rank: ("result", value) or ("error", (type, message,
+        traceback)).
 
-        Raises an AssertionError if the function made a group on some of the pool's processes only.
-        torch names a group by the number of groups that its process has made, so the next group
-        would have different names on different processes, which would wait for each other.
+        Raises an AssertionError if the function made a group on only some of the pool's processes.
+        torch names a group by the number of groups that its process has made. The next group would
+        have different names on different processes, which would then wait for each other.
         """
         for pipe in self._pipes[:ranks]:
             pipe.send((ranks, function, arguments))
@@ -147,7 +150,8 @@ class Pool:
         return answers
 
     def leave(self):
-        """Let all ranks end by themselves; return their exit codes, None of one that does not."""
+        """Let all ranks end by themselves; return their exit codes, None for a rank that does not
+        end."""
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
@@ -159,7 +163,7 @@ class Pool:
         self.__enter__()
 
     def __call__(self, ranks, function, *arguments):
-        """The ranks' results, in order; raises what the first failing rank raised."""
+        """Return the ranks' results, in order, or raise the error of the first rank that failed."""
         answers = self.each(ranks, function, *arguments)
         for rank, (kind, value) in enumerate(answers):
             if kind == "error":
@@ -169,23 +173,23 @@ class Pool:
 
 
 class Mail:
-    """Messages to one of the threads of a process that it has not received."""
+    """Messages to one virtual rank that it has not received yet."""
 
     def __init__(self):
         self.messages, self.changed = {}, threading.Condition()
 
 
 class VirtualComm(Comm):
-    """A rank among threads of one process, which share `mail`, by rank."""
+    """A virtual rank: one of several threads in one process. They share `mail`, a list by rank."""
 
     def __init__(self, name, rank, size, mail):
         super().__init__(name, rank, size)
         self._mail, self._counts = mail, collections.Counter()
 
     def settle(self, tensor):
-        """Wait for the current stream: ranks may send on one and receive on another.
+        """Wait for the current stream, since a rank may send on one stream and receive on another.
 
-        Returns the event for which a receiver's stream waits, None on a CPU.
+        Returns the event for which the receiver's stream waits, or None on a CPU.
         """
         if not tensor.is_cuda:
             return None
@@ -235,10 +239,10 @@ _worlds = iter(range(10**9))
 
 
 def threads_of_a_core(count):
-    """Return an executor of this number of threads, which share one core.
+    """Return an executor with `count` threads, which share one core.
 
-    Each pytest worker uses another core. The threads hold the interpreter's lock most of the time,
-    and passing it from core to core took a quarter of their CPU time.
+    Each pytest worker uses a different core. The threads hold the interpreter's lock most of the
+    time. When they ran on several cores, passing the lock took a quarter of their CPU time.
     """
     cores = sorted(os.sched_getaffinity(0))
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -249,8 +253,10 @@ def threads_of_a_core(count):
 
 
 def as_here(function):
-    """Return a function without arguments for other threads, which run it with this thread's hooks
-    and backend."""
+    """Return a function without arguments that a different thread can call.
+
+    It calls `function` with the hooks and the backend of the thread that called `as_here`.
+    """
     name = current_backend("recurrent")
 
     def run():
@@ -264,7 +270,7 @@ def virtual(ranks, function, *arguments, make_comm=VirtualComm):
     """Run function(comm, *arguments) on all virtual ranks at once; return the results in order."""
 
     def on_its_thread(comm):
-        # Else all ranks' backwards on a GPU would run in one thread, and wait there for each other.
+        # With multithreading, all backwards on a GPU would run in one thread and block each other.
         with torch.autograd.set_multithreading_enabled(False):
             return function(comm, *arguments)
 

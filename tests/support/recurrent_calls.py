@@ -1,5 +1,7 @@
-"""Calls of `RecurrentAttention` to test with; their oracle is each token's formula in fp64, over
-the whole packed batch in one process."""
+"""Calls of `RecurrentAttention` to test with, and their oracle.
+
+The oracle computes the formula of each token in fp64, over the whole packed batch in one process.
+"""
 
 import dataclasses
 
@@ -18,15 +20,15 @@ NAMES = "q", "k", "v", "log_decay", "beta"
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentCall:
-    """One call, to be made on some ranks: enough to make the same inputs everywhere.
+    """One call on some ranks, with all that is needed to make its inputs on each rank.
 
-    `options` are fields of `RecurrentCase`, which has the inputs.
+    `options` are fields of `RecurrentCase`, which makes the inputs.
     """
 
     kind: str
     layout: Layout
     transport: str = "all_gather"
-    begun: bool = False  # with initial states
+    begun: bool = False  # whether the call has initial states
     returned: bool = False
     batched: bool = True
     blocks: int = 3
@@ -35,7 +37,7 @@ class RecurrentCall:
 
     @property
     def case(self):
-        """The same call of the primitive on one process, whose spans are the documents."""
+        """Return the same call of the primitive on one process, whose spans are the documents."""
         batch = {} if self.batched else {"batch": 1}
         documents = self.layout.documents
         return RecurrentCase(
@@ -52,8 +54,11 @@ class RecurrentCall:
 
 
 def begin(group, call, **changes):
-    """Make the call on this rank, with some arguments changed: its outputs, each with its gradient,
-    and the leaves that backward gives gradients, all by name."""
+    """Make the call on this rank, with some arguments changed; return its outputs and its leaves.
+
+    Outputs are by name, each with its gradient. Leaves are the tensors that get gradients in
+    backward, also by name.
+    """
     rec = RecurrentAttention(
         group, call.kind, call.transport, blocks=call.blocks, **dict(call.module_options)
     )
@@ -75,15 +80,17 @@ def begin(group, call, **changes):
     out, state = result if call.returned else (result, None)
     assert out.dtype == call.dtype
     outputs = {"out": (out, call.layout.shard(ours(dout), rank, dim))}
-    if call.returned:  # each rank has another part of the gradient
+    if call.returned:  # ranks have different parts of the gradient
         share = (rank + 1) / sum(range(1, rec.ranks + 1))
         outputs["state"] = state, dleaving * share
     return outputs, leaves
 
 
 def run(group, call):
-    """Make the call and its backward on this rank; return what `oracle` does, gradients of initial
-    states summed over ranks."""
+    """Make the call and its backward on this rank; return the results that `oracle` returns.
+
+    Gradients of initial states are summed over ranks.
+    """
     comm, dim = Comm.of(group), int(call.batched)
     outputs, leaves = begin(group, call)
     backward(outputs)
@@ -100,7 +107,7 @@ def run(group, call):
 
 
 def oracle(call):
-    """Return what `run` should."""
+    """Return what `run` should return."""
     found = formula(call.case)
     if kind(call.kind).decay == "constant":
         del found["dlog_decay"]
@@ -111,7 +118,7 @@ def oracle(call):
 
 
 def gated_delta(group, transport="all_gather", **options):
-    """Return recurrent attention that is called as softmax attention is: its gates are random."""
+    """Return recurrent attention with random gates that is called like softmax attention."""
     rec = RecurrentAttention(group, "gated_delta", transport, **options)
 
     def attend(q, k, v, layout, causal):

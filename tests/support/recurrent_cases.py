@@ -1,5 +1,7 @@
-"""Calls of the recurrent primitive to test with, and their oracle: each token's formula in fp64,
-with autograd's gradients."""
+"""Calls of the recurrent primitive to test with, and their oracle.
+
+The oracle computes the formula of each token in fp64, and autograd its gradients.
+"""
 
 import dataclasses
 import functools
@@ -18,14 +20,17 @@ from seqpar.linear.routes import SpanStates
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentCase:
-    """One call of the primitive: enough to make the same tensors each time.
+    """One call of the primitive, with all that is needed to make the same tensors each time.
 
     Attributes:
-        edges: of spans.
-        entered, left: whether states enter and leave the spans; None: all.
-        log_decay: log decays are drawn between this and 0; of a list, each is one of its values.
-        beta: what β is drawn between.
-        key_length: of every key; None: as drawn, about the root of the head dim.
+        edges: the tokens at which spans begin, and the end of the last span.
+        entered: whether a state enters each span; None: a state enters all spans.
+        left: whether a state leaves each span; None: a state leaves all spans.
+        log_decay: if a number, log decays are drawn between it and 0. If a tuple, each log decay is
+            one of its values.
+        beta: the lower and the upper end of the interval from which β is drawn.
+        key_length: the norm of every key. None: keys keep their random norm, which is about the
+            square root of the head dim.
     """
 
     kind: str
@@ -55,7 +60,8 @@ class RecurrentCase:
         return SpanStates(np.array(self.edges), numbered(self.entered), numbered(self.left))
 
     def tensors(self):
-        """The inputs, dout, states that enter and gradients of those that leave."""
+        """Return inputs, dout, the states that enter, and the gradients of the states that
+        leave."""
         generator = torch.Generator().manual_seed(self.seed)
         this, tokens, spans = kind(self.kind), self.edges[-1], self.spans
         heads = max(self.k_heads, self.v_heads)
@@ -90,9 +96,10 @@ class RecurrentCase:
 
 
 def oracle(case):
-    """Results of the case in fp64, by name: the formula of each token, differentiated.
+    """Return the results of the case in fp64, by name: the formula of each token, and its
+    gradients.
 
-    They do not depend on the backend, so cases that differ only in it have them computed once.
+    They do not depend on the backend, so cases that differ only in the backend are computed once.
     """
     return dict(_oracle(dataclasses.replace(case, backend="")))
 
@@ -146,7 +153,8 @@ def _oracle(case):
 
 
 def errors(found, expected):
-    """The RMS error of each result that is not empty, over the RMS of what is expected."""
+    """Return the RMS error of each result that is not empty, divided by the RMS of what is
+    expected."""
     return {
         name: float((found[name].double() - y).square().mean().sqrt() / y.square().mean().sqrt())
         for name, y in expected.items()
@@ -155,7 +163,10 @@ def errors(found, expected):
 
 
 def run(case, local=False):
-    """Results of the case by name, of the primitive, its maps applied to what enters and leaves."""
+    """Return the results of the primitive by name.
+
+    Its maps are applied to the states that enter, and to the gradients of the states that leave.
+    """
     this, spans = kind(case.kind), case.spans
     inputs, dout, entering, dleaving = case.tensors()
     options = MapOptions(this, case.scale, case.backend)
@@ -175,7 +186,7 @@ def run(case, local=False):
 
 
 def _through(this, maps, to, source, states):
-    """What comes out of maps, given the states at the other ends of spans."""
+    """Return the states that maps produce from the states at the other ends of spans."""
     result = maps.state.clone()
     for target, origin in zip(to.tolist(), source.tolist(), strict=True):
         if target >= 0 and origin >= 0:

@@ -1,4 +1,4 @@
-"""Requests for attention servers, made of the calls that strategies are tested with."""
+"""Requests for attention servers, made from the cases with which strategies are tested."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ CASES = {
 
 
 def slices_of(case):
-    """The slices of a case on one rank."""
+    """Return the slices of a case on one rank."""
     queries = case.layout.geometry
     keys = (case.kv_layout or case.layout).geometry
     prefix = None if case.prefix is None else np.array(case.prefix)
@@ -37,7 +37,7 @@ def slices_of(case):
 
 
 def forward(case, exact_out=False, backend="default"):
-    """The request of a case's forward, all of it in one task."""
+    """Make the request of a case's forward, with one task for all of it."""
     case = on_one_rank(by_documents(case))
     q, k, v, *_ = (x if x is None or case.batch else x[None] for x in case.inputs())
     scale = case.dim**-0.5 if case.scale is None else case.scale
@@ -46,7 +46,7 @@ def forward(case, exact_out=False, backend="default"):
 
 
 def backward(case, out, lse):
-    """The request of its backward, given what the forward's returned."""
+    """Make the request of a case's backward from the results of its forward."""
     request = forward(case)
     *_, dout, dlse = case.inputs()
     dout, dlse = (x if x is None or case.batch else x[None] for x in (dout, dlse))
@@ -55,12 +55,12 @@ def backward(case, out, lse):
 
 
 def packed(case, tensors):
-    """Results as `cases.oracle` has them."""
+    """Return results in the form of `cases.oracle`."""
     return [x.double().numpy() if case.batch else x[0].double().numpy() for x in tensors]
 
 
 def random_request(seed, rows=48, keys=64, heads=2, dim=8, dtype=torch.float32):
-    """A causal request of one document, whose queries are its last rows."""
+    """Make a causal request of one document; the queries are its last rows."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (1, rows, heads, dim), (1, keys, heads, dim), (1, keys, heads, dim)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Random calls whose bits must be the same on any number of ranks, in any layout."""
+"""Random calls whose results must have the same bits on any number of ranks, in any layout."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ RANKS = {"module_options": (("deterministic", "ranks"),)}
 
 
 def bits(comm, case):
-    """Out, lse, dq, dk and dv of the whole pack, as bytes."""
+    """Return out, lse, dq, dk and dv of the whole pack, as bytes."""
     dim, kv_layout = 0 if case.batch is None else 1, case.kv_layout or case.layout
     outputs, leaves = begin(comm, case)
     backward(outputs)
@@ -29,7 +29,8 @@ def bits(comm, case):
 
 @contextlib.contextmanager
 def torch_threads(count):
-    """Give this thread, and those that start meanwhile, this many torch threads."""
+    """Within this context, this thread and the threads that it starts use this many torch
+    threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -39,7 +40,7 @@ def torch_threads(count):
 
 
 def default_threads():
-    """Return how many torch threads a new thread has."""
+    """Return the number of torch threads that a new thread uses."""
     counts = []
     thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
     thread.start()
@@ -48,7 +49,7 @@ def default_threads():
 
 
 def drawn_layout(drawn, cu, ranks):
-    """Draw a layout of any kind, also one that gives some ranks nothing."""
+    """Draw a layout of any kind, including one in which some ranks hold no tokens."""
     kind = drawn.choice(["contiguous", "zigzag", "striped", "spans"])
     if kind == "striped":
         return Layout.striped(cu, ranks, stripe=drawn.randint(1, 40))
@@ -63,7 +64,7 @@ def drawn_layout(drawn, cu, ranks):
 
 
 def drawn_cases(seed):
-    """Draw a call; return it on one rank by ring, and in three other ways."""
+    """Draw a call; return it as Ring on one rank, and in three different ways."""
     drawn = random.Random(seed)
     lengths = [drawn.randint(0, 90) for _ in range(drawn.randint(1, 3))]
     cu = [0, *np.cumsum(lengths).tolist()]
@@ -106,9 +107,9 @@ def drawn_cases(seed):
 
 
 def threaded_cases(seed):
-    """Draw a call of short head dims and few heads; return it by ring on one rank, and in each way.
+    """Draw a call of short head dims and few heads; return it as Ring on one rank, and in all ways.
 
-    Tiles that have one query, or whose keys do not begin at a cache line, are frequent.
+    Tiles with only one query, and tiles whose keys do not begin at a cache line, are frequent.
     """
     drawn = random.Random(1000 + seed)
     lengths = [drawn.choice([1, 15, 33, 64, 65, 129, 200]) for _ in range(drawn.randint(1, 3))]

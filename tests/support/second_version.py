@@ -1,4 +1,4 @@
-"""A second version of the service, whose messages have fields with other names and numbers."""
+"""A second version of the service, whose messages have fields with different names and numbers."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ RENUMBERED = {("ComputeRequest", "session"): 9, ("Step", "writes"): 12, ("Welcom
 
 
 def _messages():
-    """What a generated module of the package seqpar.attention.v2 would have."""
+    """Return what a generated module of the package seqpar.attention.v2 would contain."""
     file = descriptor_pb2.FileDescriptorProto()
     attention_pb2.DESCRIPTOR.CopyToProto(file)
     before, file.name, file.package = file.package, "attention_v2.proto", "seqpar.attention.v2"
@@ -39,7 +39,7 @@ def _messages():
 
 
 class SecondVersion(Version):
-    """Reads and writes the field that has another name."""
+    """Reads and writes messages in which one field has a new name."""
 
     def __init__(self):
         super().__init__(_messages())
@@ -59,15 +59,15 @@ class SecondVersion(Version):
 
 
 def first():
-    """What a process of the library's earlier version speaks."""
+    """Return the versions that a process of the library's earlier release speaks."""
     return VERSIONS[-1:]
 
 
 def both():
-    """What a process of its later version speaks."""
+    """Return the versions that a process of the library's later release speaks."""
     return [SecondVersion(), *VERSIONS[-1:]]
 
 
 def second():
-    """What a process speaks that knows no earlier version."""
+    """Return the versions that a process speaks that knows no earlier version."""
     return [SecondVersion()]

@@ -9,7 +9,7 @@ from tests.support.cases import on_one_rank
 from tests.support.requests import CASES as REQUESTS
 from tests.support.requests import by_documents
 
-# Those of single requests, and what requests do not have.
+# The cases of single requests, and cases that a single request cannot express.
 CASES = REQUESTS | {
     "sinks": dataclasses.replace(REQUESTS["causal"], sinks=True, dlse=True, heads=4, kv_heads=2),
     "sinks, bf16": dataclasses.replace(REQUESTS["bf16"], sinks=True, batch=2),
@@ -20,11 +20,11 @@ CASES = REQUESTS | {
     ),
     "negative scale": dataclasses.replace(REQUESTS["full"], scale=-0.5, prefix=(1, 0, 0, 9)),
 }
-CUT = {"tasks": 5, "tile": 4}  # into several tasks, however short documents are
+CUT = {"tasks": 5, "tile": 4}  # options that cut even short documents into several tasks
 
 
 def begin(pool, case, **options):
-    """Make a case's call; return what `backward` needs."""
+    """Make a case's call; return the arguments of `backward`."""
     case = on_one_rank(by_documents(case))
     attn = DisaggregatedAttention(pool, **CUT | options)
     q, k, v, sinks, dout, dlse = case.inputs()
@@ -44,5 +44,4 @@ def backward(outputs, gradients, leaves):
 
 
 def call(pool, case, **options):
-    """Make a case's call and its backward."""
     return backward(*begin(pool, case, **options))

@@ -1,4 +1,4 @@
-"""Decoding on attention servers: programs of steps, with something that happens between them."""
+"""Decoding on attention servers: a program of steps, with an event between two steps."""
 
 import contextlib
 
@@ -8,8 +8,17 @@ import seqpar
 from tests.support.servers import connect
 
 LAYERS = ("first", 1)
-STEPS = (1, 3, 1, 2, 1, 4, 1, 1)  # tokens of each, of which some are dropped again
-DROPPED = {3: 1, 5: 3}  # after a step: how many
+STEPS = (
+    1,
+    3,
+    1,
+    2,
+    1,
+    4,
+    1,
+    1,
+)  # tokens that each step adds; `DROPPED` says which are removed again
+DROPPED = {3: 1, 5: 3}  # step: how many tokens are removed after it
 PREFILL = 21
 TOKENS = PREFILL + sum(STEPS)
 OPTIONS = {
@@ -22,7 +31,8 @@ QUICK = {"connect": 0.3, "request": 0.7, "hedge": 6.0, "give_up": 8.0}
 
 
 def drawn(tokens=TOKENS, batch=(2,), dtype=torch.float32, seed=0):
-    """q, k and v of each layer, with GQA: (batch, tokens, heads, dim)."""
+    """Return q, k and v of each layer, (batch, tokens, heads, dim), with fewer KV heads than
+    heads."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(4, 8), (2, 8), (2, 6)] * len(LAYERS)
     x = [torch.randn(*batch, tokens, *size, generator=generator).to(dtype) for size in sizes]
@@ -30,12 +40,11 @@ def drawn(tokens=TOKENS, batch=(2,), dtype=torch.float32, seed=0):
 
 
 def part(tensors, start, stop):
-    """Some tokens of q, k and v."""
     return [x[..., start:stop, :, :] for x in tensors]
 
 
 def prefilled(pool, tensors, length=PREFILL, **options):
-    """A cache of a prefill."""
+    """Make a cache that holds the keys and values of a prefill."""
     cache = seqpar.ServerCache(pool, length, **options)
     for layer, x in tensors.items():
         cache.put(layer, *part(x, 0, length)[1:])
@@ -43,7 +52,7 @@ def prefilled(pool, tensors, length=PREFILL, **options):
 
 
 def decode(cache, tensors, between=lambda i: None, **options):
-    """The (out, lse) of all layers of all steps, with what happens before step i."""
+    """Return (out, lse) of all layers of all steps; call `between(i)` before step i."""
     found = []
     for i, tokens in enumerate(STEPS):
         between(i)
@@ -58,18 +67,17 @@ def decode(cache, tensors, between=lambda i: None, **options):
 
 @contextlib.contextmanager
 def nobody(tmp_path, **options):
-    """A pool without servers: all is computed at home."""
+    """Yield a pool without servers: the process of the pool computes everything itself."""
     deadlines = {"connect": 0.05}
     with connect(f"ipc://{tmp_path}/nobody", deadlines=deadlines, **options) as pool:
         yield pool
 
 
 def undisturbed(tmp_path, tensors, segment=None, **options):
-    """What `decode` returns where all is computed at home."""
+    """Return what `decode` returns if the process of the pool computes everything itself."""
     with nobody(tmp_path) as pool, prefilled(pool, tensors, segment=segment) as cache:
         return decode(cache, tensors, **options)
 
 
 def same_bits(found, expected):
-    """Whether all results are the same."""
     return len(found) == len(expected) and all(map(torch.equal, found, expected))

@@ -31,12 +31,12 @@ from tests.support.processes import PROCESSES
 
 CPU = torch.device("cpu")
 DEADLINES = {"connect": 1.0, "request": 2.0, "hedge": 10.0, "give_up": 20.0}
-# For tests in which no deadline may pass, however busy the machine is.
+# For tests in which no deadline may pass, even on a busy machine.
 LONG_DEADLINES = {"connect": 60.0, "request": 65.0, "hedge": 70.0, "give_up": 80.0}
 
 
 def expected(request):
-    """What a request's answer is, bit for bit."""
+    """Return the answer that a request must get, bit for bit."""
     return compute([request], CPU)[0]
 
 
@@ -46,14 +46,14 @@ def same(got, request):
 
 
 def connect(*addresses, transports=("grpc",), deadlines=(), **options):
-    """A pool with deadlines for tests."""
+    """Make a pool with deadlines that suit tests."""
     within = DEADLINES | dict(deadlines)
     options = {"home_depth": 0} | options
     return ServerPool.connect(addresses, transports=transports, deadlines=within, **options)
 
 
 class ComputingThreads:
-    """The threads that compute a server's short tasks, which it starts when it needs them."""
+    """The threads that a server starts when it needs them, to compute short tasks."""
 
     def __init__(self, worker):
         self.worker = worker
@@ -64,7 +64,10 @@ class ComputingThreads:
 
 @contextlib.contextmanager
 def running(address, **options):
-    """A server in a thread; it must have ended when it should. `threads` are those that compute."""
+    """Within this context, run a server in a thread. The server must end with the context.
+
+    The `threads` of the server are a `ComputingThreads`.
+    """
     server = Server(address, **options)
     thread = threading.Thread(target=server.run, daemon=True)
     server.threads = ComputingThreads(server.worker)
@@ -78,7 +81,7 @@ def running(address, **options):
 
 
 def _serve(address, pipe, options):
-    """The main function of a server's process; it ends with the test."""
+    """Run in the process of a server; the server ends with the test."""
     from seqpar.commands.serve import serve
 
     torch.set_num_threads(1)
@@ -100,7 +103,7 @@ def _serve(address, pipe, options):
 
 
 def slow_down(seconds):
-    """Let every fused call of this process, and every step of a cache, take so much longer."""
+    """Delay each fused call of this process, and each step of a cache, by this many seconds."""
     worker.compute = lambda *arguments: (time.sleep(seconds), compute(*arguments))[1]
     step = caches.CacheStep.compute
     caches.CacheStep.compute = lambda self: (time.sleep(seconds), step(self))[1]
@@ -121,7 +124,8 @@ def hold_while(file):
 
 
 def fail_at(name, q_rows, k_rows):
-    """Let this process fail at tasks of so many rows, by an error of this name."""
+    """Let this process raise an error of this name at tasks with so many rows of queries and
+    keys."""
     computes = worker.compute
 
     def fails(requests, device):
@@ -133,7 +137,7 @@ def fail_at(name, q_rows, k_rows):
 
 
 class ServerProcess:
-    """A server in a process of its own."""
+    """A server in a new process."""
 
     def __init__(self, address, **options):
         ours, theirs = PROCESSES.Pipe(duplex=False)
@@ -146,25 +150,24 @@ class ServerProcess:
 
     @property
     def address(self):
-        """Where it serves, once it does."""
+        """The address of the server, as soon as it serves."""
         if not hasattr(self, "_address"):
             assert self.pipe.poll(LIMIT), "the server does not start"
             self._address = self.pipe.recv()
         return self._address
 
     def signal(self, name):
-        """Send it a signal, by its name."""
+        """Send the server a signal, by its name."""
         os.kill(self.process.pid, getattr(signal, name))
 
     def end(self):
-        """Kill it."""
         self.process.kill()
         self.process.join(LIMIT)
 
 
 @contextlib.contextmanager
 def processes(tmp_path, count, **options):
-    """So many servers in processes of their own, on Unix sockets; see `held`."""
+    """Within this context, run `count` servers in new processes, on Unix sockets. See `held`."""
     options = {"held_by": tmp_path / "held"} | options
     servers = [ServerProcess(f"ipc://{tmp_path}/{i}", **options) for i in range(count)]
     try:
@@ -177,7 +180,7 @@ def processes(tmp_path, count, **options):
 
 @contextlib.contextmanager
 def held(tmp_path):
-    """Let the servers of `processes` begin to compute what they get, but not end."""
+    """Within this context, servers of `processes` begin to compute their tasks, but do not end."""
     (tmp_path / "held").touch()
     try:
         yield
@@ -186,7 +189,7 @@ def held(tmp_path):
 
 
 def waiting_in(tmp_path, pid):
-    """The file that shows that a call of a server waits."""
+    """Return the file that exists while a call of the server waits."""
     return tmp_path / f"waiting-{pid}"
 
 
@@ -197,7 +200,7 @@ def wait_for_calls(tmp_path, servers):
 
 
 class Client:
-    """A client that makes the calls of the service by hand, and may break its rules."""
+    """A client that calls the service by hand, and may break the service's rules."""
 
     def __init__(self, address, keys=None, version=None, **hello):
         """`keys` is a ClientIdentity; `hello` are fields of the session's request."""
@@ -211,15 +214,16 @@ class Client:
         self.session = self.welcome.session
 
     def message(self, name, **fields):
-        """An encoded message of this name."""
+        """Return an encoded message of this name."""
         return getattr(self.version.messages, name)(**fields).SerializeToString()
 
     def event(self):
-        """The next event of the session; a grpc.RpcError if the session has ended."""
+        """Return the next event of the session, or raise a grpc.RpcError if the session has
+        ended."""
         return self.version.messages.SessionEvent.FromString(next(self.session_call))
 
     def wait_for_end(self):
-        """Take events until the session ends; return its status code."""
+        """Read events until the session ends; return its status code."""
         with contextlib.suppress(grpc.RpcError):
             for _ in self.session_call:
                 pass
@@ -250,7 +254,7 @@ class Client:
         return self.hear(self.begin(packed, **changes), packed)
 
     def hear(self, call, packed):
-        """The tensors that a call returns, or the code with which it fails."""
+        """Return the tensors that a call returns, or the status code with which it fails."""
         try:
             reply, data = self.version.read_reply(next(call))
             incoming = Incoming(packed.form.result)
@@ -265,7 +269,7 @@ class Client:
         return packed.form.result.tensors(incoming.parts)
 
     def refusal(self, packed, **changes):
-        """The status code and the text with which a call for a request fails."""
+        """Return the status code and the text with which a call for a request fails."""
         call = self.begin(packed, **changes)
         with pytest.raises(grpc.RpcError):
             list(call)
@@ -281,7 +285,7 @@ class Client:
             return error.code()
 
     def failure(self, name, request):
-        """The status code and the text with which a call of one encoded message fails."""
+        """Return the status code and the text with which a call of one encoded message fails."""
         call = self.channel.stream_stream(f"/{self.version.service}/{name}")
         call = call(iter([request]), timeout=LIMIT)
         with pytest.raises(grpc.RpcError):
@@ -289,12 +293,12 @@ class Client:
         return call.code(), call.details()
 
     def status(self):
-        """The server's numbers, as a message."""
+        """Return the message with the server's numbers."""
         ask = self.channel.unary_unary(f"/{self.version.service}/Status")
         return self.version.messages.StatusReply.FromString(ask(b"", timeout=LIMIT))
 
     def close(self):
-        """Leave without a word."""
+        """Close the connection without telling the server."""
         self.channel.close()
         self.route.close()
 
@@ -309,7 +313,7 @@ QUICK = ServerDeadlines(idle=1.0, request=3.0, handshake=1.0, transfer=2.0, drai
 
 
 class Gate:
-    """Holds up computing until it is opened."""
+    """Blocks computing until the gate is opened."""
 
     def __init__(self, monkeypatch):
 
@@ -325,7 +329,7 @@ class Gate:
 
 
 class Slow:
-    """Lets the calls of one server, or of none, take long."""
+    """Makes the calls of at most one server slow."""
 
     def __init__(self, monkeypatch, seconds):
         self.threads, self.seconds = (), seconds
@@ -338,7 +342,7 @@ class Slow:
 
 
 def usage(pid):
-    """The descriptors, threads and bytes of memory of a process."""
+    """Return the number of descriptors, threads and bytes of memory of a process."""
     proc = Path(f"/proc/{pid}")
     pages = int((proc / "statm").read_text().split()[1])
     counts = [len(list((proc / name).iterdir())) for name in ("fd", "task")]
@@ -346,13 +350,13 @@ def usage(pid):
 
 
 def cpu_seconds(pid):
-    """The seconds that the threads of a process have been on a core."""
+    """Return the CPU time of a process in seconds."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def wait_until(condition, seconds=20.0):
-    """Wait until something holds, which it must soon."""
+    """Wait until a condition holds; fail if it does not hold within `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""A slow link in front of a server: a proxy with a rate of bytes per second in each direction."""
+"""A slow link to a server: a proxy with a limited rate of bytes per second in each direction."""
 
 import contextlib
 import math
@@ -7,19 +7,19 @@ import socket
 import threading
 import time
 
-_BUFFER = 2**14  # bytes of each of the proxy's own socket buffers, and of a turn of a connection
+_BUFFER = 2**14  # bytes of a socket buffer of the proxy, and of a turn of a connection
 _TICK = 0.005  # seconds
 
 
 class SlowLink(threading.Thread):
-    """Passes TCP connections to a server; all connections share the rate of each direction.
+    """Forwards TCP connections to a server; all connections share the rate of each direction.
 
     Attributes:
-        address: where it listens.
-        rate: bytes per second and direction; 0 is a cable that is cut, where nobody is told.
-        hold_after: bytes that a connection passes in a direction before it is held.
-        passed: how many bytes have passed to the server, and from it.
-        connections: how many there have been.
+        address: the address at which the proxy listens.
+        rate: bytes per second and direction. 0 acts like a cut cable: neither side is told.
+        hold_after: the number of bytes after which a direction of a connection is held.
+        passed: the numbers of bytes that were forwarded to the server, and from it.
+        connections: the number of connections so far.
     """
 
     def __init__(self, rate, *addresses):
@@ -28,7 +28,7 @@ class SlowLink(threading.Thread):
         self.hold_after = math.inf
         self._servers = [("127.0.0.1", int(x.rpartition(":")[2])) for x in addresses]
         self._listener = self._small(socket.socket())
-        # A pool without keys binds to the port too, so that no other user can.
+        # A pool without keys also binds to the port, so that no other user can bind to it.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
@@ -75,7 +75,10 @@ class SlowLink(threading.Thread):
         self._ways[1].append([server, client, b"", 0])
 
     def _pass(self, direction, budget):
-        """Pass at most so many bytes, in turns of connections; return how many were passed."""
+        """Forward at most `budget` bytes, with a few bytes of each connection in turn.
+
+        Return the number of forwarded bytes.
+        """
         passed, moved = 0, True
         while moved and passed < budget:
             moved = False
@@ -89,7 +92,7 @@ class SlowLink(threading.Thread):
         return passed
 
     def _turn(self, way):
-        """Pass a few bytes of a connection; None if it has ended."""
+        """Forward a few bytes of a connection; return None if the connection has ended."""
         source, target, waiting, passed = way
         if passed >= self.hold_after:
             return 0
@@ -119,7 +122,10 @@ class SlowLink(threading.Thread):
 
 @contextlib.contextmanager
 def slow_link(rate, *addresses):
-    """A proxy, which runs, of a server at this address, or of several by turns of connections."""
+    """Within this context, run a proxy in front of a server.
+
+    With several addresses, connections go to the servers in turn.
+    """
     link = SlowLink(rate, *addresses)
     link.start()
     try:

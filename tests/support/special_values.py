@@ -1,4 +1,4 @@
-"""NaN and infinities in calls of softmax attention, and what one device makes of them."""
+"""NaN and infinities in calls of softmax attention, and the results of one device for them."""
 
 import math
 
@@ -18,12 +18,12 @@ OPTIONS = {
     "alibi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25])},
     "negative scale": {"causal": True, "softmax_scale": -0.3},
 }
-# What a test asks of a result, by name: the same as in the oracle, or that nothing is lost.
+# How strictly a result is compared, by its name: see `assert_alike`.
 EQUAL, NOT_FINITE, KEPT = "the same", "finite in the same places", "not finite there at least"
 
 
 def inputs(tokens, place, value, dtype=torch.float32, whole=True, dim=8):
-    """q, k, v (tokens, 2, dim) and sinks, of which one row (or one element) has the value."""
+    """Return q, k, v (tokens, 2, dim) and sinks; one row, or one element, has the special value."""
     generator = torch.Generator().manual_seed(tokens)
     tensors = {x: torch.randn(tokens, 2, dim, generator=generator).to(dtype) for x in "qkv"}
     tensors["sinks"] = torch.randn(2, generator=generator)
@@ -36,7 +36,7 @@ def inputs(tokens, place, value, dtype=torch.float32, whole=True, dim=8):
 
 
 def attention(group, strategy, layout, tensors, backend, options, with_sinks, **of_module):
-    """out, lse, dq, dk and dv of the whole pack, where the loss is the sum of out."""
+    """Return out, lse, dq, dk and dv of the whole pack; the loss is the sum of out."""
     comm = Comm.of(group)
     leaves = {x: layout.shard(tensors[x], comm.rank).requires_grad_() for x in "qkv"}
     if with_sinks:
@@ -50,7 +50,11 @@ def attention(group, strategy, layout, tensors, backend, options, with_sinks, **
 
 
 def expected(tensors, options, with_sinks):
-    """The same in fp64, pair by pair: a pair that does not attend adds nothing, whatever it has."""
+    """Return the results of `attention` in fp64, pair by pair.
+
+    A pair in which the query does not see the key adds nothing, even if its values are NaN or
+    infinite.
+    """
     q, k, v, sinks = (tensors[x].double() for x in ("q", "k", "v", "sinks"))
     position = torch.arange(len(q))
     distance = position[:, None] - position
@@ -83,9 +87,9 @@ def expected(tensors, options, with_sinks):
 
 
 def assert_alike(results, right, dtype, rules):
-    """Hold results to the oracle's: `rules` has what is asked of each by its name.
+    """Compare results with the oracle's results; `rules` says by name how strictly.
 
-    Numbers that are finite in both are close.
+    Numbers that are finite in both results must be close.
     """
     for name, x, y in zip(NAMES, results, right, strict=False):
         found, wanted, rule = kinds(x), kinds(y), rules.get(name, KEPT)
@@ -103,5 +107,5 @@ def assert_alike(results, right, dtype, rules):
 
 
 def kinds(x):
-    """0 of numbers, 1 of NaN, 2 of +∞ and 3 of −∞."""
+    """Return 0 for finite numbers, 1 for NaN, 2 for +∞ and 3 for −∞."""
     return x.isnan().int() + 2 * x.isposinf().int() + 3 * x.isneginf().int()

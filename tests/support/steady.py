@@ -1,4 +1,7 @@
-"""What makes the host wait for a device, in calls on meta tensors: no device, but its operators."""
+"""Find operations in which the host would wait for a device.
+
+Calls run on meta tensors: their operators are recorded, and no device is needed.
+"""
 
 import itertools
 from collections import Counter
@@ -21,7 +24,7 @@ _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_te
 
 
 def layouts(stripe):
-    """Layouts of the documents: even ones, and one in which a rank has nothing."""
+    """Return layouts of the documents: even ones, and one in which a rank holds no tokens."""
     return {
         "contiguous": Layout.contiguous(DOCUMENTS, RANKS),
         "zigzag": Layout.zigzag(DOCUMENTS, RANKS),
@@ -39,10 +42,11 @@ def layouts(stripe):
 
 
 class HostWaits:
-    """Within this context, counts by name what a host would wait for a device in.
+    """Within this context, counts by name the operations in which a host would wait for a device.
 
-    That is an operator with tensors both on the CPU and on the meta device, such as a copy or an
-    index; one that reads elements; and a function that puts Python's numbers on the meta device.
+    There are three kinds: an operator with tensors on the CPU and on the meta device, such as a
+    copy or an index; an operator that reads elements; and a function that copies Python numbers to
+    the meta device.
     """
 
     def __init__(self):
@@ -85,7 +89,7 @@ class _Functions(TorchFunctionMode):
 
 
 class SilentComm(Comm):
-    """One rank of many, of which there are no others: it posts nothing, and all has arrived."""
+    """One of many ranks. It sends nothing, and every message counts as received at once."""
 
     _names = itertools.count()
 

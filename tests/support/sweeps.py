@@ -1,4 +1,4 @@
-"""Sweeps in miniature: options, and a rank that answers in this process."""
+"""Tiny sweeps: their options, and a rank in this process that answers their requests."""
 
 import json
 import time
@@ -18,13 +18,16 @@ GIVEN = {
 
 
 def options(where=None, **changes):
-    """The options of a tiny sweep, with some changed."""
+    """Return the options of a tiny sweep, with some options changed."""
     return SweepOptions.of(GIVEN | changes, where)
 
 
 class Here:
-    """One rank, in this process. `faults` has what is raised instead of an answer, by (what,
-    contender); `requests` what was asked."""
+    """One rank in this process.
+
+    `faults` maps (what is asked, contender) to an error that is raised in place of an answer.
+    `requests` lists what was asked.
+    """
 
     def __init__(self, faults=()):
         self.requests, self._faults = [], dict(faults)
@@ -45,7 +48,7 @@ class Here:
 
 
 def row(contender, seconds, exposed=None, ranks=2, tokens=64, memory=2**20, failed=None, **changes):
-    """A row of results, as if it had been measured."""
+    """Make a row of results, as if it had been measured."""
     workload = {
         "ranks": ranks, "tokens": tokens, "heads": 4, "kv_heads": 2, "head_dim": 8,
         "mask": "causal", "dtype": "fp32", "passes": "forward", **changes,

@@ -1,4 +1,4 @@
-"""A synthetic device, whose times are known, and its profile."""
+"""A synthetic device whose times are known, and its profile."""
 
 import numpy as np
 
@@ -7,13 +7,14 @@ from seqpar.costs.profile.harness import PASSES
 
 CALL, ROW, PAIR, EDGE, HEADS = (5e-5, 1e-4), (2e-6, 5e-6), (8e-9, 2e-8), 256, 4
 LINEAR = {"call": (1e-3, 2e-3), "row": (3e-7, 0.0), "token": (1e-6, 2e-6)}
-NODES = (64, 256, 1024, 4096)  # rows of the grid
+NODES = (64, 256, 1024, 4096)  # the numbers of rows in the grid of shapes
 
 
 def device_seconds(shape, backward):
-    """What a synthetic device takes: a call, and of each task its rows, pairs and cut tiles.
+    """Return the seconds that the device takes for a call.
 
-    A window doubles the pairs. A task is a piece of its own, as on a CPU.
+    Each call takes a constant time. Each task, one for each document, takes time for its rows, its
+    pairs and its cut tiles. A window doubles the pairs.
     """
     offset = shape.keys - shape.rows
     if shape.kind == "full":
@@ -28,14 +29,14 @@ def device_seconds(shape, backward):
 
 
 def sample(shape, noise):
-    """The raw samples of a shape on that device."""
+    """Return the raw samples of a shape on the device."""
     times = [[device_seconds(shape, back) * x for x in noise.draw()] for back in (False, True)]
     fields = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
     return fields | {"forward": times[0], "backward": times[1]}
 
 
 class Noise:
-    """Five factors of a time, of which one is a process that came between."""
+    """Draws five factors of a time. The last factor is as if another process had interrupted."""
 
     def __init__(self, spread):
         self.generator, self.spread = np.random.default_rng(0), spread
@@ -45,7 +46,6 @@ class Noise:
 
 
 def made_profile(spread=0.0):
-    """The profile of the synthetic device."""
     noise = Noise(spread)
     samples = [sample(shape, noise) for shape in machine.grid_shapes(NODES, (*NODES, 8192))]
     for tokens in NODES[1:]:

@@ -1,9 +1,9 @@
-"""The tiers of tests: `make test` is cheap, and `make test-all`, which CI runs, tests everything.
+"""The tiers of tests: `make test` is quick, and `make test-all`, which CI runs, tests everything.
 
-A test marked `exhaustive` runs only in `make test-all`. If its property can be tested cheaply, an
-unmarked test does so. A property test has two numbers of examples. `make test-all` chooses the
-larger ones by the profile "thorough" of hypothesis. Of a product of parameters, `make test-all`
-runs rows in which every pair of values occurs.
+A test marked `exhaustive` runs only in `make test-all`. If its property can be tested quickly, an
+unmarked test does so. A property test has two numbers of examples: `make test-all` uses the larger
+number, by hypothesis's profile "thorough". A row is a combination of the values of all parameters
+of a test. `make test-all` runs rows in which every pair of values of two parameters occurs.
 """
 
 import collections
@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 from allpairspy import AllPairs
 
-# Files that take longest, which begin first, so that all workers end at about the same time.
+# The files that take longest begin first, so that all workers end at about the same time.
 LONGEST = [
     *("test_demo.py", "test_compile.py", "test_families.py", "test_huggingface.py"),
     *("test_triton_backend.py", "test_huggingface_gradients.py", "test_huggingface_compile.py"),
@@ -26,7 +26,7 @@ LONGEST = [
 
 
 def register_profiles():
-    """Make known both profiles of hypothesis; `--hypothesis-profile=thorough` chooses the other."""
+    """Register both profiles of hypothesis; `--hypothesis-profile=thorough` chooses the second."""
     options = {"deadline": None, "derandomize": True, "print_blob": True}
     hypothesis.settings.register_profile("quick", max_examples=12, **options)
     hypothesis.settings.register_profile("thorough", max_examples=100, **options)
@@ -39,16 +39,16 @@ def thorough():
 
 
 def examples(quick, all_of_them):
-    """Decorate a property test: how many examples it draws in `make test` and `make test-all`."""
+    """Decorate a property test with its numbers of examples for `make test` and `make test-all`."""
     return hypothesis.settings(max_examples=all_of_them if thorough() else quick)
 
 
 def few_rows(pairs=True):
-    """Decorate a test with several parameters, so that only some rows of their product run.
+    """Decorate a test with several parameters, so that only some of its rows run.
 
-    In `make test-all` every pair of values of different parameters occurs, and in `make test` every
-    value. Rows that have a mark `exhaustive` of their own do not count for `make test`. With
-    `pairs=False`, for parameters that do not interact, every value occurs in both.
+    In `make test-all`, every pair of values of different parameters occurs. In `make test`, every
+    value occurs; rows with an explicit mark `exhaustive` do not count. With `pairs=False`, for
+    parameters that do not interact, every value occurs in both, but not every pair.
     """
 
     def decorate(test):
@@ -59,16 +59,16 @@ def few_rows(pairs=True):
 
 
 def pairs(factors, met=()):
-    """Return rows of a product in which every pair of values meets that meets in no row of `met`.
+    """Return rows so that every pair of values occurs in one of them or in a row of `met`.
 
-    `factors` are numbers of values, and rows are tuples of their indices.
+    `factors` are the numbers of values of the parameters. A row is a tuple of indices of values.
     """
     values = [range(count) for count in factors]
     return [tuple(row) for row in AllPairs(values, previously_tested=[*map(list, met)])]
 
 
 def each_value(factors):
-    """Return rows of a product in which every value occurs, as few as possible."""
+    """Return the smallest number of rows in which every value occurs."""
     return [tuple(i % count for count in factors) for i in range(max(factors))]
 
 
@@ -83,14 +83,14 @@ def exhaustive_pairs(*factors):
 
 
 def quickly(first, *others):
-    """Return the values of a parameter, of which only the first is in `make test`."""
+    """Return the values of a parameter; only the first value is in `make test`."""
     return [first, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in others)]
 
 
 def every_third_pair(first, second):
-    """Return every third pair of values for `parametrize`, shifted by one from row to row.
+    """Return every third pair of values for `parametrize`, shifted by one from value to value.
 
-    `make test` runs one pair of each value of `first`.
+    `make test` runs one pair for each value of `first`.
     """
     return [
         pytest.param(x, y, marks=() if (j - i) % len(second) == 0 else pytest.mark.exhaustive)
@@ -101,13 +101,13 @@ def every_third_pair(first, second):
 
 
 def exhaustive_seeds(quick, in_ci):
-    """Return seeds for `parametrize`: `quick` of them are in `make test`, `in_ci` in CI."""
+    """Return `in_ci` seeds for `parametrize`; `quick` of them are in `make test`."""
     marks = [()] * quick + [pytest.mark.exhaustive] * (in_ci - quick)
     return [pytest.param(seed, marks=marks[seed]) for seed in range(in_ci)]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Let the longest files be first, and leave out rows of tests with `few_rows`."""
+    """Move the longest files to the front, and drop rows of tests with `few_rows`."""
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     left_out = set(_rows_to_leave_out(items))
@@ -116,7 +116,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _rows_to_leave_out(items):
-    """Yield what `few_rows` leaves out, and mark `exhaustive` what `make test` leaves out."""
+    """Yield the rows that `few_rows` drops, and mark `exhaustive` the rows that `make test`
+    drops."""
     tests = collections.defaultdict(list)
     for item in items:
         if hasattr(getattr(item, "obj", None), "few_rows"):
@@ -148,7 +149,7 @@ def _rows_of_a_test(items, with_pairs):
 
 
 def _quick_rows(rows):
-    """Return few of these rows, a product, in which every value occurs."""
+    """Return a few of these rows, which are a product, so that every value occurs."""
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
     if not columns:
         return []
@@ -157,7 +158,7 @@ def _quick_rows(rows):
 
 
 def _values_of_row(item):
-    """Return an item's value, or tuple of values, of each `parametrize` above its test."""
+    """Return the value, or tuple of values, that each `parametrize` of a test gives an item."""
     values = []
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]

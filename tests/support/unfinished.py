@@ -1,4 +1,4 @@
-"""A connection whose calls send as much of a message as the server takes, but not its end."""
+"""A connection whose calls send as much of a message as the server accepts, but not its end."""
 
 import contextlib
 import ssl
@@ -18,7 +18,7 @@ from tests.tools.hostile_connections import (
     headers,
 )
 
-SIZE = 2**22  # of each message
+SIZE = 2**22  # bytes of each message
 FRAME = 2**14
 BLOCKED = BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError
 INITIAL_WINDOW = 4  # the number of a setting
@@ -28,20 +28,20 @@ class Unfinished:
     """A connection with unfinished calls.
 
     Attributes:
-        sent: how many bytes of each call's message the server has let it send.
+        sent: by call, how many bytes of its message the server has allowed the call to send.
     """
 
     def __init__(self, address, calls, keys=None):
         self._socket = connection(address, keys)
-        self._window = 2**16 - 1  # of the connection, as the server has granted it
-        self._initial = 2**16 - 1  # of each call
-        self._more = {}  # that the server has granted a call beyond that
+        self._window = 2**16 - 1  # bytes that the connection may still send
+        self._initial = 2**16 - 1  # bytes that each call may send at first
+        self._more = {}  # by call, bytes that the server has allowed in addition
         self._in = b""
         self.sent = {1 + 2 * i: 0 for i in range(calls)}
         self._out = PREFACE + frame(SETTINGS) + b"".join(map(headers, self.sent))
 
     def turn(self):
-        """Send what may be sent, and hear what the server grants; return whether anything moved."""
+        """Send what the server allows, and read its messages; return whether anything moved."""
         before = len(self._out), sum(self.sent.values())
         self._socket.setblocking(False)
         with contextlib.suppress(*BLOCKED):

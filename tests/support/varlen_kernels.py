@@ -1,4 +1,7 @@
-"""Varlen kernels of ATen and of packages: stand-ins of their signatures, in plain PyTorch."""
+"""Replacements for varlen kernels of ATen and of packages, in plain PyTorch.
+
+They have the signatures of the kernels.
+"""
 
 import itertools
 import types
@@ -6,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-WITHOUT_LIMIT = 2**30  # a side of a window
+WITHOUT_LIMIT = 2**30  # the side of a window that has no limit
 
 
 class Segments(NamedTuple):
-    """The arguments that describe the pairs of a call, and how they are scored.
+    """The arguments of a call that say which pairs it has, and how the pairs are scored.
 
-    `no_right` takes the place of an unlimited right side if the left one is limited.
+    A segment is the queries and keys of one document. `no_right` replaces an unlimited right side
+    of the window if the left side is limited.
     """
 
     cu_q: torch.Tensor
@@ -26,12 +30,12 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_version_2(cls, cu_q, cu_k, longest_q, longest_k, window, *scoring):
-        """As FlashAttention-2 reads them, which ATen has too."""
+        """Read the arguments as FlashAttention-2 and ATen do."""
         window = tuple(-1 if side >= longest_k else side for side in window)
         return cls(cu_q, cu_k, longest_q, longest_k, window, *scoring, no_right=longest_k)
 
     def check(self, q, k, v, *others):
-        """Refuse what kernels would read wrongly, or crash on."""
+        """Refuse arguments that kernels would misread, or on which they would crash."""
         assert q.dtype in (torch.bfloat16, torch.float16)
         for x in (q, k, v, *others):
             assert x.dtype == q.dtype and x.shape[-1] == q.shape[-1] and x.shape[-1] % 8 == 0
@@ -45,7 +49,7 @@ class Segments(NamedTuple):
         assert self.scale > 0 and min(self.window) >= -1
 
     def each(self):
-        """The rows and keys of each segment, and its mask (n, m): which pairs it has."""
+        """Yield the rows, the keys and the mask (n, m) of each segment: whether it has the pair."""
         left, right = (WITHOUT_LIMIT if x < 0 else x for x in self.window)
         right = self.no_right if self.window[0] >= 0 > self.window[1] else right
         for q, k in zip(*(itertools.pairwise(x.tolist()) for x in self[:2]), strict=True):
@@ -56,7 +60,8 @@ class Segments(NamedTuple):
             yield slice(*q), slice(*k), mask
 
     def scores(self, q, k, mask):
-        """(H, n, m) in fp64, −∞ for masked pairs; and the derivative by scale · q·k."""
+        """Return scores (H, n, m) in fp64, −∞ for masked pairs, and their derivative by scale ·
+        q·k."""
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("nhd,mhd->hnm", q.double(), k.double()) * self.scale
         slope = torch.ones_like(scores)
@@ -122,7 +127,7 @@ def aten_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_se
 
 
 def packaged(operands, cu_q, cu_k, longest, options, make=Segments):
-    """Return the segments of a package's call, whose window may be causal."""
+    """Return the segments of a package's call, whose window may be given as causal."""
     left, right, causal, scale, softcap = options
     window = tuple(-1 if x is None else x for x in (left, right))
     assert causal == (window == (-1, 0))
@@ -180,8 +185,10 @@ def fa3_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_
 
 
 def fa4_segments(operands, sides, options):
-    """Return the operands (n, H, D) and the segments of a call, whose operands are (S, L, H, D) if
-    it has no `cu_seqlens`."""
+    """Return the operands (n, H, D) and the segments of a call.
+
+    The operands of a call without `cu_seqlens` are (S, L, H, D).
+    """
     if sides[0] is not None:
         return operands, packaged(operands, *sides[:2], sides[2:], options)
     assert all(x is None for x in sides) and all(x.dim() == 4 for x in operands)
@@ -192,7 +199,7 @@ def fa4_segments(operands, sides, options):
 
 
 def capped(score_mod):
-    """The softcap of a function that `create_softcap_scoremod` made, or 0."""
+    """Return the softcap of a function that `create_softcap_scoremod` made, or 0."""
     return 0.0 if score_mod is None else score_mod.softcap
 
 
@@ -236,7 +243,7 @@ def fa4_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, soft
 
 
 def cudnn_segments(q, k, v, is_causal, scale, *others):
-    """Return rows (n, H, D) of q, k, v and others (S, H, L, D), and cuDNN's segments."""
+    """Return rows (n, H, D) of q, k, v and `others` (S, H, L, D), and cuDNN's segments."""
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, *others)]
     (length_q, length_k), count = (q.shape[2], k.shape[2]), len(q)
     assert not is_causal or length_q == length_k, "cuDNN aligns the mask at the first key"
@@ -262,7 +269,7 @@ def cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, phi
     assert attn_bias is cum_seq_q is cum_seq_k is None and not dropout_p
     assert philox_seed.dtype == philox_offset.dtype == torch.int64
     assert (max_q, max_k) == (query.shape[2], key.shape[2])
-    # Torch 2.11 keeps plans by the strides of q, k and v only.
+    # Torch 2.11 caches plans by the strides of q, k and v only.
     for x in (grad_out, out):
         assert x.transpose(1, 2).is_contiguous()
     assert logsumexp.is_contiguous() and logsumexp.dtype == torch.float32
