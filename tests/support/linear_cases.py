@@ -127,7 +127,8 @@ def begin(group, case, **changes):
 def run(group, case):
     """Make the call and its backward on this rank; return packed out, dq, dk and dv.
 
-    The states and their gradients, summed over ranks, follow.
+    Final states follow if the case returns them. Gradients of initial states, summed over ranks,
+    follow if the case has initial states.
     """
     comm, dim = Comm.of(group), 0 if case.batch is None else 1
     outputs, leaves = begin(group, case)
@@ -205,7 +206,9 @@ def errors(got, expected, dtype, roundings=16):
     """Return {name: error divided by its bound}.
 
     In fp64, the error is the largest difference, and its bound is 1e-10. In shorter dtypes, the
-    error is the RMS, and its bound is `roundings` times the dtype's epsilon.
+    error is the RMS, and its bound is `roundings` times the dtype's epsilon. Both bounds are
+    relative to the oracle's result if that exceeds 1. The error is infinite if a result is not
+    finite.
     """
     assert got.keys() == expected.keys()
     norm, bound = (

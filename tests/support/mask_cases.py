@@ -53,8 +53,8 @@ def any_range(random, lengths, kv_lengths):
 def disjoint_ranges(seed, cu, kv_cu=None, tries=12):
     """Draw disjoint ranges.
 
-    A range is kept if it overlaps with no range before it. For many ranges that are bands, the
-    pairs that the band leaves of its rectangle are a range too.
+    A drawn range is kept if it overlaps with no range before it. For a range with a limited band,
+    the pairs of its rectangle that lie behind the band are tried as a second range.
     """
     random = np.random.default_rng(seed)
     lengths, kv_lengths = np.diff(cu), np.diff(cu if kv_cu is None else kv_cu)

@@ -139,7 +139,7 @@ class Router(nn.Linear):
     faulty = False
 
     def forward(self, x):
-        scores = super().forward(x)  # the fault: as by rounding, the other of two tied experts wins
+        scores = super().forward(x)  # a fault: of two experts that tie, the second is chosen
         return scores - 2e-7 * F.one_hot(scores.argmax(-1), scores.shape[-1]) * self.faulty
 
 
@@ -192,7 +192,7 @@ class Model(nn.Module):
 def made(run):
     """Make the model, which is the same on every rank.
 
-    For the first token, two experts have equal scores.
+    The scores of experts 0 and 1 differ by 1e-7, so they tie within rounding.
     """
     torch.manual_seed(run.seed)
     model = Model(run).to(run.dtype)
@@ -285,7 +285,7 @@ def step(world_group, folder, run, **options):
         logits = network(ids, positions, mask, group, attention_mask=given)
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         count = (labels if run.fault == "local divisor" else all_labels).ne(-100).sum()
-        if run.fault == "divided twice":  # a fault: ranks count labels as if each had all
+        if run.fault == "divided twice":  # a fault: the number of labels is divided by cp
             count = count // run.cp
         loss = total / count
         if run.fault != "local divisor":
