@@ -1,4 +1,9 @@
-"""Check before first use that a server computes a known task right, and measure its speed."""
+"""Checks an attention server before its first use: are its results right, and how fast is it?
+
+The server gets a small task, which this process computes too, and the two results are compared. The
+check then measures the round-trip time of this task, and the bandwidth for a larger payload that
+needs no computation.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,10 @@ from seqpar.servers.wire.request import Request, ServersError
 from seqpar.softmax.compute.call_options import CallOptions
 
 _ROWS, _HEADS, _DIM = 512, 4, 64
-_MEBIBYTES = 16  # of the timed payload
-_TIMES = 5
-# A server on another device may round differently. So far, differences were in fp32's last place.
+_MEBIBYTES = 16  # the size of the payload that measures bandwidth
+_TIMES = 5  # repetitions, of which the fastest counts
+# A server's device may round in a different way than this process's CPU. All differences that were
+# seen so far are in the last place of fp32.
 _TOLERANCE = 1e-4
 
 
@@ -27,14 +33,16 @@ class Finding(NamedTuple):
 
     address: str
     transport: str
-    error: str  # the fault, or ""
+    error: str  # why the check failed, or ""
     same_bits: bool = False  # whether the answer has the same bits as this process's result
-    seconds: float = 0.0  # round-trip time of the known task, the least of 5
-    bytes_per_second: float = 0.0  # of a payload without work, there and back, the least time of 5
+    seconds: float = 0.0  # the shortest of 5 round-trip times of the known task
+    # The bytes of a payload and its result, divided by the shortest of 5 round-trip times. The
+    # payload needs no computation.
+    bytes_per_second: float = 0.0
 
 
 def known_task() -> Request:
-    """Return the task that a check of a server computes: causal attention of one document."""
+    """Return the task that a checked server computes: causal attention over one document."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, _ROWS, _HEADS, _DIM
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -45,7 +53,7 @@ def known_task() -> Request:
 
 
 def payload(mebibytes: int) -> Request:
-    """Return a task without work: its inputs and its output together have `mebibytes` MiB."""
+    """Return a task without pairs to compute. Its q, k, v and out have `mebibytes` MiB together."""
     rows = mebibytes * 2**20 // 4 // 4 // (_HEADS * _DIM)  # fp32 q, k, v and out
     x = torch.zeros(1, rows, _HEADS, _DIM)
     none, positions = np.empty((0, 2), np.int64), np.arange(rows, dtype=np.int32)
@@ -54,7 +62,11 @@ def payload(mebibytes: int) -> Request:
 
 
 def check(address: str, transport: str, keys: Path | None, timeout: float) -> Finding:
-    """Check a server, with `timeout` seconds for connecting and 4 times as many for a request."""
+    """Check the server at `address` over one transport.
+
+    Connecting may take `timeout` seconds, and a request 4·`timeout` seconds. If the server fails,
+    nothing is raised: the field `error` of the result has the reason.
+    """
     deadlines = {
         "connect": timeout, "request": 2 * timeout, "hedge": 3 * timeout, "give_up": 4 * timeout
     }  # fmt: skip
@@ -89,7 +101,7 @@ def _compare(pool: ServerPool, address: str, transport: str) -> Finding:
 
 
 def _least_seconds(pool: ServerPool, request: Request) -> float:
-    """Return the least of 5 times, after one call that warms up."""
+    """Return the shortest of 5 round-trip times, after one call that warms up."""
     times = []
     for _ in range(1 + _TIMES):
         start = time.perf_counter()

@@ -1,4 +1,8 @@
-"""The strategy that sends a call's attention to the servers of a pool, cut into tasks."""
+"""Disaggregated attention on servers: a trainer cuts each call into tasks, which servers compute.
+
+A *trainer* is a process that calls attention and stores all tokens of the call. A *task* is a set
+of query rows and key rows, and a *pass* is the forward or the backward computation of a call.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.split import SplitStrategy
 
-ANY_SERVER = -1  # as a peer in `Traffic`: the server that computes the task, not known before
+ANY_SERVER = -1  # the peer in `Traffic`; which server computes a task is not known in advance
 
 
 class Submitted(NamedTuple):
@@ -36,7 +40,10 @@ class Submitted(NamedTuple):
     futures: deque[Future[tuple[Tensor, ...]]]
 
     def results(self) -> Iterator[tuple[CutTask, tuple[Tensor, ...]]]:
-        """Yield each task with its result, in order; if one fails, cancel the others."""
+        """Yield each task with its result, in the order of the tasks.
+
+        If a task fails, this raises its error and cancels the tasks that follow.
+        """
         try:
             for task in self.tasks:
                 yield task, received(self.futures.popleft())
@@ -44,26 +51,26 @@ class Submitted(NamedTuple):
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancel the tasks that have no result yet."""
+        """Cancel the tasks whose results were not yielded yet."""
         while self.futures:
             self.futures.popleft().cancel()
 
 
 @dataclass(frozen=True)
 class OnServers(SplitStrategy[Submitted, Submitted]):
-    """Sends queries and keys to servers, which return the results.
+    """Sends queries, keys and values to servers, which return the results.
 
-    The trainer is the only rank. Tasks depend only on the call (`cut_call`), and their results are
-    merged and summed in the order of the tasks. The result of the call therefore does not depend on
-    which server computed which task.
+    The trainer is the only rank. The tasks depend only on the call (`cut_call`), and the trainer
+    merges and sums their results in the order of the tasks. The result of the call therefore does
+    not depend on which server computed which task.
     """
 
     name = "disaggregated"
     routable: ClassVar[bool] = False
     finds_max_logits: ClassVar[bool] = False
     rehearses: ClassVar[bool] = False
-    tasks: int = 16  # most tasks per call; work that is left over makes one more
-    tile: int = TILE_ROWS  # query rows that a kernel computes together
+    tasks: int = 16  # the largest number of tasks of a call; work that is left over is one more
+    tile: int = TILE_ROWS  # the number of query rows that a kernel computes together
     pool: ServerPool | None = field(default=None, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
@@ -161,7 +168,7 @@ class OnServers(SplitStrategy[Submitted, Submitted]):
         operands: Operands,
         output: OutputGradient | None = None,
     ) -> Submitted:
-        """Submit each task of a pass as soon as its request is made."""
+        """Submit the tasks of a pass, each as soon as its request is made."""
         assert self.pool is not None
         submitted = Submitted(self._tasks(call), deque())
         try:
@@ -178,11 +185,12 @@ class OnServers(SplitStrategy[Submitted, Submitted]):
 def _request(
     call: ResolvedCall, task: CutTask, operands: Operands, output: OutputGradient | None = None
 ) -> Request:
-    """Return a task's request: of a forward, or of a backward if `output` is given."""
+    """Return the request for a task's forward pass or, if `output` is given, its backward pass."""
     queries, keys, (q, k, v, _) = task.queries, task.keys, operands
     rows = queries.select(q), keys.select(k), keys.select(v)
     if output is None:
-        final = task.whole and not call.has_sinks  # rounded once, there or here
+        # If nothing is merged into this result, the server rounds it to q's dtype.
+        final = task.whole and not call.has_sinks
         return Request(*rows, task.slices, call.options, exact_out=not final)
     dout, lse, delta = (queries.select(x) for x in (output.dout, output.lse, output.ensure_delta()))
     dlse = None if output.dlse is None else queries.select(output.dlse)

@@ -1,7 +1,12 @@
-"""Cut the attention of a call into tasks, independently of which servers are available.
+"""Cuts the attention of a call into tasks for servers.
 
-The cut depends only on layouts, mask, shape and options, and so does every bit of the result. If
-servers die, hang, leave or join, only the assignment of tasks to servers changes.
+The cut depends only on the layouts, the mask, the shapes and the options, and never on which
+servers are available. If servers die, hang, leave or join, other servers compute the same tasks,
+and the result has the same bits.
+
+The planner that `disaggregate` offers for ranks makes the cut. It sees the trainer as rank 0, which
+stores all tokens and should compute nothing, and as many *idle ranks* without tokens as there
+should be tasks. All work that the planner gives to one idle rank becomes one task.
 """
 
 from __future__ import annotations
@@ -22,26 +27,26 @@ from seqpar.layout.tasks.tasks import Parts
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 
-_TOLERANCES = 0.05, 0.1, 0.2, 0.4, 0.8  # a task's work may exceed the mean by this fraction
-_LEAST_TILES = 4  # square tiles per task; a call with less work has fewer tasks
+# How far the work of a task may exceed the mean, as a fraction of the mean. They are tried in turn.
+_TOLERANCES = 0.05, 0.1, 0.2, 0.4, 0.8
+_LEAST_TILES = 4  # the least number of square tiles per task; a small call has fewer tasks
 
 
 class CutTask(NamedTuple):
     """One task of a call."""
 
-    queries: Rows  # of the call's tensors
-    keys: Rows
+    queries: Rows  # rows of the call's q
+    keys: Rows  # rows of the call's k and v
     slices: Slices  # the mask of these queries and keys
     whole: bool  # no other task has any of these query rows, so the result is final
 
 
 def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
-    """Cut a call whose tokens are all on one rank into at most `most` tasks, or one more.
+    """Cut a call whose tokens are all on one rank into tasks with about equal work.
 
-    Tasks have about equal work and need few bytes: the planner assigns the call's work to that many
-    servers of equal speed, and all work of one server is one task, from any number of documents.
-    Tasks begin and end at multiples of `tile` query rows, or at the ends of documents. Work that no
-    server gets is the additional task.
+    The call has at most `most` tasks. Work that the planner leaves on rank 0 becomes one more task.
+    The planner also tries to send few bytes. A task may have rows of any number of documents. It
+    begins and ends at a multiple of `tile` query rows, or at the end of a document.
     """
     queries, keys = call.layout, call.kv_layout
     work = int(cells_of(queries, keys, call.mask).areas().sum())
@@ -62,11 +67,12 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
 
 
 def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
-    """Return all parts of a call, as the planner assigns them to `count` idle ranks, or to fewer.
+    """Return the parts of a call, each with the rank to which the planner assigns it.
 
-    Tasks have whole tiles, so some work may stay on rank 0. If rank 0 keeps more than any idle rank
-    has, the next tolerance lets idle ranks have more. After the last tolerance, the number of idle
-    ranks is halved.
+    The planner distributes the call over `count` idle ranks. Tasks consist of whole tiles, so some
+    work may stay on rank 0. If rank 0 keeps more work than each of the idle ranks, the planner runs
+    again with the next tolerance, which allows idle ranks more work. After the last tolerance, the
+    number of idle ranks is halved. If fewer than two are left, the whole call is one task.
     """
     s, queries, keys = call.shape, call.layout, call.kv_layout
     row_bytes = RowBytes.of(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype.itemsize)
@@ -91,13 +97,15 @@ def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
 
 
 def _with_idle_ranks(geometry: Geometry, count: int) -> Geometry:
-    """Return the geometry with `count` more ranks, which have no tokens."""
     owner, *columns = geometry.all_spans()
     return Geometry(geometry.cu_seqlens, Spans.of(1 + count, owner, *columns))
 
 
 def _rows_in_several(segments: Segments, tokens: int) -> Ints:
-    """Return (tokens + 1,): the number of earlier rows that are in segments of several tasks."""
+    """Return for each row, and for the end, how many earlier rows are in several tasks.
+
+    The result has tokens + 1 elements.
+    """
     change = np.zeros(tokens + 1, np.int64)
     np.add.at(change, segments.starts, 1)
     np.add.at(change, segments.stops, -1)
@@ -105,8 +113,9 @@ def _rows_in_several(segments: Segments, tokens: int) -> Ints:
 
 
 def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, ServerRows]:
-    """Return a task's rows on the only rank, and the same rows as a server has them."""
-    # The rank has all tokens, so its local rows are positions in the packed batch.
+    """Return a task's rows as rows of the call's tensors, and as the rows that a server gets."""
+    # The trainer stores all tokens, so the number of a row in its tensors is the token's position
+    # in the packed batch.
     starts, stops = segments.starts, segments.stops
     index, spans = geometry.holdings[0].spans_in(starts, stops)
     table = np.stack([np.zeros_like(index), *spans])

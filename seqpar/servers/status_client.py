@@ -1,4 +1,4 @@
-"""Request a server's status, without a session."""
+"""Asks a server for its status. A client needs no session for this."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from seqpar.servers.transport.routes import Route
 from seqpar.servers.wire.texts import printable
 from seqpar.servers.wire.versions import VERSIONS, Version
 
-_LOOK_SECONDS = 0.1  # between two looks whether a server listens
+_LOOK_SECONDS = 0.1  # the pause between two attempts to reach a server that does not listen yet
 
 
 class StatusError(RuntimeError):
-    """A server has not told its status."""
+    """A server did not report its status."""
 
 
 def ask(address: str, keys: Path | None, timeout: float) -> Status:
-    """Return a server's status.
+    """Return the status of the server at `address`.
 
-    Raises a StatusError with the reason if the server does not answer within `timeout` seconds, or
-    answers something else, and a ValueError that names a wrong argument.
+    Raises:
+        StatusError: the server did not answer within `timeout` seconds, or it answered with an
+            error. The text has the reason.
+        ValueError: an argument is wrong. The text names the argument.
     """
     identity = None if keys is None else ClientIdentity(keys)
     check_keys("address", check_peer("address", address), identity)
@@ -46,7 +48,7 @@ def ask(address: str, keys: Path | None, timeout: float) -> Status:
 
 
 def _route(address: str, has_keys: bool, timeout: float) -> Route:
-    """Return a route to a server that listens within `timeout` seconds."""
+    """Wait at most `timeout` seconds until a server listens, and return a route to the server."""
     end = time.monotonic() + timeout
     while True:
         try:

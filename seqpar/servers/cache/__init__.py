@@ -1,5 +1,6 @@
-"""A cache of keys and values that attention servers store, for decoding.
+"""Caches of keys and values for decoding, which attention servers store.
 
-Start with `server_cache.py`, the public class. It has one `LayerCache` per layer
-(`layer_cache.py`), which consists of segments; a segment sends its steps to one server.
+Start with `server_cache.py`, the public class. A `ServerCache` has one `LayerCache`
+(`layer_cache.py`) for each layer of the model. A `LayerCache` consists of segments. One server
+stores a segment, and computes attention over it.
 """

@@ -29,8 +29,9 @@ class AttendKeywords(TypedDict, total=False):
 class AttendOptions(NamedTuple):
     """The checked options of `ServerCache.attend`."""
 
-    bounds: tuple[int, int]  # most keys to the left and right of a query that it attends to
-    scores: CallOptions  # scale and softcap
+    # How many keys to the left and to the right of a query's position the query attends to.
+    bounds: tuple[int, int]
+    scores: CallOptions  # the scale and the softcap of the scores
     sinks: Tensor | None  # (Hq,)
     return_lse: bool
 
@@ -46,7 +47,10 @@ class AttendOptions(NamedTuple):
         sinks: Tensor | None,
         return_lse: bool,
     ) -> AttendOptions:
-        """Check the options of a step whose operands have this shape; raise a ValueError."""
+        """Check the options of a step; raise a ValueError that names an option that is wrong.
+
+        `shape` is the shape of the step's operands.
+        """
         heads = shape.heads
         if heads > MAX_HEADS:
             raise ValueError(f"q must have at most {MAX_HEADS} heads on servers, got {heads}")

@@ -1,4 +1,12 @@
-"""One layer of a cache: its rows in segments, which servers store, and attention over them."""
+"""One layer of a `ServerCache`: which server stores which keys and values, and attention over them.
+
+* A *row* is the key and the value of one token, in all sequences of the batch.
+* A *segment* is a range of consecutive rows of a layer. One server stores a segment. This process
+  keeps a copy of the segment's rows or computes them again, so any other server can get them.
+* A *step* is a request for one segment. It appends the rows that the server lacks, and computes
+  attention of some queries over the segment.
+* A *place* is a server, and the session of this process on that server.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +34,42 @@ from seqpar.servers.wire.request import ServersError, received
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import Partial
 
-_MAX_MESSAGE_BYTES = 2**25  # of rows
-_AVOID_SECONDS = 5.0  # before a server that has lost a cache gets another one
-_RETRY_SECONDS = 0.02  # before servers are tried again, with `home=False`
+_MAX_MESSAGE_BYTES = 2**25  # the most bytes of rows in one message
+_AVOID_SECONDS = 5.0  # how long a server that has lost a cache gets no segment, if possible
+_RETRY_SECONDS = 0.02  # the pause before servers are tried again, if the pool has `home=False`
 _cache_numbers = count(1)
 _CPU = torch.device("cpu")
-Source = Callable[[int, int], object]  # returns keys and values of rows start … stop − 1
+Source = Callable[[int, int], object]  # (start, stop): returns k and v of rows start … stop − 1
 
 
 class RecomputedRows:
-    """Rows that the caller can compute again, like `Pages`. Written rows stay until `settle`."""
+    """The rows of a segment that this process does not keep, because it can compute them again.
+
+    The class has the methods of `Pages`, which keeps all rows. This class keeps only the rows that
+    were written last, and only until `settle` is called.
+    """
 
     def __init__(self, shape: RowShape, source: Source) -> None:
-        """`source` returns settled rows: k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
-        self.shape, self.nbytes = shape, 0  # the bytes of their pages on a server
+        """`source` computes rows of finished steps: k (B, rows, Hkv, D), v (B, rows, Hkv, Dv)."""
+        self.shape, self.nbytes = shape, 0  # nbytes: of the pages that a server needs for the rows
         self._source = source
         self._recent: tuple[int, Tensor, Tensor] | None = None
 
     def reserve(self, rows: int) -> None:
-        """Expect the first `rows` rows."""
+        """Count the bytes of the pages that a server needs for the first `rows` rows."""
         self.nbytes = max(self.nbytes, self.shape.nbytes(rows))
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Keep rows from `start` on until `settle`."""
+        """Keep the rows from `start` on, until `settle` is called."""
         k, v = (x.detach().to(_CPU, copy=True) for x in (k, v))
         self._recent = start, k, v
 
     def settle(self) -> None:
-        """Drop the kept rows: the step is done."""
+        """Drop the kept rows, because their step is finished and `source` can compute them."""
         self._recent = None
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of these rows, computed again if they are not kept."""
+        """Return k and v of rows start … stop − 1. Rows that are not kept are computed again."""
         first, *kept = self._recent or (stop, *self._nothing())
         known = max(start, min(first, stop))
         older = self._recompute(start, known) if start < known else self._nothing()
@@ -68,7 +80,7 @@ class RecomputedRows:
     def attend(
         self, q: Tensor, length: int, seen: Seen, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
-        """Return attention over the first `length` rows; see `Pages.attend`."""
+        """Compute attention over the first `length` rows, as `Pages.attend` does."""
         rows = length if q.numel() else 0
         pages = Pages(self.shape, _CPU)
         pages.reserve(rows)
@@ -94,7 +106,7 @@ class RecomputedRows:
 
 
 class Query(NamedTuple):
-    """Queries (B, T, Hq, D), the rows that they attend to, and the options of their scores."""
+    """A step's queries (B, T, Hq, D), the rows that they attend to, and the scale and softcap."""
 
     q: Tensor
     seen: Seen
@@ -105,13 +117,13 @@ class Held(NamedTuple):
     """The rows of a segment that a server stores."""
 
     place: CachePlace
-    number: int  # of the cache on that server
-    writes: int = 0  # the number of steps that the cache has had
-    rows: int = 0  # the number of first rows that equal this process's rows
+    number: int  # the number by which the server finds the segment's cache
+    writes: int = 0  # how many steps the server has computed for the segment
+    rows: int = 0  # the server has this many of the segment's first rows, and they are current
 
 
 class BegunStep(NamedTuple):
-    """A step without an answer. After it, the server has the first `stop` rows."""
+    """A step that has no answer yet. Once it is answered, the server has the first `stop` rows."""
 
     held: Held
     stop: int
@@ -120,15 +132,20 @@ class BegunStep(NamedTuple):
 
 @dataclass(eq=False)
 class SegmentServers:
-    """The places of all segments of one cache."""
+    """The servers that store the segments of one `ServerCache`."""
 
     pool: Dispatcher
     placed: dict[int, CachePlace] = field(default_factory=dict)  # by the segment's number
-    avoided: dict[str, float] = field(default_factory=dict)  # until when, by address
-    closed: bool = False  # then servers store nothing for the cache
+    # The time until which a server should get no segment, by the server's address.
+    avoided: dict[str, float] = field(default_factory=dict)
+    closed: bool = False  # whether the cache was closed, so that servers store nothing for it
 
     def hold(self, nbytes: int) -> Held | None:
-        """Place an empty segment on the server with the most room; None if none has room."""
+        """Reserve `nbytes` for an empty segment on the server with the most free memory.
+
+        Returns None if no server has enough memory, or if the cache was closed. If the cache was
+        closed and the pool has `home=False`, this raises a ServersError.
+        """
         if self.closed:
             if not self.pool.options.has_home:
                 raise ServersError("the cache was closed before a step had its result")
@@ -136,7 +153,8 @@ class SegmentServers:
         now = time.monotonic()
         place = self.pool.place_cache(nbytes, {x for x, end in self.avoided.items() if end > now})
         if place is None and not self.pool.options.has_home:
-            place = self.pool.place_cache(nbytes, ())  # better than none
+            # A server that has just lost a cache is better than no server.
+            place = self.pool.place_cache(nbytes, ())
         if place is None:
             return None
         held = Held(place, next(_cache_numbers))
@@ -148,7 +166,7 @@ class SegmentServers:
             self.pool.forget_cache(place, number)
 
     def forget_all(self) -> None:
-        """Free all segments on their servers, and do not place any more."""
+        """Free all segments on their servers, and place no segment from now on."""
         self.closed = True
         for number in list(self.placed):
             self.forget(number)
@@ -158,28 +176,32 @@ class SegmentServers:
 
 
 class Segment:
-    """Consecutive rows of a layer's keys and values.
+    """A range of consecutive rows of a layer, stored by one server.
 
-    `write` and `truncate` set the rows; `begin` and `finish` ask for attention over them. From the
-    start of a step until its answer, the server's rows count as lost. After a failed step, this
-    process therefore never relies on rows that the server may not have.
+    `write` and `truncate` change the rows in this process. `begin` sends a step to the server, and
+    `finish` returns the result. While a step has no answer, this process assumes that the server
+    has no rows. If the step fails, the process therefore never relies on rows that the server may
+    have lost.
     """
 
     def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
-        """`own_rows` has the rows that a server lacks."""
+        """`own_rows` provides the rows that are sent to a server."""
         self.length = 0
         self._servers, self._own_rows = servers, own_rows
         self._held: Held | None = None
 
     @property
     def held(self) -> tuple[str, int] | None:
-        """The address of the server that stores it, and the bytes there, or None."""
+        """The address of the server that stores the segment, and the stored bytes; else None."""
         if self._held is None:
             return None
         return self._held.place.address, self._own_rows.shape.nbytes(self._held.rows)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Replace all rows after the first `start` with these (B, rows, Hkv, D and Dv)."""
+        """Keep the first `start` rows, and replace all later rows.
+
+        The new rows are k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
+        """
         stop = start + k.shape[1]
         self._own_rows.reserve(stop)
         self.truncate(start)
@@ -193,7 +215,7 @@ class Segment:
 
     @property
     def lacks(self) -> bool:
-        """Whether no server is known to have all rows."""
+        """Whether the server is not known to have all rows."""
         return self.length > (0 if self._held is None else self._held.rows)
 
     def forget(self) -> None:
@@ -202,19 +224,27 @@ class Segment:
             self._held = None
 
     def drop(self, begun: BegunStep) -> None:
-        """Cancel a step, and give up the server's rows."""
-        begun.answer.cancel()  # first, so that a step that was not sent yet is not sent
+        """Cancel a step, and free the rows on the server."""
+        begun.answer.cancel()  # before the rows are freed, so that no step is sent after that
         self._servers.forget(begun.held.number)
 
     def begin(self, query: Query) -> BegunStep | None:
-        """Ask its server, and send the rows that it lacks, if they fit into one message."""
+        """Send a step with the rows that the server lacks.
+
+        Returns None and sends nothing if no server stores the segment, or if the rows do not fit
+        into one message. `finish` then sends them.
+        """
         held = self._held
         if held is None or self.length - held.rows > self._rows_at_once(held.place):
             return None
         return self._ask(held, self.length, query)
 
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
-        """Return out and lse in fp32 (fp64 for fp64). Any server first gets lost rows again."""
+        """Return out and lse of a step, in fp32 (fp64 for fp64).
+
+        If `begun` is None or its step was lost, a server first gets the rows that it lacks and then
+        computes the step. If no server can, this process computes the step.
+        """
         result = self._result(query, begun)
         self._own_rows.settle()
         return result
@@ -242,7 +272,7 @@ class Segment:
             time.sleep(0.0 if options.has_home else _RETRY_SECONDS)
 
     def _fill(self, held: Held, query: Query) -> tuple[Tensor, ...]:
-        """Send all rows that a server lacks, in several messages if necessary, and ask it."""
+        """Send all rows that a server lacks, in one or several steps, and return the result."""
         nothing = query._replace(q=query.q[:, :0])
         most = self._rows_at_once(held.place)
         while self.length - held.rows > most:
@@ -252,7 +282,7 @@ class Segment:
         return self._answer(self._ask(held, self.length, query))
 
     def _ask(self, held: Held, stop: int, query: Query) -> BegunStep:
-        """Ask a server, and send the rows that it lacks up to `stop`."""
+        """Send a step to a server, with the rows before `stop` that the server lacks."""
         self._held, q = None, query.q
         try:
             operands = q, *self._own_rows.read(held.rows, stop)
@@ -265,7 +295,7 @@ class Segment:
             raise
 
     def _answer(self, begun: BegunStep) -> tuple[Tensor, ...]:
-        """Wait for a server's answer. The server then has the rows that it was sent."""
+        """Wait for the answer to a step, and record which rows the server has after it."""
         held = begun.held
         try:
             result = received(begun.answer)
@@ -283,18 +313,18 @@ class Segment:
         return self._own_rows.attend(query.q, self.length, query.seen, query.options)
 
     def _cost(self, q: Tensor) -> int:
-        """Return the work of queries in the unit of `Request.work`."""
+        """Return the work of attention over the whole segment, in the unit of `Request.work`."""
         shape = self._own_rows.shape
         return q.shape[:3].numel() * self.length * (shape.dim + shape.value_dim)
 
     def _rows_at_once(self, place: CachePlace) -> int:
-        """Return how many rows one message to a server may have."""
+        """Return the largest number of rows that one message to this server may have."""
         shape, most = self._own_rows.shape, min(place.bytes // 2, _MAX_MESSAGE_BYTES)
         return max(1, min(place.tokens // shape.batch, most // shape.row_bytes))
 
 
 class LayerCache:
-    """A layer's rows, in segments of `rows_per_segment` rows."""
+    """The rows of one layer, divided into segments of `rows_per_segment` rows."""
 
     def __init__(
         self,
@@ -304,16 +334,16 @@ class LayerCache:
         batched: bool,
         source: Source | None,
     ) -> None:
-        """`source` computes lost rows again; without it, this process keeps a copy of all rows."""
+        """`source` computes rows again. If it is None, this process keeps a copy of all rows."""
         self.shape = shape
         self.length = 0
-        self.batched = batched  # whether its tensors have a batch dimension
-        self.is_busy = False  # whether an answer is being computed
+        self.batched = batched  # whether the caller's tensors have a batch dimension
+        self.is_busy = False  # whether an answer was started and its result was not taken
         self.segments: list[Segment] = []
         self._servers, self._rows_per_segment, self._source = servers, rows_per_segment, source
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Append rows, k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
+        """Append the rows k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
         most = self._rows_per_segment
         while rows := min(k.shape[1], most - self.length % most):
             i, start = divmod(self.length, most)
@@ -323,7 +353,7 @@ class LayerCache:
             k, v, self.length = k[:, rows:], v[:, rows:], self.length + rows
 
     def _own_rows(self, first: int) -> Pages | RecomputedRows:
-        """Make the storage, in this process, of the segment that begins at row `first`."""
+        """Return the object that provides the rows of the segment that begins at row `first`."""
         source = self._source
         if source is None:
             return Pages(self.shape, _CPU)
@@ -335,7 +365,7 @@ class LayerCache:
             segment.truncate(max(0, length - i * self._rows_per_segment))
 
     def send(self) -> None:
-        """Send the servers all rows that they lack."""
+        """Send each server all rows that it lacks."""
         scores = CallOptions(1.0, 0.0, DEFAULT, deterministic=True)
         dtype, batch, heads, dim, _ = self.shape
         nothing = torch.empty((batch, 0, heads, dim), dtype=dtype, device=_CPU)
@@ -345,7 +375,7 @@ class LayerCache:
                 segment.finish(query, None)
 
     def held(self) -> Iterator[tuple[str, int]]:
-        """Yield the address of each server that has rows, and its bytes."""
+        """Yield the server's address and the stored bytes of each segment that a server stores."""
         yield from filter(None, (segment.held for segment in self.segments))
 
     def forget(self) -> None:
@@ -353,8 +383,12 @@ class LayerCache:
             segment.forget()
 
     def ask(self, q: Tensor, options: AttendOptions, heads: HeadPlacement) -> ServerAnswer:
-        """Ask for attention of queries (B, T, Hq, D), which `heads` may shard, at the last rows."""
-        # A segment outside the window is asked too if its server lacks rows: the step carries them.
+        """Start attention of the last T tokens' queries q (B, T, Hq, D) over all rows.
+
+        `heads` says how the caller's query heads are sharded.
+        """
+        # A segment outside of the window also gets a step if its server lacks rows, because rows
+        # travel with steps.
         offset, queries = self.length - q.shape[1], []
         for i, segment in enumerate(self.segments):
             seen = Seen(offset - i * self._rows_per_segment, *options.bounds)
@@ -366,7 +400,7 @@ class LayerCache:
 
 
 class ServerAnswer:
-    """Attention that servers compute. `ServerCache.post` makes it."""
+    """The result of `ServerCache.post`, while servers compute it."""
 
     def __init__(
         self,
@@ -378,7 +412,7 @@ class ServerAnswer:
     ) -> None:
         self._layer, self._q, self._options, self._heads = layer, q, options, heads
         self._queries, self._begun = queries, list[BegunStep | None]()
-        # The caller may drop the answer without calling `result`.
+        # If the caller drops the answer without calling `result`, its steps are cancelled.
         self._end = weakref.finalize(self, _drop, layer, queries, self._begun)
         self._end.atexit = False
         layer.is_busy = True
@@ -392,7 +426,7 @@ class ServerAnswer:
     @outside_graphs
     @torch.no_grad()
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        """Wait for the result and return it. It can be called once."""
+        """Wait for the result, and return it as `ServerCache.attend` does. Call this only once."""
         if not self._end.alive:
             raise ValueError("result() was called before: it returns once")
         q, options = self._q, self._options
@@ -417,7 +451,7 @@ class ServerAnswer:
 def _drop(
     layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[BegunStep | None]
 ) -> None:
-    """Free a layer for its next answer; steps without an answer are lost."""
+    """Allow a layer to start its next answer, and cancel the steps that were not waited for."""
     for (segment, _), each in zip(queries, begun, strict=False):
         if each is not None:
             segment.drop(each)

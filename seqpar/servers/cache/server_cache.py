@@ -36,27 +36,31 @@ class ServerCache:
     all keys. It sends B·T·(Hq·D + Hkv·(D + Dv)) elements and receives B·T·Hq·(Dv + 1) fp32 (fp64
     for fp64) numbers, however long the sequences are.
 
-    Each layer is stored by the server with the most room; with `segment`, each `segment` tokens of
-    it are. This process keeps a copy in its memory. If a server loses rows because it died, hung,
-    left or was restarted, any server gets them again from the copy, or this process computes the
-    step if there is no server. The result has the same bits on the same hardware. If the pool has
-    `home=False`, a step that no server computes in time raises a `seqpar.ServersError`.
+    The server with the most free memory stores a layer. With `segment`, a layer is cut into
+    segments of that many tokens, and each segment is stored by the server with the most free memory
+    at that time. This process keeps a copy of all keys and values in its memory. A server may lose
+    what it stores because it dies, hangs, leaves or is restarted. Then this process sends the copy
+    to any server or, if there is no server, computes the step. The result has the same bits on the
+    same hardware. If the pool has `home=False`, this process does not compute, and a step that no
+    server computes in time raises a `seqpar.ServersError`.
 
-    All sequences of a batch have the same length. Use one cache per length; `post` lets the steps
-    of several caches run at the same time. A cache has no gradients. Use it in one thread only.
-    Close it or use it as a context to free its room on the servers; garbage collection does so too.
+    All sequences of a batch have the same length. Use one cache for each length; `post` lets the
+    steps of several caches run at the same time. A cache has no gradients. Use a cache in one
+    thread only. Close a cache, or use it as a context, to free the servers' memory. The memory is
+    also freed when Python's garbage collector collects the cache.
 
     Chen et al., "Efficient Heterogeneous Large Language Model Decoding with Model-Attention
     Disaggregation" (2024, Lamina); StepFun, "Step-3 is Large yet Affordable" (2025).
 
     Args:
-        pool: the servers; made without `sample`.
-        length: tokens of the prefill.
-        segment: the most tokens of a layer that one server stores. A longer layer continues on
-            other servers, and all of them compute simultaneously. Default: no limit.
-        rebuild: a function (layer, start, stop) that returns (k, v) of these tokens of a layer with
-            the same bits as `put` and `attend` got in finished steps. Then this process keeps no
-            copy; calls of the cache call `rebuild` for rows that a server has lost.
+        pool: the servers. The pool must have `sample=0`.
+        length: the number of tokens of each sequence in the prefill.
+        segment: the largest number of tokens of a layer in one segment. Several servers then store
+            a long layer, and all of them compute simultaneously. By default there is no limit.
+        rebuild: a function (layer, start, stop) that returns (k, v) of the tokens
+            start … stop − 1 of a layer. They must have the same bits as the tensors that `put` and
+            `attend` got. With this function, this process keeps no copy. When a server has lost
+            tokens of finished steps, the methods of the cache call the function.
 
     Raises:
         ValueError: if an argument is wrong, here and in all methods. The message names the
@@ -74,7 +78,8 @@ class ServerCache:
     ) -> None:
         if not isinstance(pool, ServerPool):
             raise ValueError(f"pool must be a seqpar.ServerPool, got {shown(pool)}")
-        from seqpar.servers.cache.layer_cache import SegmentServers  # needs a pool's packages
+        # Importing this file needs the packages of the extra `serve`, which a pool has imported.
+        from seqpar.servers.cache.layer_cache import SegmentServers
 
         dispatcher = pool.dispatcher()
         if sample := dispatcher.options.sample:
@@ -87,18 +92,18 @@ class ServerCache:
         longest = MAX_DOCUMENT_TOKENS if segment is None else segment
         self._segment = as_int("segment", longest, 1, MAX_DOCUMENT_TOKENS)
         self._layers: dict[Hashable, LayerCache] = {}
-        self._new = 0  # tokens of the current step
+        self._new = 0  # the number of tokens that the current step appends
         self._pool, self._servers = pool, SegmentServers(dispatcher)
         self._close = weakref.finalize(self, self._servers.forget_all)
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return self._length
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes of pages on each server, by address, as of the last finished steps."""
+        """The bytes of memory that each server uses, by address, after the last finished steps."""
         held: dict[str, int] = {}
         for layer in self._layers.values():
             for address, nbytes in layer.held():
@@ -107,9 +112,10 @@ class ServerCache:
 
     @outside_graphs
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
-        """Store a layer's keys and values of all tokens, and send them to servers.
+        """Send a layer's keys and values of all tokens to servers, which store them.
 
-        k is (T, Hkv, D) and v (T, Hkv, Dv), or with a batch dimension in front.
+        k is (T, Hkv, D) and v (T, Hkv, Dv), or (B, T, Hkv, D) and (B, T, Hkv, Dv). If the cache
+        has this layer already, the new keys and values replace the old ones.
         """
         from seqpar.servers.cache.layer_cache import LayerCache
 
@@ -161,21 +167,24 @@ class ServerCache:
     def attend(
         self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Store the step's keys and values; return attention of its queries over all keys.
+        """Store the step's keys and values, and return attention of its queries over all keys.
 
         After an error other than a ValueError, call `truncate` and `extend` to repeat the step.
 
         Args:
-            layer: one that was put.
-            q: (T, Hq, D), or with the batch in front as at `put`: the T tokens of the step.
-            k, v: (T, Hkv, D) and (T, Hkv, Dv), or with the batch in front. DTensors may shard
-                heads: each rank then has a pool, and a cache with the rank's heads.
-            options: `causal` (True), `window_size`, `softmax_scale`, `softcap`, `sinks` and
-                `return_lse`, as in a call.
+            layer: a layer that was stored with `put`.
+            q: the queries of the step's T tokens, (T, Hq, D), or (B, T, Hq, D) if the tensors that
+                `put` got have a batch dimension.
+            k, v: the keys and values of these tokens, (T, Hkv, D) and (T, Hkv, Dv), or with a batch
+                dimension in front like q. They may be DTensors that shard heads. Each rank then
+                needs a pool, and a cache that stores the rank's heads.
+            options: `causal` (default: True), `window_size`, `softmax_scale`, `softcap`, `sinks`
+                and `return_lse`, with the same meaning as in a call of a strategy.
 
         Returns:
-            out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
-            (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64), over the keys only, without the sinks.
+            out (T, Hq, Dv) or (B, T, Hq, Dv), in q's dtype. With `return_lse`, it returns
+            (out, lse): lse is (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64), and is computed over
+            the keys only, without the sinks.
         """
         return self.post(layer, q, k, v, **options).result()
 
@@ -194,11 +203,11 @@ class ServerCache:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> ServerAnswer:
-        """Start what `attend` does; `result()` of the returned answer waits for the result.
+        """Start what `attend` does, and return at once an answer whose `result()` waits.
 
-        So the steps of several caches, and other work of the model, run at the same time. It copies
-        the tensors, so you may change them afterwards. Take the result of a layer before you call
-        `attend` or `post` for it again.
+        The steps of several caches, and other work of the model, can therefore run at the same
+        time. This method copies the tensors, so you may change them afterwards. Call `result()` of
+        a layer's answer before you call `attend` or `post` for this layer again.
         """
         self._check_open()
         kept = self._layers.get(layer)
@@ -235,7 +244,7 @@ class ServerCache:
         return kept.ask(q.detach().clone(), options, heads)
 
     def close(self) -> None:
-        """Free the servers' memory. No other method can be called afterwards."""
+        """Free the servers' memory. Afterwards the cache cannot be used."""
         self._close()
         self._layers.clear()
 
@@ -249,7 +258,7 @@ class ServerCache:
         self.close()
 
     def _source(self, layer: Hashable, batched: bool) -> Source | None:
-        """Return a function that rebuilds rows of a layer, with a batch dimension."""
+        """Return a function that calls `rebuild` and adds the batch dimension if it is missing."""
         rebuild = self._rebuild
         if rebuild is None:
             return None
