@@ -1,4 +1,13 @@
-"""A pool's connection to one server, and the tasks and cache steps that it sends."""
+"""A pool's connection to one server.
+
+* *Work* is a task, or a step of a cache. An *attempt* is work that was sent to one server.
+* A *session* is a gRPC call during which the server knows the pool. In a session, the server sends
+  an *event* with its state several times per second. A session begins with a handshake, in which
+  the pool says who it is and the server answers with a *welcome*.
+* A *payload* is the bytes of a request's tensors. Payloads and results travel in gRPC messages.
+  With NIXL, each side writes them into an *arena*, a block of the other side's memory.
+* A call *rests* between two tasks: it stays open, and neither side sends anything.
+"""
 
 from __future__ import annotations
 
@@ -35,35 +44,38 @@ AsyncCall = Callable[..., Coroutine[Any, Any, None]]
 State = Literal["connecting", "ready", "draining", "refused"]
 
 _log = logging.getLogger("seqpar")
-_RETRY_SECONDS = 0.2  # before another session; doubles up to the next line's limit
+_RETRY_SECONDS = 0.2  # the pause before another session; it doubles up to the limits below
 _MAX_RETRY_SECONDS, _MAX_UNIX_RETRY_SECONDS = 5.0, 0.4
 _EVENT_SECONDS = 0.01  # pause between two events, so that a hostile server cannot keep a pool busy
-_SECOND_LOOK_SECONDS = 0.1  # for an event, before a server counts as silent
+_SECOND_LOOK_SECONDS = 0.1  # how long to wait once more before a server counts as silent
 _MIN_SILENCE_SECONDS = 1.0  # a live server sends four events in this time
 _RATE_SMOOTHING = 0.3  # weight of the last result in a server's rate
-_BUSY_SECONDS = 0.05  # before a busy server is asked again
-_PAYLOAD_MARGIN = 2.0  # times the seconds that payloads should need
-_BANDWIDTH_FADING = 0.8  # of the measured bytes per second, with each result
-_MAX_OPEN_SECONDS = MAX_CALL_SECONDS / 6  # of a call before it gets another task
-_MAX_REASON = 200  # characters of a server's text
+_BUSY_SECONDS = 0.05  # the pause before a busy server is asked again
+_PAYLOAD_MARGIN = 2.0  # deadlines are extended by this multiple of the time that payloads need
+_BANDWIDTH_FADING = 0.8  # with each result, earlier bandwidths count this fraction
+_MAX_OPEN_SECONDS = MAX_CALL_SECONDS / 6  # a call that has been open for longer gets no more tasks
+_MAX_REASON = 200  # the most characters that are kept of a server's text
 # With these statuses a server refuses a session.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _WRITE_FAILED = "Internal error from Core"  # gRPC's text for a write to a call that has ended
 
 
 def smoothed_rate(rate: float | None, work: int, seconds: float) -> float:
-    """Return a rate in work per second, to which the last work contributes 30%."""
+    """Return a new mean rate in work per second, to which the last work contributes 30%.
+
+    `rate` is the mean before this work, or None if this is the first work.
+    """
     last = max(work, 1) / max(1e-6, seconds)
     return last if rate is None else rate + _RATE_SMOOTHING * (last - rate)
 
 
 class CachePlace(NamedTuple):
-    """The server and session under which a cache is stored."""
+    """The server that stores a cache, and the session in which it does."""
 
     address: str
-    session: bytes  # a server that was restarted begins another one
-    tokens: int  # of the largest request that the server accepts
-    bytes: int  # of the largest request, or result
+    session: bytes  # the secret of the session; a server that was restarted has other sessions
+    tokens: int  # the most query rows or key rows that a request to this server may have
+    bytes: int  # the most bytes that a request's payload or its result may have
 
 
 @dataclass(eq=False)
@@ -72,27 +84,28 @@ class PendingWork:
 
     request: Request | None  # the task; None for a cache step
     packed: Packed
-    device: torch.device  # where the result is returned
-    cost: int  # its work, in the unit of `Request.work`
+    device: torch.device  # the device on which the result is returned
+    cost: int  # the amount of work, in the unit of `Request.work`
     place: CachePlace | None = None  # for a cache step, the only place that can compute it
     future: Answer = field(default_factory=Future)  # resolved by the first answer
     submitted: float = field(default_factory=time.monotonic)
-    attempts: list[Attempt] = field(default_factory=list)  # that the servers may still answer
+    attempts: list[Attempt] = field(default_factory=list)  # attempts that may still be answered
     avoid: set[str] = field(default_factory=set)  # addresses of servers that failed to compute it
-    failures: int = 0  # of attempts, by servers
+    failures: int = 0  # the number of attempts that failed through a server's fault
     reason: str = "no server was ready"  # why the last attempt failed
     hedged: bool = False  # whether a second server was asked while the first was still computing
     at_home: bool = False  # whether this process computes it or has computed it
-    passing: float = 0.0  # seconds that payloads of an ended attempt may have spent on the network
+    # How many seconds the payloads of an attempt that has ended may have spent on the network.
+    passing: float = 0.0
 
     @classmethod
     def of(cls, request: Request) -> PendingWork:
-        """Pack a task. This takes a while, so the caller's thread does it."""
+        """Pack a task. Packing takes a while, so the caller's thread does it."""
         return cls(request, pack(request), request.q.device, request.work)
 
     @property
     def settled(self) -> bool:
-        """Whether it has a result or was cancelled."""
+        """Whether the work has a result or an error, or was cancelled."""
         return self.future.done()
 
     def cancel_attempts(self) -> None:
@@ -102,17 +115,17 @@ class PendingWork:
 
 @dataclass(eq=False)
 class Attempt:
-    """A task or step that was sent to one server."""
+    """Work that was sent to one server."""
 
     work: PendingWork
     connection: ServerConnection
-    number: int  # of the request on this connection
-    call: asyncio.Task[None] | None = None  # which sends the request and receives the result
-    started: float = field(default_factory=time.monotonic)  # when it was sent
-    late: bool = False  # another server was asked, because no answer came in time
+    number: int  # the number of the request on this connection
+    call: asyncio.Task[None] | None = None  # the coroutine that sends the request and gets a result
+    started: float = field(default_factory=time.monotonic)  # when the request was sent
+    late: bool = False  # whether another server was asked, because no answer came in time
 
     def cancel(self) -> None:
-        """End the call. A call that has not begun cannot finish the attempt itself."""
+        """End the call, and then the attempt: a call that has not begun would not end it."""
         if self.call is not None:
             self.call.cancel()
         self.connection.finish(self)
@@ -124,35 +137,35 @@ class Attempt:
 
 
 class ConnectionEvents(Protocol):
-    """What a connection tells its pool."""
+    """The methods of a pool that its connections call."""
 
     def on_result(self, attempt: Attempt, tensors: list[Tensor]) -> None: ...
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> None: ...
 
     def on_change(self) -> None:
-        """The state of the connection has changed."""
+        """Handle a new state of the connection."""
 
     def on_error(self, error: BaseException) -> None:
-        """One of these calls has failed, or the connection itself."""
+        """Handle an error in one of these methods, or in the connection itself."""
 
 
 class Failure(NamedTuple):
     """Why an attempt has no result."""
 
     reason: str
-    blame: bool = False  # whether the server failed at this request
-    busy: bool = False  # whether it accepts no request for a moment
-    lost: bool = False  # whether its session has ended
+    blame: bool = False  # whether the server is at fault, so that others should be asked first
+    busy: bool = False  # whether the server accepts no request for a moment
+    lost: bool = False  # whether the session on this server has ended
 
 
 @dataclass(eq=False)
 class PoolEndpoint:
-    """The client side of a pool, shared by all of its connections."""
+    """What all connections of a pool share."""
 
-    name: str  # unique among all processes
+    name: str  # a name of the pool that is unique among all processes
     identity: ClientIdentity | None
-    connect_seconds: float  # the deadline of a handshake, and of a session's next event
+    connect_seconds: float  # the deadline for a handshake, and for the next event of a session
     direct: OneSided | None = None  # the pool's NIXL agent, if the pool uses NIXL
     versions: list[Version] = field(default_factory=lambda: versions.VERSIONS)
 
@@ -162,11 +175,11 @@ class _UnknownVersionError(Exception):
 
 
 class TaskCall:
-    """A call of gRPC, which has one task after another. Between two tasks it rests."""
+    """A gRPC call that sends one task after another, and rests between two tasks."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self._since = stream, time.monotonic()
-        self._early: asyncio.Task[bytes] | None = None  # receives the next reply
+        self._early: asyncio.Task[bytes] | None = None  # waits for a reply while the call rests
 
     async def write(self, message: bytes) -> None:
         await self.stream.write(message)
@@ -180,18 +193,18 @@ class TaskCall:
         return await early
 
     def rest(self) -> None:
-        """Wait for another task. A server that sends anything before it has failed."""
+        """Keep the call open for another task. If the server sends anything, the call ends."""
         self._early = asyncio.ensure_future(self.stream.read())
         self._early.add_done_callback(self._spoil)
 
     def _spoil(self, early: asyncio.Task[bytes]) -> None:
-        """End the call, so that no more arrives."""
+        """End the call, because the server sent something while the call rested, or ended it."""
         self.stream.cancel()
         if not early.cancelled():
-            early.exception()  # so that asyncio does not log it
+            early.exception()  # asyncio logs an error that nobody has asked for
 
     def may_go_on(self) -> bool:
-        """Return whether a resting call may have another task."""
+        """Return whether a resting call may send another task."""
         is_new = time.monotonic() - self._since < _MAX_OPEN_SECONDS
         return is_new and self._early is not None and not self._early.done()
 
@@ -202,40 +215,41 @@ class TaskCall:
 
 
 class ServerConnection:
-    """A pool's connection to one server: its session, and the calls that compute tasks.
+    """A session on one server, and the calls that send work to the server.
 
-    The session has a connection of its own, so that no payload delays its events. A session that
-    ends is begun again after a pause.
+    The session's call and the calls with payloads use two network connections, so that payloads do
+    not delay events. If the session ends, another session begins after a pause.
 
-    Not thread-safe: only the event loop's thread may call it.
+    Not thread-safe: the event loop's thread makes every call.
     """
 
     def __init__(self, address: str, endpoint: PoolEndpoint, events: ConnectionEvents) -> None:
-        """`events` is told of results, failures and changes of the state."""
+        """`events` gets the results, the failures and the changes of the state."""
         self.address = address
         self.state: State = "connecting"  # also after the session was lost
-        self.reason = "it has not answered yet"  # why it is not ready, or ""
+        self.reason = "it has not answered yet"  # why the server is not ready, or ""
         self.device = ""  # the server's hardware, as `hardware_of` describes it
-        self.attempts: dict[int, Attempt] = {}  # without an answer, by request number
-        self.rate: float | None = None  # work per second, after the first result
-        self.blocked_until = 0.0  # when it may be asked again after a busy reply
-        self.last_result = 0.0  # when its last result arrived, on the monotonic clock
-        self.tasks = 0  # results that were used
-        self.work = 0  # of these results
+        self.attempts: dict[int, Attempt] = {}  # attempts without an answer, by request number
+        self.rate: float | None = None  # work per second, or None before the first result
+        self.blocked_until = 0.0  # the time from which a server that was busy may be asked again
+        self.last_result = 0.0  # when the last result arrived, on the monotonic clock
+        self.tasks = 0  # the number of results that were used
+        self.work = 0  # the work in the results that were used
         self.lost = 0  # how often the session was lost
         self.cache_room = 0  # bytes that are free for caches, as the server last reported
         self._endpoint, self._events = endpoint, events
         self._service = endpoint.versions[0]
-        self._welcome: Any = None  # the message, while there is a session
-        self._route: Route | None = None  # to the server that has the session
-        self._channel: grpc.aio.Channel | None = None  # of payloads
-        self._resting: list[TaskCall] = []  # calls that may have another task
-        self._bytes_per_second = 0.0  # the measured rate of payloads
-        self._own_arena = self._server_arena = Arena(0)  # for NIXL's writes
+        self._welcome: Any = None  # the server's welcome, while there is a session
+        self._route: Route | None = None  # the route to the server of the session
+        self._channel: grpc.aio.Channel | None = None  # the connection for payloads
+        self._resting: list[TaskCall] = []
+        self._bytes_per_second = 0.0  # the measured bandwidth of payloads
+        # With NIXL, the server writes into the first arena, and this pool into the second.
+        self._own_arena = self._server_arena = Arena(0)
         self._last_number = 0
         self._silence_seconds = max(endpoint.connect_seconds, _MIN_SILENCE_SECONDS)
         self._retry_seconds = _RETRY_SECONDS
-        self._calls: set[asyncio.Task[None]] = set()  # which must be kept until they end
+        self._calls: set[asyncio.Task[None]] = set()  # asyncio itself keeps no running task alive
         self._keeping = self._run(self._keep_session)
 
     # --- What the pool asks when it chooses a server ---
@@ -254,44 +268,45 @@ class ServerConnection:
 
     @property
     def place(self) -> CachePlace | None:
-        """The place of a new cache on this server, or None if the server is not ready."""
-        # Any thread may ask: the welcome is set before the state, and lost after it.
+        """The place for a new cache on this server, or None if the server is not ready."""
+        # Any thread may read this: the event loop sets the welcome before the state becomes ready,
+        # and removes the welcome after the state has changed.
         if self.state != "ready" or (welcome := self._welcome) is None:
             return None
         return CachePlace(self.address, welcome.session, welcome.tokens, welcome.bytes)
 
     @property
     def outstanding(self) -> int:
-        """Work that the server has not answered yet."""
+        """The amount of work that the server has not answered yet."""
         return sum(attempt.work.cost for attempt in self.attempts.values())
 
     @property
     def allowance(self) -> float:
-        """Seconds by which payloads on the network extend the deadlines of this server's tasks."""
+        """How many seconds the deadlines of this server's tasks are extended for their payloads."""
         nbytes = sum(attempt.payload_bytes for attempt in self.attempts.values())
         return _PAYLOAD_MARGIN * nbytes / max(self._bytes_per_second, LEAST_RATE)
 
     def is_free(self, depth: int, now: float) -> bool:
-        """Return whether the server accepts another task now, with at most `depth` at a time."""
+        """Return whether the server may get another task now. It has at most `depth` at a time."""
         if self.state != "ready" or now < self.blocked_until:
             return False
         return len(self.attempts) < min(depth, self._welcome.requests)
 
     def accepts(self, work: PendingWork) -> bool:
-        """Return whether a task is within the server's caps."""
+        """Return whether a task is small enough for the limits in the server's welcome."""
         task, form = work.packed.task, work.packed.form
         rows = task.batch * max(task.q_rows, task.k_rows)
         nbytes = max(form.request.room, form.result.room)
         return rows <= self._welcome.tokens and nbytes <= self._welcome.bytes
 
     def waited(self, attempt: Attempt, now: float) -> float:
-        """Return the seconds since the server got an attempt or answered another one."""
+        """Return the seconds since the attempt began or, if that is later, the last result came."""
         return now - max(attempt.started, self.last_result)
 
     # --- Requests and results ---
 
     def start(self, work: PendingWork) -> None:
-        """Begin to send a task or step; the events tell its result or its failure."""
+        """Begin to send work. Its result or its failure goes to the pool as an event."""
         self._last_number += 1
         attempt = Attempt(work, self, self._last_number)
         self.attempts[attempt.number] = attempt
@@ -310,7 +325,7 @@ class ServerConnection:
             self._events.on_error(error)
 
     async def _compute(self, attempt: Attempt) -> None:
-        """Send an attempt's request and receive its result."""
+        """Send an attempt's request, and report its result or its failure to the pool."""
         try:
             tensors, seconds = await self._result(attempt)
         except grpc.aio.AioRpcError as error:
@@ -332,7 +347,7 @@ class ServerConnection:
         self._events.on_failure(attempt, failure)
 
     async def _result(self, attempt: Attempt) -> tuple[list[Tensor], float]:
-        """Return the tensors of a result, and the seconds that the server computed."""
+        """Send an attempt's request; return the result's tensors and the server's compute time."""
         assert self._channel is not None
         packed, payload = attempt.work.packed, attempt.work.packed.form.result
         places = self._take_places(packed)
@@ -362,7 +377,7 @@ class ServerConnection:
         return payload.tensors(parts), reply.seconds
 
     def _open_call(self) -> TaskCall:
-        """Return a call that may have a task."""
+        """Return a resting call, or a new one if no call rests."""
         assert self._channel is not None
         while self._resting:
             call = self._resting.pop()
@@ -373,7 +388,7 @@ class ServerConnection:
         return TaskCall(self._channel.stream_stream(path)(timeout=MAX_CALL_SECONDS))
 
     async def _end(self, call: TaskCall) -> None:
-        """Let the server end a call whose result has arrived; nobody waits for that."""
+        """Wait until the server has ended a call whose result has arrived."""
         with suppress(Exception):
             async with asyncio.timeout(self._silence_seconds):
                 await call.read()
@@ -389,7 +404,7 @@ class ServerConnection:
         return reply, incoming.parts
 
     async def _read(self, call: TaskCall) -> bytes:
-        """Return a call's next reply, or raise the status with which the server ended it."""
+        """Return a call's next reply. If the server has ended the call, raise the call's status."""
         raw = await call.read()
         if raw is grpc.aio.EOF:
             await self._raise_status(call.stream)
@@ -398,7 +413,10 @@ class ServerConnection:
     # --- Payloads that NIXL moves ---
 
     def _take_places(self, packed: Packed) -> Places | None:
-        """Take room for a payload and its result in both arenas; None if either has none."""
+        """Reserve memory for a payload in the server's arena, and for its result in this pool's.
+
+        Returns None if the memory is not free in one of the arenas.
+        """
         request = self._server_arena.take(packed.form.request.room)
         if request is None:
             return None
@@ -411,10 +429,10 @@ class ServerConnection:
     async def _exchange_directly(
         self, call: TaskCall, packed: Packed, places: Places
     ) -> tuple[ReplyHeader, list[Bytes]]:
-        """Write a payload, and return the result that the server writes.
+        """Write a payload into the server's arena, and return the result that the server writes.
 
-        If this fails or is cancelled, the server may still write: the places then stay taken until
-        the session ends.
+        If this fails or is cancelled, the server may still write into the arena of this pool. The
+        memory in both arenas therefore stays reserved until the session ends.
         """
         direct, server_arena, own_arena = (
             self._endpoint.direct,
@@ -431,15 +449,15 @@ class ServerConnection:
         return reply, parts
 
     async def _raise_status(self, call: Any) -> None:
-        """Raise the status with which a server has ended a call too early."""
+        """Raise the status of a call that the server has ended too early."""
         code, details = await call.code(), await call.details()
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
-        """Return what the pool does after a call that has ended with this status."""
+        """Return what the status of a call tells the pool."""
         code, details, reason = error.code(), _details(error), _text_of(error)
-        # A server that has too many calls cancels some. If a request is still being written, gRPC
-        # replaces that status by an error of its own.
+        # A server that has too many calls cancels some of them. If the pool is still writing a
+        # request, gRPC reports the failed write instead of the status CANCELLED.
         shed = code == grpc.StatusCode.CANCELLED or details == _WRITE_FAILED
         if shed or code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Failure(details or "it is busy", busy=True)
@@ -464,7 +482,6 @@ class ServerConnection:
         self.last_result = now
 
     def count_used(self, work: PendingWork) -> None:
-        """Count a result that was used."""
         self.tasks += 1
         self.work += work.cost
 
@@ -476,12 +493,12 @@ class ServerConnection:
             self._run(self._quietly, free, request.SerializeToString())
 
     async def _quietly(self, call: Callable[..., Any], request: bytes) -> None:
-        """Make a call whose failure changes nothing: a cache ends with its session."""
+        """Make a call that may fail: if a cache is not freed now, it ends with its session."""
         with suppress(Exception):
             await call(request, timeout=self._silence_seconds)
 
     def _measure_bandwidth(self, attempt: Attempt, computing: float) -> None:
-        """Update the measured rate of payloads; the server computed this attempt in `computing`."""
+        """Update the measured bandwidth. `computing` is the server's compute time in seconds."""
         seconds = max(1e-3, time.monotonic() - attempt.started - computing)
         faded = _BANDWIDTH_FADING * self._bytes_per_second
         self._bytes_per_second = max(attempt.payload_bytes / seconds, faded)
@@ -489,7 +506,7 @@ class ServerConnection:
     # --- The session ---
 
     async def _keep_session(self, after: float = 0.0) -> None:
-        """Begin a session after some seconds, and another one whenever it ends."""
+        """Wait `after` seconds, begin a session, and begin another one whenever a session ends."""
         await asyncio.sleep(after)
         while True:
             refused = False
@@ -517,7 +534,7 @@ class ServerConnection:
             self._retry_seconds = min(2 * self._retry_seconds, most)
 
     async def _session(self) -> None:
-        """Hold a session until it ends."""
+        """Begin a session, and receive its events until it ends."""
         if (identity := self._endpoint.identity) is not None:
             identity.look()
             for fault in identity.faults():
@@ -542,7 +559,7 @@ class ServerConnection:
             self._events.on_change()
 
     async def _greet(self, channel: grpc.aio.Channel) -> tuple[Any, Any]:
-        """Ask for a session, in the newest version that the server knows.
+        """Ask for a session in the newest version of the service that the server knows.
 
         Returns the call of the session and its first event.
         """
@@ -569,13 +586,14 @@ class ServerConnection:
     async def _event(self, call: Any) -> Any:
         read = asyncio.ensure_future(call.read())
         try:
-            # If this process itself stood still, events have arrived: look once more.
+            # If this process was stopped for a while, events may have arrived that it has not read
+            # yet. So it waits a second time before it calls the server silent.
             for seconds in (self._silence_seconds, _SECOND_LOOK_SECONDS):
                 await asyncio.wait([read], timeout=seconds)
             if not read.done():
                 raise TimeoutError
         finally:
-            read.cancel()  # which changes nothing if it has ended
+            read.cancel()  # this changes nothing if the read has ended
         if (raw := await read) is grpc.aio.EOF:
             await self._raise_status(call)
         return self._service.read(self._service.messages.SessionEvent, raw)
@@ -592,7 +610,7 @@ class ServerConnection:
                 direct.connect(self, ArenaTarget(theirs.agent, theirs.address, theirs.size))
                 self._server_arena = Arena(theirs.size)
         self.device = printable(welcome.device)[:_MAX_REASON]
-        if welcome.library != library_version():  # another version may round in another way
+        if welcome.library != library_version():  # a different version may round differently
             self.device += f", seqpar {printable(welcome.library)[:_MAX_REASON]}"
         self.state, self.reason = "ready", ""
         self._retry_seconds = _RETRY_SECONDS
@@ -600,7 +618,7 @@ class ServerConnection:
         self._events.on_change()
 
     def lose(self, reason: str) -> None:
-        """End the session; its attempts fail."""
+        """End the session, and let its attempts fail."""
         self.lost += self.is_welcome
         self.state, self.reason, self._welcome = "connecting", reason, None
         unanswered = list(self.attempts.values())
@@ -621,13 +639,13 @@ class ServerConnection:
             self._resting.pop().cancel()
 
     def restart(self, reason: str) -> None:
-        """End the session, and begin another one soon."""
+        """End the session, and begin another one after a short pause."""
         self._keeping.cancel()
         self.lose(reason)
         self._keeping = self._run(self._keep_session, _RETRY_SECONDS)
 
     def distrust(self, reason: str) -> None:
-        """End the session for good."""
+        """End the session, and never begin another one."""
         self._keeping.cancel()
         self.lose(reason)
         self.state = "refused"
@@ -643,11 +661,11 @@ class ServerConnection:
 
 
 async def _until_cancelled(call: AsyncCall, *arguments: Any) -> None:
-    """Run a call, and return if it is cancelled.
+    """Run a call, and return normally if the call is cancelled.
 
-    A task that raises CancelledError keeps the error, the error's traceback keeps the frames of the
-    call, and these keep the task. The call's socket and payload would stay until Python's garbage
-    collector ran.
+    If the asyncio task raised CancelledError, it would refer to the error, the error's traceback
+    would refer to the frames of the call, and the frames would refer to the task. Because of this
+    cycle, the call's socket and payload would stay in memory until Python's garbage collector ran.
     """
     with suppress(asyncio.CancelledError):
         await call(*arguments)
@@ -666,5 +684,5 @@ def _details(error: grpc.aio.AioRpcError) -> str:
 
 
 def _text_of(error: grpc.aio.AioRpcError) -> str:
-    """Return what a call's status says, for a report."""
+    """Return the server's text or, if there is none, the name of the status in words."""
     return _details(error) or error.code().name.lower().replace("_", " ")

@@ -1,4 +1,4 @@
-"""Finds the servers of a pool: listed addresses, files of addresses, and DNS names."""
+"""Finds the addresses of a pool's servers: in a list, in files, and in DNS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("seqpar")
 
 
 def parse(addresses: object) -> list[str]:
-    """Return the argument `addresses` as a list; raise a ValueError if one is malformed."""
+    """Return the argument `addresses` as a list; raise a ValueError if an address is malformed."""
     if isinstance(addresses, str):
         addresses = [addresses]
     if not isinstance(addresses, Sequence) or not addresses:
@@ -50,11 +50,11 @@ def _read(address: str) -> bytes:
 
 
 def expand(addresses: Sequence[str]) -> list[str]:
-    """Return the servers' current addresses without duplicates.
+    """Read all files and resolve all names; return the servers' addresses without duplicates.
 
     Raises:
-        OSError: a file cannot be read, or a name is not known.
-        ValueError: another user could change a file, or it has other lines than addresses.
+        OSError: a file cannot be read, or DNS does not know a name.
+        ValueError: another user could change a file, or a line of a file is not an address.
     """
     servers: list[str] = []
     for address in addresses:
@@ -71,7 +71,7 @@ def expand(addresses: Sequence[str]) -> list[str]:
 
 
 class Discovery(threading.Thread):
-    """Looks up the servers' addresses every 2 s and reports changes."""
+    """Looks up the servers' addresses every 2 s, and calls `on_change` when they have changed."""
 
     def __init__(
         self, addresses: Sequence[str], has_keys: bool, on_change: Callable[[Sequence[str]], None]
@@ -84,7 +84,11 @@ class Discovery(threading.Thread):
         self.look()
 
     def look(self) -> None:
-        """Look once. A failed lookup changes nothing, and is logged once."""
+        """Look up the addresses once.
+
+        If this fails, the pool keeps its servers. The reason is logged, but not again while it
+        stays the same.
+        """
         try:
             servers = expand(self._addresses)
         except (OSError, ValueError) as error:
@@ -94,7 +98,7 @@ class Discovery(threading.Thread):
             return
         self._fault = ""
         if not self._has_keys:
-            # A file or a name must not send payloads off this machine without keys.
+            # Without keys, payloads must stay on this machine, whatever a file or a name says.
             servers = [address for address in servers if is_local(address)]
         if servers != self._last:
             self._last = servers

@@ -1,4 +1,12 @@
-"""The core of a pool. It sends tasks and steps of caches to servers, and each gets one result."""
+"""The core of a pool: it sends tasks and steps of caches to servers until each has a result.
+
+* *Work* is a task, or a step of a cache. An *attempt* is work that was sent to one server.
+* Work is *settled* when it has a result or an error, or was cancelled.
+* A *retry* sends work again after an attempt has failed or was too late.
+* A *hedge* sends a task that takes unusually long to a second server. The first result counts.
+* *Home* is this process. With the option `home`, it computes tasks that no server computes.
+* A *beat* is a check of all deadlines.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +48,9 @@ from seqpar.servers.wire.payload import on_device
 from seqpar.servers.wire.request import Request, ServersError
 
 _log = logging.getLogger("seqpar")
-_BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1  # between two looks at deadlines
-_MAX_FAILURES = 3  # of a task, where this process does not compute
-_MAX_STEPS_AT_ONCE = 2**20  # per server, unless its welcome gives fewer
+_BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1  # from beat to beat, with and without work
+_MAX_FAILURES = 3  # failed attempts after which a task has failed, if the pool has `home=False`
+_MAX_STEPS_AT_ONCE = 2**20  # per server; in practice the limit in the server's welcome applies
 _WRONG_ANSWER = "its answer was wrong"
 
 
@@ -52,7 +60,10 @@ def start_dispatcher(
     transports: Sequence[str] | None,
     options: PoolOptions,
 ) -> Dispatcher:
-    """Check the arguments of `ServerPool.connect`, start a pool, and wait for a ready server."""
+    """Check the arguments of `ServerPool.connect`, start a pool, and wait for a ready server.
+
+    If no server is ready within the deadline `connect`, the pool is returned all the same.
+    """
     listed = parse(addresses)
     direct = "nixl" in transports_of(transports)
     identity = None if keys is None else ClientIdentity(keys)
@@ -76,18 +87,18 @@ class Inbox:
     """Work and calls that any thread hands to the pool, which runs in the event loop."""
 
     def __init__(self, look: Callable[[], None]) -> None:
-        """The event loop calls `look` when there is something in the inbox."""
+        """The event loop calls `look` when something was put into the inbox."""
         self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
-        self.ended: str | None = None  # why the inbox accepts nothing more
+        self.ended: str | None = None  # why the inbox accepts nothing, or None if it is open
         self._look, self._lock = look, threading.Lock()
 
     def wake(self) -> None:
-        """Let the pool look into the inbox."""
+        """Let the event loop look into the inbox soon."""
         event_loop().call_soon_threadsafe(self._look)
 
     def put(self, work: PendingWork) -> Answer:
-        """Hand over work; return the future of its result."""
+        """Hand work to the pool, and return the future of the result."""
         with self._lock:
             if self.ended is not None:
                 raise ServersError(self.ended)
@@ -96,30 +107,32 @@ class Inbox:
         return work.future
 
     def call(self, call: Callable[[], None]) -> None:
-        """Queue a call, which the pool makes the next time that it looks."""
-        # No lock: the garbage collector may call this at any moment, even while it is held.
+        """Queue a function, which the pool calls the next time that it looks into the inbox."""
+        # This must take no lock. The garbage collector may call this method at any moment, in a
+        # thread that holds the lock and would then wait for itself.
         self.calls.append(call)
 
     def end(self, reason: str) -> None:
-        """Accept nothing more. The first reason is kept."""
+        """Accept nothing from now on. If `end` was called before, the earlier reason is kept."""
         with self._lock:
             self.ended = self.ended or reason
         self.wake()
 
 
 class StepLostError(Exception):
-    """A cache was lost, or its server did not answer. The cache's code catches this error."""
+    """A server has lost a cache, or did not answer a step. `layer_cache.py` catches this error."""
 
     def __init__(self, reason: str, blame: bool) -> None:
         super().__init__(reason)
-        self.blame = blame  # whether a server that is still connected is at fault
+        self.blame = blame  # whether the server is still connected, so that it is at fault
 
 
 class Dispatcher:
-    """Sends the tasks that other threads `submit`, and makes all calls of the connections.
+    """Sends the work that other threads submit, and makes all calls of the connections.
 
-    A step of a cache has one possible server, and is lost with its cache. A lost step raises a
-    StepLostError in its caller's thread, which can build the cache again.
+    Only the server that stores a cache can compute a step of the cache. If this server loses the
+    cache, the future of the step raises a StepLostError. The thread that waits for the future can
+    then build the cache again on any server.
     """
 
     discovery: Discovery | None = None
@@ -127,15 +140,15 @@ class Dispatcher:
     def __init__(self, servers: KnownServers, options: PoolOptions) -> None:
         self._running: Future[None] | None = None
         self._ended = asyncio.Event()
-        self._copier = ThreadPoolExecutor(1, "seqpar-copies")  # of results to GPUs
+        self._copier = ThreadPoolExecutor(1, "seqpar-copies")  # copies results to GPUs
         self.options = options
         self.servers = servers
         self.inbox = Inbox(self._turn)
         self.local_worker = LocalWorker(self.inbox.wake, options.home_depth)
         self._stragglers = StragglerDetector(options.hedge_quantile)
-        self._unfinished: list[PendingWork] = []  # tasks and steps
+        self._unfinished: list[PendingWork] = []  # all tasks and steps without a result
         self._unsent: deque[PendingWork] = deque()  # tasks that wait for a server
-        self._unsent_steps: deque[PendingWork] = deque()  # that wait until their server is free
+        self._unsent_steps: deque[PendingWork] = deque()  # steps that wait until a server is free
         self._last_commit = self._next_beat = 0.0
         self._retried = 0
         self._hedged = 0
@@ -149,17 +162,20 @@ class Dispatcher:
     def submit_step(
         self, place: CachePlace, packed: Packed, device: torch.device, cost: int
     ) -> Answer:
-        """Send a step to its cache; return the future of (out, lse)."""
+        """Send a step to the server that stores its cache; return the future of (out, lse)."""
         return self.inbox.put(PendingWork(None, packed, device, cost, place))
 
     def place_cache(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
-        """Reserve `nbytes` for a cache at a server that is not in `avoid`, or return None."""
+        """Reserve `nbytes` for a cache on a server whose address is not in `avoid`.
+
+        Returns None if no such server has enough free memory.
+        """
         if self.inbox.ended is not None:
             raise ServersError(self.inbox.ended)
         return self.servers.place(nbytes, avoid)
 
     def forget_cache(self, place: CachePlace, cache: int) -> None:
-        """Free a cache on its server, if the pool still has a connection to it."""
+        """Free a cache on its server, if the session that stores the cache still exists."""
 
         def call() -> None:
             if (connection := self.servers.at(place)) is not None:
@@ -168,11 +184,11 @@ class Dispatcher:
         self.inbox.call(call)
 
     def count_at_home(self, cost: int) -> None:
-        """Count a step that the caller computed."""
+        """Count a step that the caller computed in this process."""
         self.inbox.call(partial(self.local_worker.count, cost))
 
     def serve_at(self, addresses: Sequence[str]) -> None:
-        """Use the servers at these addresses from now on, and no others."""
+        """From now on, use only the servers at these addresses."""
         self.inbox.call(partial(self._use, tuple(addresses)))
         self.inbox.wake()
 
@@ -182,11 +198,12 @@ class Dispatcher:
         return PoolReport.of(list(self.servers), self.local_worker, *counts)
 
     def close(self) -> None:
-        """Leave all servers and end. Tasks without a result raise."""
+        """End all sessions and the pool. The futures of work without a result raise."""
         if self.discovery is not None:
             self.discovery.end()
         self.inbox.end("the pool was closed")
-        # A callback of a future runs in the event loop, which cannot wait for itself.
+        # The caller may be a callback of a future. Then it runs in the event loop, which cannot
+        # wait for itself.
         if self._running is not None and not in_event_loop():
             while is_running() and not wait([self._running], _BEAT_SECONDS).done:
                 pass
@@ -199,7 +216,7 @@ class Dispatcher:
         self._running = start(self._run())
 
     async def _run(self) -> None:
-        """Look at deadlines until the pool is closed or fails, and then leave all servers."""
+        """Check deadlines until the pool is closed or fails, and then end all sessions."""
         while self.inbox.ended is None:
             self._turn()
             most = _BEAT_SECONDS if self._unfinished else _IDLE_BEAT_SECONDS
@@ -211,7 +228,7 @@ class Dispatcher:
         await self.servers.close()
 
     def _turn(self) -> None:
-        """Do all that can be done now."""
+        """Process the inbox, the local worker's results and due deadlines, and send work."""
         if self.inbox.ended is not None:
             self._ended.set()
             return
@@ -238,11 +255,13 @@ class Dispatcher:
     def _take_from_local_worker(self) -> None:
         while self.local_worker.examined:
             attempt, tensors, is_right = self.local_worker.examined.popleft()
-            # Once a task is settled, its caller may change the tensors: a comparison means nothing.
+            # Once a task is settled, its caller may change the inputs. A check of another result
+            # for this task may then have compared with different inputs, so it is ignored.
             if is_right or attempt.work.settled:
                 self._accept(attempt, tensors)
                 continue
-            # The address may have been dropped and listed again since: distrust its newest server.
+            # The address may have been removed from the list and added again since. So the newest
+            # connection to the address is distrusted.
             if (connection := self.servers.get(attempt.connection.address)) is not None:
                 connection.distrust(_WRONG_ANSWER)
             self._retry(attempt, _WRONG_ANSWER)
@@ -261,7 +280,7 @@ class Dispatcher:
 
     def on_result(self, attempt: Attempt, tensors: list[Tensor]) -> None:
         now, work = time.monotonic(), attempt.work
-        if work.place is None:  # the cost of a step does not predict its time
+        if work.place is None:  # not for steps, whose time cannot be predicted from their cost
             attempt.connection.count(attempt, now)
             self._stragglers.count(work.cost, now - attempt.started)
         if self.options.sample and not work.settled:
@@ -288,21 +307,25 @@ class Dispatcher:
     def _commit(
         self, work: PendingWork, tensors: Sequence[Tensor], count: Callable[[], None]
     ) -> bool:
-        """Resolve a task's future, and count its result; return False if it was settled before."""
+        """Resolve the future of work, and call `count`.
+
+        Returns False, without calling `count`, if the work was settled before.
+        """
         work.cancel_attempts()
         if work.settled or not work.future.set_running_or_notify_cancel():
             return False
         self._unfinished.remove(work)
         self._last_commit = time.monotonic()
         count()
-        if work.device.type == "cuda":  # the copy waits for the GPU, and other pools need the loop
+        # A copy to a GPU waits for the GPU, and must not delay the event loop of all pools.
+        if work.device.type == "cuda":
             self._copier.submit(self._hand_over, work, tensors)
         else:
             self._hand_over(work, tensors)
         return True
 
     def _hand_over(self, work: PendingWork, tensors: Sequence[Tensor]) -> None:
-        """Resolve a task's future with its result on the task's device."""
+        """Copy a result to the device of its work, and resolve the work's future."""
         try:
             result = on_device(tensors, work.device)
         except RuntimeError as error:  # from the GPU, such as out of memory
@@ -311,14 +334,14 @@ class Dispatcher:
             self._resolve(partial(work.future.set_result, result))
 
     def _resolve(self, resolve: Callable[[], None]) -> None:
-        """Resolve a future, whose callbacks must not end the event loop of all pools."""
+        """Resolve a future. An error in one of its callbacks must not end the event loop."""
         try:
             resolve()
-        except BaseException as error:  # such as a callback's SystemExit
+        except BaseException as error:  # for example a SystemExit of a callback
             self.on_error(error)
 
     def _retry(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
-        """Try a failed attempt's task again, unless another attempt is in progress."""
+        """Send the work of a failed attempt again, unless another attempt is still in progress."""
         work = attempt.work
         work.reason = f"{attempt.connection.address}: {reason}"
         if blame:
@@ -345,7 +368,7 @@ class Dispatcher:
             self._unfinished.remove(work)
 
     def on_error(self, error: BaseException) -> None:
-        """End the pool after a fault of its own, so that callers do not wait."""
+        """End the pool after an error in its own code, so that no caller waits forever."""
         if isinstance(error, ExitingError):
             self.inbox.end(str(error))
             return
@@ -355,7 +378,7 @@ class Dispatcher:
     # --- Sending ---
 
     def _assign(self, now: float) -> None:
-        """Send waiting tasks in order, each to the server that should finish it first."""
+        """Send all work that can be sent, each task to the server that should finish it first."""
         self._assign_steps(now)
         waiting: deque[PendingWork] = deque()
         while self._unsent:
@@ -376,7 +399,7 @@ class Dispatcher:
         self._unsent = waiting
 
     def _assign_steps(self, now: float) -> None:
-        """Send the waiting steps whose servers are free."""
+        """Send the unsent steps whose servers are free."""
         waiting: deque[PendingWork] = deque()
         while self._unsent_steps:
             work = self._unsent_steps.popleft()
@@ -396,7 +419,11 @@ class Dispatcher:
         self._unsent_steps = waiting
 
     def _leave_servers(self, work: PendingWork) -> bool:
-        """Compute a task in this process or fail it; return False to try all servers again."""
+        """Handle a task that no ready server can compute.
+
+        With `home`, this process computes the task. Otherwise the task fails after too many failed
+        attempts; before that, this returns False, and all servers are tried again.
+        """
         if self.options.has_home:
             self.local_worker.take(work)
         elif work.failures >= _MAX_FAILURES:
@@ -436,7 +463,10 @@ class Dispatcher:
             self._lose_step(work)
 
     def _end_late_attempts(self, work: PendingWork, now: float) -> bool:
-        """Give up attempts that have waited too long; return whether this ended the last one."""
+        """Mark attempts as late that have waited too long.
+
+        Returns True if an attempt was marked and all attempts of the work are late now.
+        """
         any_ended = False
         for attempt in work.attempts:
             connection = attempt.connection
@@ -464,19 +494,23 @@ class Dispatcher:
 
 
 class StragglerDetector:
-    """Finds tasks that take `factor` times as long as a quantile of the last 256 tasks.
+    """Finds tasks that take more than `factor` times as long as a quantile of the last 256 tasks.
 
-    Durations are compared per unit of work plus a constant. The time of a task without work is not
-    known, so the constant is the median work.
+    Tasks of different sizes are compared by their pace:
+
+        pace = seconds / (work + 1 + median work)
+
+    Even a task without work takes some time. How much is not known, so the time of the median work
+    stands for it.
     """
 
     _KEPT_TASKS = 256
-    _MIN_TASKS = 20
+    _MIN_TASKS = 20  # before the detector has seen as many tasks, no task is late
     _MIN_SECONDS = 0.02  # a shorter task is never late
 
     def __init__(self, quantile: float, factor: float = 1.5) -> None:
         self._quantile, self._factor = quantile, factor
-        self._tasks: deque[tuple[int, float]] = deque()  # (work, pace), the oldest first
+        self._tasks: deque[tuple[int, float]] = deque()  # pairs (work, pace), the oldest first
         self._sorted_work: list[int] = []
         self._sorted_pace: list[float] = []
 

@@ -1,4 +1,4 @@
-"""The servers that a pool knows, and which of them gets a task or a cache."""
+"""The connections of a pool to its servers, and the choice of a server for a task or a cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from seqpar.servers.pool.connection import (
 
 
 class KnownServers:
-    """The connections of a pool by address.
+    """The connections of a pool, by the address of the server.
 
-    Threads other than the event loop's may call only `__iter__`, `wait_for_any` and `place`.
+    The event loop's thread makes the calls. Any other thread may call only `__iter__`,
+    `wait_for_any` and `place`.
     """
 
     def __init__(self, endpoint: PoolEndpoint, depth: int) -> None:
-        """A server gets at most `depth` tasks at a time."""
+        """`depth` is the largest number of tasks that a server has at a time."""
         self.endpoint = endpoint
         self._depth = depth
         self._connections: dict[str, ServerConnection] = {}
@@ -35,7 +36,10 @@ class KnownServers:
         return self._connections.get(address)
 
     def use(self, addresses: Sequence[str], events: ConnectionEvents) -> list[ServerConnection]:
-        """Connect to these servers; return the connections to all others, no longer listed."""
+        """Connect to the servers at these addresses.
+
+        Returns the connections to all other servers, which this object no longer has.
+        """
         dropped = [self._connections.pop(x) for x in set(self._connections) - set(addresses)]
         for address in addresses:
             if address not in self._connections:
@@ -47,7 +51,10 @@ class KnownServers:
             self._changed.notify_all()
 
     def wait_for_any(self, timeout: float) -> None:
-        """Wait until one server is ready or all have refused this client."""
+        """Wait until a server is ready or all servers have refused this client.
+
+        The wait ends after `timeout` seconds in any case.
+        """
 
         def settled() -> bool:
             states = {connection.state for connection in self}
@@ -57,9 +64,9 @@ class KnownServers:
             self._changed.wait_for(settled, timeout)
 
     def allowance(self, work: PendingWork) -> float:
-        """Return by how many seconds payloads on the network extend the deadlines of a task.
+        """Return how many seconds the deadlines of a task are extended for payloads on the network.
 
-        A task that no server has yet waits for the payloads of other tasks.
+        A task that was not sent to a server yet may wait for the payloads of any server's tasks.
         """
         connections = [attempt.connection for attempt in work.attempts] or list(self)
         return max([work.passing, *(connection.allowance for connection in connections)])
@@ -68,7 +75,7 @@ class KnownServers:
         return any(connection.is_free(self._depth, now) for connection in self)
 
     def any_able(self, work: PendingWork) -> bool:
-        """Return whether a ready server accepts tasks of this size and has not failed this one."""
+        """Return whether a ready server accepts a task of this size and has not failed at it."""
         ready = [connection for connection in self if connection.state == "ready"]
         able = [connection for connection in ready if connection.accepts(work)]
         if ready and not able:
@@ -76,12 +83,16 @@ class KnownServers:
         return any(connection.address not in work.avoid for connection in able)
 
     def choose(self, work: PendingWork, now: float, but: str = "") -> ServerConnection | None:
-        """Return the free server that should finish a task first, or None; never server `but`."""
+        """Return the free server that should finish a task first, or None if no server is free.
+
+        The server at the address `but` is never returned.
+        """
         free = [x for x in self if x.address != but and x.is_free(self._depth, now)]
         free = [x for x in free if x.accepts(work)]
         free = [x for x in free if x.address not in work.avoid] or free
-        # A new server counts as fast as the fastest, and the longest idle one wins a tie. So a new
-        # server gets a first task even if one other server could do them all.
+        # A server without a result counts as fast as the fastest free server. If several servers
+        # should finish at the same time, the server with the oldest last result gets the task. So
+        # a new server gets its first task even if another server could compute all tasks.
         fastest = max((x.rate or 0.0 for x in free), default=0.0) or 1.0
 
         def order(server: ServerConnection) -> tuple[float, float]:
@@ -91,7 +102,10 @@ class KnownServers:
         return min(free, key=order, default=None)
 
     def place(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
-        """Reserve `nbytes` for a cache at the server with the most room; None if none has room."""
+        """Reserve `nbytes` for a cache on the server with the most free memory for caches.
+
+        Servers whose addresses are in `avoid` are left out. Returns None if no server has enough.
+        """
         able = [x for x in self if x.address not in avoid and x.cache_room > nbytes]
         able = [x for x in able if x.place is not None]
         chosen = max(able, key=lambda x: x.cache_room, default=None)
@@ -101,12 +115,12 @@ class KnownServers:
         return chosen.place
 
     def at(self, place: CachePlace) -> ServerConnection | None:
-        """Return the connection to a cache's server; None if it has another session now."""
+        """Return the connection to a cache's server, or None if the cache's session has ended."""
         connection = self._connections.get(place.address)
         return connection if connection is not None and connection.place == place else None
 
     async def close(self) -> None:
-        """Leave all servers."""
+        """End all sessions."""
         await asyncio.gather(*(connection.close() for connection in self))
         if self.endpoint.direct is not None:
             self.endpoint.direct.shutdown()

@@ -1,4 +1,4 @@
-"""Computes in the trainer's own process: tasks that no server computes, and checks of results."""
+"""Computes in the trainer's process: tasks that no server computes, and checks of results."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ Outcome = list[Tensor] | Exception | None  # None: the task was settled before i
 
 
 class ExitingError(Exception):
-    """The interpreter exits, and starts no thread any more."""
+    """The interpreter is about to exit, and starts no more threads."""
 
 
 class LocalWorker:
     """Computes tasks one after another in one thread."""
 
     def __init__(self, on_done: Callable[[], None], depth: int) -> None:
-        """While servers are ready, it takes at most `depth` tasks at a time."""
+        """While servers are ready, the worker helps them with at most `depth` tasks at a time.
+
+        The worker calls `on_done` whenever it has computed a task or checked a result.
+        """
         self._done: deque[tuple[PendingWork, Outcome]] = deque()
-        # Attempts, their results, and whether the results are right.
+        # Attempts whose results were checked, the results, and whether the results are right.
         self.examined: deque[tuple[Attempt, list[Tensor], bool]] = deque()
-        self.tasks = 0  # results that were used
-        self.work = 0  # of these results
+        self.tasks = 0  # the number of results that were used
+        self.work = 0  # the work in the results that were used
         self.device = ""  # the hardware of the last task, as `hardware_of` describes it
         self._on_done, self._depth = on_done, depth
         self._unfinished: list[PendingWork] = []
@@ -40,7 +43,7 @@ class LocalWorker:
         self._executor = ThreadPoolExecutor(1, "seqpar-home")
 
     def take(self, work: PendingWork) -> None:
-        """Compute a task, unless it was taken before."""
+        """Queue a task to be computed, unless it was taken before."""
         if not work.at_home:
             work.at_home = True
             self._unfinished.append(work)
@@ -53,8 +56,8 @@ class LocalWorker:
         ready = [server for server in servers if server.state == "ready"]
         own = hardware_of(work.device)
         if any(server.device != own for server in ready):
-            return False  # the result would have other bits
-        if self._rate is None:  # take a first task when all servers are busy
+            return False  # different hardware could compute different bits
+        if self._rate is None:  # the worker's first task, for when all servers are busy
             return all(len(server.attempts) > 1 for server in ready)
         rates = [server.rate for server in ready if server.rate]
         usual = sum(rates) / len(rates) if rates else 1.0
@@ -71,7 +74,7 @@ class LocalWorker:
         return work, outcome
 
     def examine(self, attempt: Attempt, tensors: list[Tensor], rows: int) -> None:
-        """Check `rows` rows of a server's result; the verdict appears in `examined`."""
+        """Queue a check of `rows` rows of a server's result. The answer appears in `examined`."""
         with suppress(ExitingError):
             self._submit(self._examine, attempt, tensors, rows)
 
@@ -107,7 +110,7 @@ class LocalWorker:
         assert request is not None
         try:
             right = is_right(request, tensors, rows, request.work + attempt.number)
-        except Exception:  # out of memory, say: then the server's result is used unchecked
+        except Exception:  # for example out of memory; the result is then used without a check
             right = True
         self.examined.append((attempt, tensors, right))
         self._on_done()
@@ -115,8 +118,9 @@ class LocalWorker:
 
 def _compute(request: Request) -> list[Tensor]:
     device = request.q.device
-    # The caller's streams may still be writing the inputs, and the pool's thread has another
-    # stream than this one, so both must wait.
+    # This thread has its own CUDA stream. The caller's stream may still be writing the inputs, and
+    # the stream that reads the result must not begin too early. So the GPU must be idle before and
+    # after the computation.
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     settle(device)
     result = compute([request], device)[0]

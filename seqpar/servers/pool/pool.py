@@ -1,4 +1,4 @@
-"""The public class that connects to attention servers."""
+"""`ServerPool`, the public class that connects a process to attention servers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ class _OnlyRank(Comm):
 
 
 class ServerPool:
-    """Attention servers that compute tasks for this process. Make one with `connect`.
+    """Attention servers that compute tasks for this process. Make a pool with `connect`.
 
-    Servers may die, hang, slow down, leave and join: a task then goes to another server, or this
-    process computes it if no server can. The result has the same bits if the servers have the same
-    hardware and, on CPUs, the same number of threads. Close the pool or use it as a context.
+    Servers may die, hang, slow down, leave and join. A task then goes to another server, or this
+    process computes the task if no server can. The result has the same bits if the servers and this
+    process have the same hardware and, on CPUs, the same number of threads. Close the pool or use
+    it as a context.
 
     Attributes:
-        comm: this process as the only rank of a group; it stores all tokens.
+        comm: a group in which this process is the only rank and stores all tokens.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -64,34 +65,40 @@ class ServerPool:
         home_depth: int = 1,
         sample: int = 0,
     ) -> ServerPool:
-        """Connect to servers; wait until one is ready, at most the deadline `connect`.
+        """Connect to servers, and wait until a server is ready.
+
+        The wait takes at most as long as the deadline `connect`. If no server is ready by then, the
+        pool is returned all the same, and continues to connect.
 
         Args:
-            addresses: one or more addresses. ipc://PATH and tcp://HOST:PORT are one server each.
-                file://PATH (a file with one address per line) and dns://NAME:PORT are looked up
-                again every 2 s, so servers can join and leave.
+            addresses: one address or several. ipc://PATH and tcp://HOST:PORT are each the address
+                of one server. file://PATH is a file with one address per line, and dns://NAME:PORT
+                is a name in DNS. The pool looks up files and names again every 2 s, so that servers
+                can join and leave.
             keys: the folder with this client's certificate and its private key, which
-                `python -m seqpar keygen` makes. Servers on other machines require it.
-            transports: transports of payloads. "grpc" is the default, and always used where no
-                other can be. ["nixl"] also uses NIXL with servers that offer it. NIXL needs the
-                extra `nixl`, trusts its peers, and opens TCP ports that anyone may use, also for
-                servers on Unix sockets: use it on networks and machines that you trust.
-            deadlines: seconds by name, such as {"request": 10}. The class
-                `seqpar.servers.wire.limits.Deadlines` has the names and defaults. All deadlines
-                must be in ascending order.
-            hedge_quantile: a task that takes 1.5 times as long as this share of all tasks is also
-                sent to a second server, and the first answer counts.
-            depth: the number of tasks that a server has at a time.
-            home: whether this process computes tasks that no server computes. Otherwise their
-                futures raise a ServersError.
-            home_depth: the number of tasks that this process computes at a time while servers are
-                ready, each because it finishes the task sooner than they would. With 0 it computes
-                only tasks that no server computes.
+                `python -m seqpar keygen` makes. It is required for servers on other machines.
+            transports: the transports that payloads may use. With ["nixl"], payloads use NIXL for
+                servers that offer it, and gRPC otherwise. By default they use only gRPC. NIXL needs
+                the extra `nixl`, trusts its peers, and opens TCP ports that anyone may use, even if
+                all servers are on Unix sockets. Use it only on networks and machines that you
+                trust.
+            deadlines: a dictionary from the names of deadlines to seconds, such as {"request": 10}.
+                The class `seqpar.servers.wire.limits.Deadlines` has the names and the defaults. All
+                deadlines must be in ascending order.
+            hedge_quantile: a number above 0 and at most 1. A task that takes more than 1.5 times as
+                long as this quantile of recent tasks is also sent to a second server, and the first
+                answer counts.
+            depth: the largest number of tasks that one server has at a time.
+            home: whether this process computes tasks that no server computes. If not, the futures
+                of such tasks raise a ServersError.
+            home_depth: the largest number of tasks that this process computes at a time while
+                servers are ready. It takes such a task if it should finish the task before any
+                server does. With 0, this process computes only tasks that no server computes.
             sample: the number of rows of each server's result that this process computes again. A
-                server whose answer is wrong is not used again.
+                server whose answer is wrong is never used again. With 0, results are not checked.
 
         Raises:
-            ValueError: if an argument is wrong; the message names it.
+            ValueError: if an argument is wrong. The message names the argument.
             ImportError: if the packages of the extra `serve` are not installed.
         """
         quantile = as_float("hedge_quantile", hedge_quantile)
@@ -121,9 +128,10 @@ class ServerPool:
 
         The result is (out, lse) of a forward pass or (dq, dk, dv) of a backward pass, on the
         request's device. Do not change the request's tensors before the future is done. The future
-        raises a ServersError after the deadline `give_up`, or the error of computing the task in
-        this process. Callbacks of the future run in the thread that all pools of this process
-        share: they must not wait.
+        raises a ServersError if there is no result by the deadline `give_up`. If this process
+        computes the task and fails, the future raises the error of that computation. Callbacks of
+        the future must not wait, because they run in the one thread that serves all pools of this
+        process.
 
         Raises:
             ValueError: if `request` is not a Request.
@@ -133,19 +141,19 @@ class ServerPool:
         return self.dispatcher().submit(request)
 
     def dispatcher(self) -> Dispatcher:
-        """Return the object that runs tasks; raise a ServersError in a forked process."""
+        """Return the object that sends tasks, or raise a ServersError in a forked process."""
         if os.getpid() != self._process:
             raise ServersError("the pool is another process's: make a pool in this one")
         return self._dispatcher
 
     def report(self) -> PoolReport:
-        """Return where tasks were computed since the pool was made. It prints as a table."""
+        """Return a report of where tasks were computed so far. The report prints as a table."""
         return self._dispatcher.report()
 
     def close(self) -> None:
-        """Leave all servers. The futures of tasks without a result raise.
+        """End the sessions on all servers. The futures of tasks without a result raise.
 
-        In a forked process this does nothing: the pool is the other process's.
+        In a forked process this does nothing, because the pool belongs to the parent process.
         """
         if os.getpid() == self._process:
             self._dispatcher.close()

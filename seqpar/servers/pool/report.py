@@ -1,4 +1,4 @@
-"""A pool's report of where its attention was computed."""
+"""The report of a pool: which servers computed its attention, and in which state they are."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ HOME = "home"
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server of a pool, or this process, whose address and state are "home"."""
+    """One server of a pool. This process is a server too, with "home" as its address and state."""
 
     address: str
     state: str  # "ready", "connecting", "draining", "refused" or "home"
-    transport: str  # of its payloads, or ""
-    device: str  # the part of its hardware that bits depend on, or "" if that is not known
-    reason: str  # why it is not ready, or ""
-    tasks: int  # the number of its results that were used
-    share: float  # of all work, from 0 to 1
+    transport: str  # the transport of the server's payloads, or ""
+    device: str  # the hardware, as far as bits of results depend on it, or "" if it is not known
+    reason: str  # why the server is not ready, or ""
+    tasks: int  # the number of the server's results that were used
+    share: float  # the fraction of all work that the server computed, from 0 to 1
     lost: int  # how often the connection was lost
 
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The places where a pool's attention was computed since the pool was made."""
+    """Which servers computed a pool's attention since the pool was made."""
 
-    servers: tuple[ServerReport, ...]  # the last one is this process
-    retried: int  # attempts that failed or were given up, and were repeated elsewhere
-    hedged: int  # tasks that were also sent to a second server
-    wasted: int  # results that arrived second
-    waiting: int  # tasks without a result
+    servers: tuple[ServerReport, ...]  # the last element is this process
+    retried: int  # how often a task was sent again, after an attempt had failed or was too late
+    hedged: int  # the number of tasks that were also sent to a second server
+    wasted: int  # the number of results that were not used, because their tasks had a result before
+    waiting: int  # the number of tasks that have no result yet
 
     @classmethod
     def of(cls, servers: Sequence[ServerConnection], home: LocalWorker, *counts: int) -> PoolReport:
-        """Make a report; `counts` are its fields from `retried` on."""
+        """Make a report. `counts` are the values of the fields from `retried` on."""
         total = max(1, sum(x.work for x in servers) + home.work)
         rows = []
         for x in servers:

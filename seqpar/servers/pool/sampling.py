@@ -1,4 +1,8 @@
-"""Compute a few rows of a task again, to check a server's answer."""
+"""Checks a server's result: this process computes a few rows of the task again, and compares.
+
+The *terms* of a result are the numbers that it adds up. For example, a row of out adds up the rows
+of v, each weighted by a probability.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,28 @@ _ROUNDINGS = 16
 
 
 def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) -> bool:
-    """Return whether some rows of a result agree with this process's computation.
+    """Return whether some rows of a server's result agree with what this process computes.
 
-    Compares `rows` consecutive query rows of out and lse, or of dq; in a backward also `rows`
-    consecutive key rows of dk and dv. `seed` chooses the rows.
+    For a forward pass, `rows` consecutive query rows of out and lse are compared. For a backward
+    pass, `rows` consecutive query rows of dq and `rows` consecutive key rows of dk and dv are
+    compared. `seed` chooses the rows.
 
-    A kernel that computes part of a task sums in another order, so numbers may differ by
-    16·((ε + (√n + s)·ε')·m + ε'·t). m is the largest finite magnitude in the compared rows, ε the
-    epsilon of the request's dtype, ε' the epsilon of fp32 (fp64 for fp64), and n the number of
-    query and key rows: the rounding errors of n terms add up like a random walk. s bounds the
-    scores, whose errors are relative errors of probabilities. t bounds the terms of a result, since
-    terms may cancel: dq of a document's first token is exactly 0.
+    A kernel that computes only a part of a task adds up the terms in a different order. Numbers may
+    therefore differ by
 
-    Values of a forward that are not finite must be the same. A backward whose inputs are not all
-    finite counts as right: a kernel spreads such values to other rows of the same tile.
+        16·((ε + (√n + s)·ε')·m + ε'·t)
+
+    * m is the largest finite magnitude in the compared rows.
+    * ε is the machine epsilon of the request's dtype, and ε' is that of fp32 (fp64 for fp64).
+    * n is the number of query rows plus the number of key rows. The rounding errors of n terms add
+      up like a random walk.
+    * s is a bound of the scores. An absolute error of a score is a relative error of a probability.
+    * t is a bound of the terms. Terms may be much larger than their sum: for example, dq of a
+      document's first token is exactly 0.
+
+    Numbers of a forward pass that are not finite must be equal in both results. If an input of a
+    backward pass is not finite, the result counts as right, because a kernel spreads such numbers
+    to other rows of the same tile.
     """
     if request.output is not None and not _is_finite(request):
         return True
@@ -66,10 +78,11 @@ def _largest_score(part: Request) -> float:
 
 
 def _terms(part: Request) -> list[float]:
-    """Return, for each result of a task, a bound of the terms that are weighted by probabilities.
+    """Return, for each result of a task, a bound of the terms before they are weighted.
 
-    The error of a dot product is at most about ε' times the product of the two lengths. This is
-    |scale|·|q|·|k| for a score, and |dout|·|v| + |delta| for the gradient of a probability.
+    The weights are probabilities. The error of a dot product is at most about ε' times the product
+    of the two vectors' lengths. This product is |scale|·|q|·|k| for a score. For the gradient of a
+    probability the bound is |dout|·|v| + |delta|.
     """
     v, output = _longest_row(part.v), part.output
     if output is None:
@@ -80,9 +93,10 @@ def _terms(part: Request) -> list[float]:
 
 
 def _random_walk(part: Request) -> float:
-    """Return a bound of √Σp², at least 1, where p are the probabilities of one key.
+    """Return a bound of √Σp², and at least 1. The p are the probabilities of one key, over queries.
 
-    Σp is dv where dout is 1. The probabilities of one query need no such factor: their sum is 1.
+    Because p is at most 1, √Σp is such a bound. Σp is dv if all elements of dout are 1. The
+    probabilities of one query, over keys, need no such factor, because their sum is 1.
     """
     assert part.output is not None
     ones = replace(part.output, dout=torch.ones_like(part.output.dout), prepared=None)
