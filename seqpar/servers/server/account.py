@@ -1,4 +1,8 @@
-"""Divides memory and calls among the names in clients' certificates."""
+"""Divides a server's memory, its calls and its bandwidth among clients.
+
+They are divided by *name*: the name in a client's certificate. So a client gets no more by opening
+more sessions. Clients of a server without certificates all have the name "".
+"""
 
 from __future__ import annotations
 
@@ -12,52 +16,58 @@ from typing import NamedTuple
 class Client(NamedTuple):
     """A session, and the name in the certificate that opened it.
 
-    What a server keeps is stored under both. So one name never reaches what belongs to another.
+    A server stores everything of a client under both. So a client that knows the session of a
+    different name still cannot reach what is stored for that name.
     """
 
     session: bytes
-    name: str = ""  # "" for all clients of a server without certificates
+    name: str = ""
 
 
 class TooManyError(Exception):
-    """The name would hold more than it may."""
+    """A name would have more than it may have."""
 
 
 class Account:
-    """What each name has of something that is limited, such as bytes of memory.
+    """Counts how much each name has of something that is limited, such as bytes of memory.
 
-    After a name has taken something, at least as much as it holds must be free. So n names that
-    take all they can leave 1/(n + 1) of the whole. A name that has nothing may take all that is
-    free. Clients without certificates have the name "", and share all.
+    A name that has nothing may take all that is free. A name that has something may take more only
+    if, afterwards, at least as much is free as the name has. So if n names take as much as they can
+    in small amounts, 1/(n + 1) of the whole stays free. The second rule does not hold for the name
+    "": clients without certificates share everything.
     """
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
-        self._held: Counter[str] = Counter()  # by name
-        self._waiting: list[asyncio.Future[None]] = []  # until somebody has less
+        self._held: Counter[str] = Counter()  # how much each name has
+        self._waiting: list[asyncio.Future[None]] = []  # done as soon as a name has less
 
     def fits(self, name: str, size: int) -> bool:
-        """Return whether a name may have `size` more now."""
+        """Return whether a name may take `size` now."""
         own, free = self._held[name], self.most - self.held - size
         return free >= 0 and (not name or not own or own + size <= free)
 
     def room_of(self, name: str) -> int:
-        """Return how much more a name may have."""
+        """Return the most that a name may take now."""
         own, free = self._held[name], self.most - self.held
         return max(0, (free - own) // 2) if name and own else free
 
     def count(self, name: str, size: int) -> None:
-        """Count `size` more, or less if it is negative."""
+        """Add `size`, which may be negative, to what a name has."""
         self.held += size
         self._held[name] += size
         if not self._held[name]:
             del self._held[name]
 
     def take(self, name: str, size: int) -> Callable[[], None]:
-        """Count `size` more, or raise a TooManyError; return a function to call once it is free.
+        """Take `size`, and return a function that gives it back.
 
-        It is free at the latest when this task of asyncio ends. A call's task ends only when gRPC
-        gives the call up. Until then gRPC may hold parts of a reply that was not sent.
+        If nobody calls the function, `size` is given back when the current asyncio task ends. The
+        task of a call ends only when gRPC drops the call. Until then, gRPC may hold parts of a
+        reply that it has not sent.
+
+        Raises:
+            TooManyError: the name may not take as much now.
         """
         if not self.fits(name, size):
             raise TooManyError
@@ -73,7 +83,7 @@ class Account:
         return give
 
     async def wait_and_take(self, name: str, size: int) -> Callable[[], None]:
-        """Wait until a name may have `size` more, and take it."""
+        """Wait until a name may take `size`, and then do what `take` does."""
         while not self.fits(name, size):
             changed = asyncio.get_running_loop().create_future()
             self._waiting.append(changed)
@@ -89,17 +99,18 @@ class Account:
 
 
 class Turns:
-    """Lets at most a few calls of each name do the same thing at a time, such as receive a chunk.
+    """Limits how many calls of a name do something at the same time, such as receive a chunk.
 
-    The name's other calls wait, and gRPC's flow control holds their senders. So a name with many
-    connections gets no more of the bandwidth than a name with one.
+    A call must have a *turn* to do it. While all turns of its name are taken, the call waits, and
+    gRPC's flow control stops its sender. So a name with many connections gets no more bandwidth
+    than a name with one connection.
     """
 
     def __init__(self, most: int) -> None:
-        """Each name has `most` turns at a time."""
+        """`most` is the number of turns that the calls of each name have together."""
         self._most = most
         self._turns: dict[str, asyncio.Semaphore] = {}
-        self._users: Counter[str] = Counter()  # of each semaphore
+        self._users: Counter[str] = Counter()  # how many calls have or want a turn, by name
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:

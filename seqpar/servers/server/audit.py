@@ -13,9 +13,10 @@ _MAX_CHARACTERS = 200
 
 
 class Audit:
-    """Writes the audit log, at most 100 lines in 10 s.
+    """Writes the audit log, but at most 100 lines in 10 s.
 
-    A line names a client by its certificate and its connection, never by the secret of its session.
+    A line identifies a client by the name in its certificate and by its connection. It never has
+    the secret of a session.
     """
 
     def __init__(self) -> None:

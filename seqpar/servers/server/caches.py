@@ -1,8 +1,9 @@
-"""A server's caches of keys and values; each belongs to one client's session.
+"""The caches of keys and values that a server stores for its clients.
 
-A cache exists until its client frees it or its client's session ends; the server never evicts rows.
-A step whose rows do not fit is refused. A step whose cache is missing, or differs from the one that
-the step continues, gets a CacheLost error.
+A cache belongs to one client, and exists until the client frees it or the client's session ends. A
+*step* appends rows to a cache, and computes attention over the rows of the cache. The server never
+evicts rows to make space: it refuses a step whose rows do not fit into the memory for caches. If
+the server does not have the cache that a step continues, the step fails with a CacheLost.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ _OVERHEAD = 2**12  # bytes of a cache in addition to its pages
 
 
 class CacheLost(RequestError):
-    """The cache that a step continues is missing or is a different one."""
+    """The server does not have the cache that a step continues, or has a different one."""
 
 
 @dataclass(eq=False)
 class ClientCache:
-    """Keys and values of one client."""
+    """One cache of a client."""
 
     pages: Pages
-    length: int = 0  # rows after all accepted steps are computed
-    writes: int = 0  # accepted steps
-    done: int = 0  # computed steps
+    length: int = 0  # the number of rows as soon as all accepted steps are computed
+    writes: int = 0  # the number of accepted steps
+    done: int = 0  # the number of computed steps
 
 
 @dataclass(eq=False)
@@ -44,9 +45,9 @@ class CacheStep:
     """An accepted step, which is computed after all earlier steps of its client."""
 
     cache: ClientCache
-    number: int  # of the step in its cache, from 0
-    start: int  # the cache row of the first new key
-    length: int  # cache rows after the step
+    number: int  # how many steps of the cache precede this step
+    start: int  # the row of the cache at which the new keys begin
+    length: int  # the number of rows that the cache has after the step
     q: Tensor
     k: Tensor  # the new keys
     v: Tensor
@@ -61,10 +62,10 @@ class CacheStep:
 
     @torch.no_grad()
     def compute(self) -> list[Tensor]:
-        """Write the new rows, and return out and lse.
+        """Write the new rows into the cache, and return out and lse.
 
-        If an earlier step was not computed, raise a CacheLost: rows that were never written could
-        hold another client's data. Computing the last step again changes nothing.
+        Computing the last step again changes nothing. If an earlier step was not computed, this
+        raises a CacheLost, because rows that were never written could have data of other clients.
         """
         pages = self.cache.pages
         if self.cache.done not in (self.number, self.number + 1):
@@ -80,7 +81,7 @@ class Caches:
     """The caches of a server, by client and number. One thread makes all calls."""
 
     def __init__(self, most: int, device: torch.device, backend: str) -> None:
-        """`most` is the most bytes that all caches may take."""
+        """`most` is the number of bytes that all caches together may take."""
         self.account = Account(most)
         self._device, self._backend = device, backend
         self._caches: dict[Client, dict[int, ClientCache]] = {}
@@ -91,7 +92,11 @@ class Caches:
     def admit(self, client: Client, task: Task, step: Step, buffers: Sequence[Buffer]) -> CacheStep:
         """Accept a step whose header and payload were checked, and reserve memory for its rows.
 
-        An error (CacheLost, or a RequestError that names the fault) leaves all caches as they were.
+        An error changes no cache.
+
+        Raises:
+            CacheLost: the server does not have the cache that the step continues.
+            RequestError: the step is wrong, or its rows do not fit. The text has the reason.
         """
         length = step.start + task.k_rows
         last = max(length, step.offset + task.q_rows) + max(0, -step.offset)

@@ -1,4 +1,4 @@
-"""Who makes the calls of a server, and whom it serves."""
+"""Identifies the clients that call a server, and refuses those that the server must not serve."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from seqpar.servers.transport.loopback import user_of
 class Caller(NamedTuple):
     """The client that makes a call."""
 
-    name: str  # in its certificate; "" without certificates
-    certificate: bytes  # as PEM; b"" without
+    name: str  # the name in the client's certificate; "" if the server uses no certificates
+    certificate: bytes  # the certificate in PEM format; b"" if the server uses no certificates
 
 
 class Callers:
-    """Identifies callers: by certificates, or else by the user of a local connection."""
+    """Identifies callers by certificates or, without them, by the user of a local connection."""
 
     def __init__(self, keys: ServerIdentity | None) -> None:
         self.keys = keys
-        self.address = ""  # of the server, as soon as it is bound
+        self.address = ""  # the server's address, as soon as it is bound
 
     def identify(self, context: Any) -> Caller:
-        """Return who makes a call, or raise an UntrustedError."""
+        """Return the client that makes a call, or raise an UntrustedError."""
         if self.keys is None:
             self.check_user(context)
             return Caller("", b"")
@@ -41,7 +41,7 @@ class Callers:
         return self.keys is None or self.keys.name_of(caller.certificate) == caller.name
 
     def check_user(self, context: Any) -> None:
-        """Raise an UntrustedError if another user's process calls over loopback."""
+        """Raise an UntrustedError if a process of a different user calls over loopback."""
         if is_own(self.address):
             return
         if user_of(context.peer(), self.address) not in (0, os.geteuid()):

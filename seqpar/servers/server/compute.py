@@ -1,9 +1,10 @@
-"""Compute several requests of one kind in one fused call.
+"""Computes the attention of requests. A *fused* call computes several requests of one kind.
 
-Each result has the same bits as if its request were computed in its own call. The queries of all
-requests are concatenated into one tensor, and so are the keys and the values. The slices form one
-table; no slice has rows of two requests. Each request begins at a multiple of 32 rows, so its rows
-are aligned as in a separate call: matrix products may depend on the alignment.
+Each result has the same bits as if its request were computed in a separate call. A fused call
+concatenates the queries of all requests into one tensor, and likewise the keys and the values. The
+slices of all requests become one table, and no slice has rows of two requests. Each request begins
+at a multiple of 32 rows. So its rows are aligned in memory as in a separate call, which matters
+because the bits of a matrix product may depend on the alignment.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from seqpar.softmax.attend import attend_backward, attend_blocks, default_backen
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
-_ALIGNMENT = 64  # bytes, of a tensor's memory
-_ROWS = 32  # this many rows take a multiple of 64 bytes, for any number of heads and any dim
+_ALIGNMENT = 64  # the alignment of a tensor's memory in bytes
+_ROWS = 32  # 32 rows take a multiple of 64 bytes, for any dtype, number of heads and head dim
 
 
 def kind_of(request: Request, device: torch.device) -> Hashable:
     """Return a key that is equal for requests that one call may compute on this device.
 
-    On a GPU, each forward pass of Triton or ATen has a key of its own, so it is never fused. Triton
-    splits long rows of keys by the number of rows in the launch, and ATen uses cuDNN if all
-    documents are equal. In a fused call, the bits would depend on the other requests.
+    On a GPU, each forward pass of Triton or ATen gets a unique key, so it is never fused. How
+    Triton splits long rows of keys depends on the number of rows in the launch, and ATen uses cuDNN
+    if all documents are equally long. In a fused call, the bits of a result would therefore depend
+    on the other requests.
     """
     name = _backend_of(request, device)
     alone = name in ("triton", "aten") and device.type == "cuda" and request.output is None
@@ -50,10 +52,12 @@ def kind_of(request: Request, device: torch.device) -> Hashable:
 
 @torch.no_grad()
 def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tensor]]:
-    """Return (out, lse), or (dq, dk, dv), of each request; all requests are of one kind.
+    """Compute requests, all of one kind, and return their results on the device.
 
-    Results are on the device. out (B, Tq, Hq, Dv) has q's dtype or, if exact, fp32 (fp64 for fp64).
-    lse (B, Tq, Hq) and the gradients, shaped like q, k and v, have fp32 (fp64 for fp64).
+    The result of a forward request is (out, lse). out is (B, Tq, Hq, Dv) in q's dtype or, if the
+    request has `exact_out`, in fp32 (fp64 for fp64). lse is (B, Tq, Hq) in fp32 (fp64 for fp64).
+    The result of a backward request is (dq, dk, dv), with the shapes of q, k and v, in fp32 (fp64
+    for fp64).
     """
     first = requests[0]
     options = first.options._replace(backend=_backend_of(first, device))
@@ -80,7 +84,7 @@ def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tens
 
 
 def _backend_of(request: Request, device: torch.device) -> str:
-    """Return the name of the backend that would compute a request in its own call."""
+    """Return the name of the backend that would compute a request in a separate call."""
     if request.options.backend != DEFAULT:
         return request.options.backend
     if device.type == "cpu":
@@ -120,18 +124,21 @@ def _backward(
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the first row of each (B, rows, …) in the concatenation, then its number of rows."""
+    """Return the first row of each tensor (B, rows, …) in the concatenation.
+
+    The last element of the list is the number of rows of the concatenation.
+    """
     if len(tensors) == 1 and len(tensors[0]) == 1:
-        return [0, tensors[0].shape[1]]  # no other request or sequence follows that must be aligned
+        return [0, tensors[0].shape[1]]  # no request or sequence follows that must be aligned
     return list(accumulate((-(-x.shape[1] // _ROWS) * _ROWS for x in tensors), initial=0))
 
 
 def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> Tensor:
-    """Concatenate tensors to (B, rows, …): tensor i begins at row starts[i], with zeros between.
+    """Concatenate tensors to (B, rows, …), so that tensor i begins at row starts[i].
 
-    A single tensor that already has this form, on the device and aligned, is not copied. For
-    a GPU, tensors of the host are concatenated in pinned memory, and the host does not wait for
-    their copy.
+    The rows between two tensors are zeros. A single tensor is not copied if it is on the device
+    already, is aligned, and needs no zeros. Tensors of the host that a GPU needs are concatenated
+    in pinned memory, and the host does not wait until the GPU has copied them.
     """
     batch, rows, *rest = tensors[0].shape
     if len(tensors) == 1 and rows == starts[-1] and tensors[0].device == device:
@@ -153,7 +160,7 @@ def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.devi
 def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence[int]) -> Slices:
     """Return the slices of all requests, over the concatenated rows."""
     if [q_starts[-1], k_starts[-1]] == [parts[0].query_rows, parts[0].key_rows]:
-        return parts[0]  # keeps the tables that backends have derived from it
+        return parts[0]  # with the tables that backends have derived from this object
 
     def positions(arrays: Sequence[np.ndarray], starts: Sequence[int]) -> np.ndarray:
         result = np.zeros(starts[-1], dtype=np.int32)
@@ -174,8 +181,8 @@ def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence
 def hardware_of(device: torch.device) -> str:
     """Return a description of a device; processes with the same description compute the same bits.
 
-    On a CPU it includes the number of threads, since MKL's matrix products depend on it unless
-    MKL_CBWR makes them reproducible.
+    The description of a CPU includes the number of threads, because the bits of MKL's matrix
+    products depend on this number unless MKL_CBWR makes them reproducible.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -1,7 +1,7 @@
-"""The numbers that a server reports, listed once.
+"""The list of all numbers that a server reports, and how they are shown.
 
-They are on the metrics page, in the table of `python -m seqpar status`, and in the live line of
-`python -m seqpar serve`.
+The numbers are shown on the metrics page, in the table of `python -m seqpar status`, and in the
+line that `python -m seqpar serve` updates in a terminal, the *live line*.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ GIGABYTE = 1e9
 
 @dataclass
 class Totals:
-    """Totals since the server's start, which are fields of `Status`."""
+    """Totals since the server's start, which are also fields of `Status`."""
 
-    tasks: int = 0  # tasks and steps that were computed
-    tokens: int = 0  # their query rows
-    bytes: int = 0  # of their payloads and results
-    refused: int = 0  # calls that ended with an error, but for those whose session had ended
+    tasks: int = 0  # the number of tasks and steps that were computed
+    tokens: int = 0  # the query rows of these tasks and steps
+    bytes: int = 0  # the bytes of their payloads and results
+    # The number of calls that ended with an error. Calls whose session had ended do not count.
+    refused: int = 0
 
 
 @dataclass(frozen=True)
 class Status:
-    """A server's numbers, as in the message `StatusReply`. Totals count since its start."""
+    """A server's numbers, as in the message `StatusReply`. Totals are since the server's start."""
 
     library: str
     device: str
@@ -47,11 +48,11 @@ class Counter:
     """One number that a server reports."""
 
     name: str  # the field of `Status`, and with the prefix `seqpar_` the name on the metrics page
-    help: str  # its explanation on the metrics page
-    grows: bool = False  # whether it only grows
-    heading: str = ""  # of its column in the table of `status`
-    cell: str = ""  # its text there, in names of `_numbers`, from a status since the server's start
-    live: str = ""  # its text in the live line, from a status over the last moment
+    help: str  # the explanation of the number on the metrics page
+    grows: bool = False  # whether the number only grows
+    heading: str = ""  # the heading of its column in the table of `status`, if it has a column
+    cell: str = ""  # the format of a cell in this column, with the names of `_numbers`
+    live: str = ""  # the format of the number in the live line, for the time since the last line
 
 
 COUNTERS = (
@@ -92,7 +93,7 @@ def cells(status: Status) -> list[str]:
 
 
 def live_line(now: Status, before: Status) -> str:
-    """Return one line with a server's work between two statuses."""
+    """Return a line that describes a server's work between two statuses."""
     names = [counter.name for counter in COUNTERS if counter.grows] + ["seconds"]
     growth = {name: getattr(now, name) - getattr(before, name) for name in names}
     numbers = _numbers(replace(now, **growth))
@@ -100,7 +101,7 @@ def live_line(now: Status, before: Status) -> str:
 
 
 def _numbers(status: Status) -> dict[str, object]:
-    """Return the fields of a status, with rates and shares."""
+    """Return the fields of a status, and the rates and fractions that are computed from them."""
     seconds, gigabytes = max(status.seconds, 1e-9), status.bytes / GIGABYTE
     return asdict(status) | {
         "tasks_rate": status.tasks / seconds,

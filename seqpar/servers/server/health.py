@@ -1,7 +1,8 @@
 """gRPC's standard health service, which tells whether a server accepts requests.
 
-The service answers at the server's address. The probes of Kubernetes can neither use TLS nor have a
-certificate. A second port can answer them without TLS, and has no other service.
+The service answers at the server's address. The probes of Kubernetes cannot use it there if the
+server has certificates, because these probes can neither use TLS nor have a certificate. For them,
+a second port can answer without TLS. The second port has only the health service.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from grpc_health.v1.health import aio
 from seqpar.servers.transport.addresses import joined
 from seqpar.servers.wire import versions
 
-Place = tuple[str, int]  # host and port
-Admit = Callable[[Any], Awaitable[None]]  # ends a call whose context it gets, or returns
-_MAX_CALLS = 64  # at a time, on the second port
-_OPTIONS = [  # of the second port, at which strangers may call
+Place = tuple[str, int]  # a host and a port
+Admit = Callable[[Any], Awaitable[None]]  # gets a call's context; refuses the call, or returns
+_MAX_CALLS = 64  # the most calls at a time at the second port
+_OPTIONS = [  # the options of the second port, which anybody may call
     ("grpc.max_receive_message_length", 2**10),
     ("grpc.max_metadata_size", 2**13),
     ("grpc.max_concurrent_streams", 8),
@@ -27,12 +28,12 @@ _OPTIONS = [  # of the second port, at which strangers may call
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_age_ms", 10_000),  # a `Watch` could last for ever
     ("grpc.max_connection_age_grace_ms", 1_000),
-    ("grpc.so_reuseport", 0),  # else two servers would share the port
+    ("grpc.so_reuseport", 0),  # otherwise two servers could share the port
 ]
 
 
 class _Checked(health_pb2_grpc.HealthServicer):
-    """Identifies the caller before the health service answers."""
+    """Checks the caller before the health service answers."""
 
     def __init__(self, servicer: aio.HealthServicer, admit: Admit) -> None:
         self._servicer, self._admit = servicer, admit
@@ -50,7 +51,11 @@ class Health:
     """The health of a server, and of each version of its service."""
 
     def __init__(self, place: Place | None) -> None:
-        """Bind the second port if `place` is one; raise a ValueError if it cannot be bound."""
+        """Bind a second port at `place`, unless that is None.
+
+        Raises:
+            ValueError: the port cannot be bound.
+        """
         self._servicer = aio.HealthServicer()
         self._second: grpc.aio.Server | None = None
         if place is not None:
@@ -65,19 +70,19 @@ class Health:
                 ) from None
 
     def add_to(self, server: grpc.aio.Server, admit: Admit) -> None:
-        """Let a server answer questions about health that `admit` does not end."""
+        """Add the health service to a server. `admit` checks each call."""
         checked = _Checked(self._servicer, admit)
         health_pb2_grpc.add_HealthServicer_to_server(checked, server)
 
     async def begin(self) -> None:
-        """Tell that the server accepts requests, and answer at the second port."""
+        """Report that the server accepts requests, and begin to answer at the second port."""
         for service in ("", *(version.service for version in versions.VERSIONS)):
             await self._servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self._second is not None:
             await self._second.start()
 
     async def drain(self) -> None:
-        """Tell that the server accepts no more requests."""
+        """Report that the server accepts no more requests."""
         await self._servicer.enter_graceful_shutdown()
 
     async def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Serves a server's counters to Prometheus."""
+"""Serves the metrics page: a server's numbers, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.servers.server.counters import COUNTERS, Status
 
 
 class _StatusCollector(Collector):
-    """Asks for the status when the page is read, so counting itself costs nothing."""
+    """Asks for the status only when somebody reads the page."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
@@ -27,13 +27,17 @@ class _StatusCollector(Collector):
 
 
 def publish(status: Callable[[], Status], host: str, port: int) -> Callable[[], None]:
-    """Serve the metrics page from a thread; return a function to end it, or raise a ValueError."""
+    """Serve the metrics page from a thread, and return a function that ends the thread.
+
+    Raises:
+        ValueError: the port cannot be bound.
+    """
     registry = CollectorRegistry()
     registry.register(_StatusCollector(status))
 
     class Page(Handler):
         def do_GET(self) -> None:
-            """Answer every path with all metrics."""
+            """Answer with the metrics page, whatever the path is."""
             data = generate_latest(registry)
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""An attention server: gRPC receives requests and sends results, other threads compute."""
+"""An attention server. The event loop's thread sends and receives, and other threads compute."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Server:
 
     def __init__(
         self,
-        address: str,  # ipc://PATH, or tcp://HOST:PORT, where * is any free port
+        address: str,  # ipc://PATH, or tcp://HOST:PORT; the port * stands for any free port
         *,
         device: torch.device | str = "cpu",
         limits: Limits | None = None,
         deadlines: ServerDeadlines | None = None,
         keys: ServerIdentity | None = None,  # required unless the address is local
-        # By default gRPC alone. NIXL trusts its peers, does not encrypt, and opens a port that
-        # anyone may use.
+        # By default, the server uses only gRPC. NIXL trusts its peers, does not encrypt, and opens
+        # a port that anyone may use.
         transports: Sequence[str] | None = None,
-        health: Place | None = None,  # where to serve the health service alone, without TLS
+        health: Place | None = None,  # a second port, with only the health service, without TLS
     ) -> None:
         check_keys("address", check_address("address", address), keys)
         self.device = to_device(torch.empty(0), device).device
@@ -64,11 +64,11 @@ class Server:
             self.device, self.limits, self.deadlines, self._callers, self.direct
         )
         self.worker, self.totals = self._service.worker, self._service.totals
-        self._held = contextlib.ExitStack()  # what keeps other servers from the address
+        self._held = contextlib.ExitStack()  # locks that keep other servers from the address
         self._callers.address = self.address = start(self._bind(address, health)).result()
 
     async def _bind(self, address: str, health: Place | None) -> str:
-        """Begin to listen, but not yet to answer; return the address with its port."""
+        """Bind the address, and return it with its port. The server does not answer yet."""
         self._health = Health(health)
         options = server_options(self.deadlines, shares_port=self._keys is None)
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=2 * MAX_CALLS)
@@ -77,7 +77,7 @@ class Server:
         self._health.add_to(self._server, self._service.admit)
         try:
             return self._bind_port(address)
-        except RuntimeError:  # whose text does not name the reason
+        except RuntimeError:  # gRPC's text does not name the reason
             self._held.close()
             why = "it is in use, or not an address of this machine"
             raise ValueError(f"address: {address} cannot be bound: {why}") from None
@@ -105,24 +105,28 @@ class Server:
 
     @property
     def draining(self) -> bool:
-        """Whether the server answers the accepted requests, and accepts no others."""
+        """Whether the server still answers the requests that it has, but accepts no more."""
         return self._service.draining
 
     def stop(self) -> None:
-        """Begin to drain; then `run` returns."""
+        """Accept no more requests.
+
+        `run` returns when the requests that the server has are answered, and at the latest after
+        the deadline `drain`.
+        """
         self._service.draining = True
         event_loop().call_soon_threadsafe(self._service.tell)
 
     def status(self) -> Status:
-        """Return the server's numbers; any thread may ask."""
+        """Return the server's numbers. Any thread may call this."""
         return self._service.status()
 
     def run(self, each_beat: Callable[[], None] | None = None) -> None:
-        """Serve until stopped."""
+        """Serve until `stop` is called. `each_beat` is called several times per second."""
         running = start(self._run(each_beat))
         try:
             while not wait([running], BEAT_SECONDS).done:
-                pass  # between two waits the main thread handles signals
+                pass  # the main thread handles signals between two waits
             running.result()
         finally:
             running.cancel()

@@ -1,8 +1,11 @@
-"""The calls of an attention server: sessions, tasks and steps of caches, and the server's numbers.
+"""Answers the calls of an attention server: sessions, tasks, steps of caches, and the status.
 
-A call is checked before it has any effect. The server reads a payload only when the client's
-account has room for it; until then gRPC's flow control lets the sender wait. What a call takes is
-free again when the call ends, for whatever reason.
+A call is checked before it has any effect. The server reads a payload only when enough memory is
+free for the client (`account.py`). Until then, gRPC's flow control lets the sender wait. When a
+call ends, for whatever reason, the memory that it has taken is free again.
+
+A *name* is the name in a client's certificate. An *open* call may send several tasks, one after
+another. A *turn* is the permission to receive, of which each name has only a few at a time.
 """
 
 from __future__ import annotations
@@ -49,19 +52,23 @@ from seqpar.servers.wire.versions import Version, data_of, joined
 
 Context: TypeAlias = Any  # a grpc.aio.ServicerContext, which has no type hints
 BEAT_SECONDS = 0.25  # a session has an event at least this often
-_CHUNKS_AT_ONCE = 2  # that the server receives from one name
-_FIRST_REQUESTS_AT_ONCE = 1  # that the server receives from one name
-_OPEN_CALLS = 8  # of a name that may have several tasks; the server always receives their requests
-_PATIENCE_SECONDS = 0.25  # for a chunk; then another call of the name gets the turn
-_PAUSE_SECONDS = 0.005  # of a refused call, and of `Session`, `Free` and `Status`
-_READERS = 8  # threads that check payloads
-_MASK_ROWS, _MASK_BYTES = 768, 12  # query rows of a mask in memory, and bytes per pair of rows
-_SMALL_PAYLOAD_BYTES, _FEW_SLICES = 2**20, 2**8  # checked in the thread of all calls
-_MAX_REASON = 200  # characters
-_STRANGER = "\n"  # for the pauses of callers that are not trusted; no certificate has this name
-MAX_CALLS = 2**11  # that a server holds, and as many refused calls that have not ended
-# Rows of one fused call. A CPU computes one slice after another: compared with one call per task, a
-# fused call of tasks of 512 tokens takes a tenth longer, and of 128 tokens half as long again.
+_CHUNKS_AT_ONCE = 2  # how many chunks of payloads the server receives from a name at a time
+_FIRST_REQUESTS_AT_ONCE = 1  # how many first requests it receives from a name at a time
+_OPEN_CALLS = 8  # the most open calls of a name
+_PATIENCE_SECONDS = 0.25  # how long a call keeps its turn while no chunk arrives
+_PAUSE_SECONDS = 0.005  # the delay of refused calls, and of `Session`, `Free` and `Status`
+_READERS = 8  # the number of threads that check payloads
+# Attention with a mask needs this many bytes for each pair of a query row and a key row, for at
+# most this many query rows at a time.
+_MASK_ROWS, _MASK_BYTES = 768, 12
+# A payload that exceeds neither is checked in the event loop's thread.
+_SMALL_PAYLOAD_BYTES, _FEW_SLICES = 2**20, 2**8
+_MAX_REASON = 200  # the most characters of an error's text that a client gets
+_STRANGER = "\n"  # stands for all callers that are not trusted; no certificate has this name
+MAX_CALLS = 2**11  # the most calls at a time; as many refused calls may wait for their end
+# The most rows of one fused call. A CPU computes one slice after another, so it gains little from
+# fusing. Compared with one call per task, a fused call takes 10% longer for tasks of 512 tokens,
+# and 50% longer for tasks of 128 tokens.
 _MAX_BATCH_ROWS, _MAX_BATCH_ROWS_ON_CPU = 2**16, 2**10
 
 
@@ -79,11 +86,11 @@ _CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """Return the status of a call that failed; its text never shows a payload."""
+    """Return the gRPC status and the text for an error. The text never has data of a payload."""
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code, str(error)[:_MAX_REASON] or "it took too long"
-    # Out of memory, for example; the error's own text might contain data.
+    # For example, a lack of memory. The text of such an error might have data of a payload.
     return grpc.StatusCode.INTERNAL, f"it could not be handled: {type(error).__name__}"
 
 
@@ -100,7 +107,7 @@ class Service:
     ) -> None:
         """`direct` is the server's NIXL agent, if the server uses NIXL."""
         self.device, self.callers, self.direct = device, callers, direct
-        self.draining = False  # then it accepts no more requests
+        self.draining = False  # whether the server is about to leave, and accepts no more requests
         self.totals, self.audit, self.library = Totals(), Audit(), library_version()
         rows = _MAX_BATCH_ROWS_ON_CPU if device.type == "cpu" else _MAX_BATCH_ROWS
         self.worker = Worker(device, rows)
@@ -112,13 +119,13 @@ class Service:
         self._started = time.monotonic()
         self._turns, self._first_turns = Turns(_CHUNKS_AT_ONCE), Turns(_FIRST_REQUESTS_AT_ONCE)
         self._pauses = Turns(1)
-        self._open_calls: Counter[str] = Counter()  # by name
+        self._open_calls: Counter[str] = Counter()  # the number of open calls, by name
         self._kept = KeptSlices()
         self._readers = ThreadPoolExecutor(_READERS, "seqpar-read")
         self._news = asyncio.Event()  # set for a moment to wake every session
 
     def status(self) -> Status:
-        """Return the server's numbers; any thread may ask."""
+        """Return the server's numbers. Any thread may call this."""
         return Status(
             library=self.library,
             device=str(self.device),
@@ -142,8 +149,8 @@ class Service:
             "Free": self._free,
             "Status": self._status,
         }
-        # A call of one request is answered like a stream, because gRPC would read its request
-        # before it called a handler.
+        # Calls that have only one request are handled like streams too. Otherwise gRPC would read
+        # the request before it called the handler, which checks the caller.
         of_streams = grpc.stream_stream_rpc_method_handler
         handlers = {name: of_streams(self._answering(calls[name], version)) for name in calls}
         return grpc.method_handlers_generic_handler(version.service, handlers)
@@ -151,7 +158,7 @@ class Service:
     def _answering(
         self, call: Callable[..., Awaitable[None]], version: Version
     ) -> Callable[[object, Context], Awaitable[None]]:
-        """Return a handler that identifies the caller, and ends the call with an error's status."""
+        """Return a handler that identifies the caller, makes the call, and reports an error."""
 
         async def handle(_: object, context: Context) -> None:
             name = _STRANGER
@@ -171,12 +178,12 @@ class Service:
                 code, reason = status_of(error)
                 if isinstance(error, UntrustedError):
                     self.audit.write(logging.WARNING, "refused", name, context.peer(), reason)
-                # Calls that end with their session were not refused.
+                # A call that fails because its session has ended does not count as refused.
                 self.totals.refused += not isinstance(error, StaleSessionError)
                 if code == grpc.StatusCode.INTERNAL:
-                    # An error's text might contain data.
+                    # Only the type is logged, because the text might have data of a payload.
                     self.audit.write(logging.ERROR, "error", "", "", type(error).__name__)
-            # A refused call ends after a pause, so that its client cannot call again at once.
+            # A refused call ends only after a pause, so that its client cannot call again at once.
             with suppress(TooManyError):
                 self._refused.take(name, 1)
                 await self._pause(name)
@@ -185,7 +192,7 @@ class Service:
         return handle
 
     async def admit(self, context: Context) -> None:
-        """Count a question about health as a call of its caller, or end it."""
+        """Count a call of the health service as a call of its client, or refuse the call."""
         try:
             self._calls.take(self.callers.identify(context).name, 1)
         except UntrustedError as error:
@@ -194,16 +201,16 @@ class Service:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server has too many calls")
 
     async def _pause(self, name: str) -> None:
-        """Delay a call that costs its client little; calls of a name are delayed one by one.
+        """Delay a call that costs its client little. The calls of a name are delayed one by one.
 
-        Without this, a name with many connections could keep the event loop busy, and the calls of
-        others would wait in gRPC's queue.
+        Without this delay, a name with many connections could keep the event loop busy, so that the
+        calls of other names would wait in gRPC's queue.
         """
         async with self._pauses.turn(name):
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _first_request(self, name: str, context: Context) -> bytes:
-        """Read a call's first request. No account counts its bytes before it is complete."""
+        """Read a call's first request. Its bytes do not count in an account while it arrives."""
         async with self._first_turns.turn(name), asyncio.timeout(self._deadlines.handshake):
             raw: bytes = await context.read()
         if raw is grpc.aio.EOF:
@@ -232,7 +239,7 @@ class Service:
             while True:
                 async with asyncio.timeout(self._deadlines.idle):
                     await context.write(event.SerializeToString())
-                if event.HasField("state"):  # the first one follows the welcome
+                if event.HasField("state"):  # the first state follows the welcome at once
                     await self.wait_for_beat()
                 if not self.callers.trusts(caller):
                     reason = "its certificate is no longer trusted"
@@ -283,12 +290,12 @@ class Service:
                 await self._news.wait()
 
     def tell(self) -> None:
-        """Give every session an event now, or end it if its certificate is no longer trusted."""
+        """Send each session an event now. A session whose certificate is not trusted now ends."""
         self._news.set()
         self._news.clear()
 
     def close(self) -> None:
-        """Free what the calls have used; all calls have ended."""
+        """End all threads, and the NIXL agent. All calls must have ended."""
         self.worker.stop(self._deadlines.drain)
         self._readers.shutdown(wait=False, cancel_futures=True)
         if self.direct is not None:
@@ -301,10 +308,10 @@ class Service:
     ) -> None:
         """Answer one task after another, until the client ends the call.
 
-        A new call waits behind all calls that gRPC has not handed to the server yet, whoever makes
-        them. A further request of an open call does not.
+        A client saves time with further tasks in an open call. A new call must wait until gRPC has
+        handed all earlier calls to the server, including those of other clients.
         """
-        requests = [version.read_request(raw)]  # none during an answer, which frees its data
+        requests = [version.read_request(raw)]  # empty during an answer, so that data can be freed
         del raw
         session = self.sessions.find(requests[0][0].session, caller.name)
         with self.sessions.call(session), self._opened(caller.name) as is_open:
@@ -319,10 +326,10 @@ class Service:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[bool]:
-        """Return whether a call may have several tasks.
+        """Yield whether a call may be open, and count open calls.
 
-        Few calls of each name may, because the server begins to receive the next request of such a
-        call before any account counts the bytes.
+        Only a few calls of a name may be open, because the server begins to receive the next
+        request of an open call before an account counts the bytes of this request.
         """
         is_open = self._open_calls[name] < _OPEN_CALLS
         self._open_calls[name] += is_open
@@ -345,9 +352,9 @@ class Service:
         """Compute a task, and send its result."""
         if self.draining:
             raise LeavingError("the server is about to leave")
-        # If the client reads nothing, gRPC keeps the call until the call's own deadline.
+        # If the client reads nothing, gRPC keeps the call until the deadline that the client set.
         left = context.time_remaining()
-        if left is None or left > 1.1 * MAX_CALL_SECONDS:  # gRPC rounds it up
+        if left is None or left > 1.1 * MAX_CALL_SECONDS:  # gRPC rounds the deadline up
             raise RequestError(f"deadline: a call must have one of at most {MAX_CALL_SECONDS:g} s")
         form = form_of(header.task)
         form.check(self._limits)
@@ -371,12 +378,15 @@ class Service:
         give()
 
     def _check_memory(self, needed: int) -> None:
-        """Refuse a request that needs more bytes than all requests may have."""
+        """Raise a RequestError if a request needs more bytes than all requests together may."""
         if needed > (most := self.account.most):
             raise RequestError(f"memory: all requests may have {most} bytes, this needs {needed}")
 
     async def _take_room(self, name: str, size: int) -> Callable[[], None]:
-        """Wait until the account has room for a request; return a function that frees the room."""
+        """Wait until enough memory is free for a request, and take it.
+
+        Returns a function that frees the memory. Raises a FullError after the deadline `request`.
+        """
         try:
             async with asyncio.timeout(self._deadlines.request):
                 return await self.account.wait_and_take(name, size)
@@ -384,13 +394,13 @@ class Service:
             raise FullError("memory: other requests have it") from None
 
     def _until(self, size: int) -> asyncio.Timeout:
-        """Return a deadline for moving this many bytes."""
+        """Return a timeout for sending or receiving `size` bytes."""
         return asyncio.timeout(self._deadlines.transfer + size / LEAST_RATE)
 
     async def _receive(
         self, name: str, header: RequestHeader, data: Buffer, context: Context
     ) -> list[Bytes]:
-        """Read a call's payload; other calls of the same name wait for their turns."""
+        """Read a call's payload, chunk by chunk, whenever the call has a turn."""
         payload = form_of(header.task).request
         incoming = Incoming(payload)
         incoming.take(data)
@@ -403,7 +413,7 @@ class Service:
         return incoming.parts
 
     async def _next_chunk(self, name: str, context: Context) -> bytes:
-        """Read a call's next message on its name's turn; a sender that stalls gives the turn up."""
+        """Read a call's next message during a turn. If the sender stalls, the turn ends before."""
         async with self._turns.turn(name):
             chunk = asyncio.ensure_future(context.read())
             try:
@@ -417,7 +427,7 @@ class Service:
     async def _take_written(
         self, session: Session, header: RequestHeader, places: Places, context: Context
     ) -> list[Bytes]:
-        """Return a payload that the client writes with NIXL; an empty request then follows."""
+        """Return a payload that the client writes with NIXL, before it sends an empty request."""
         if (direct := self.direct) is None:
             raise RequestError("places: this server does not use NIXL")
         sizes = form_of(header.task).request.sizes
@@ -429,7 +439,7 @@ class Service:
     async def _job(
         self, session: Session, header: RequestHeader, parts: Sequence[Bytes], size: int
     ) -> ComputeJob:
-        """Check a payload, and make a job of it."""
+        """Check a payload, and return the job that computes it."""
         task = header.task
         check = partial(self._check, header, parts, size)
         if size > _SMALL_PAYLOAD_BYTES or task.slices > _FEW_SLICES:
@@ -448,7 +458,7 @@ class Service:
         return ComputeJob(session.client, task, found, size, kind, on_done, done)
 
     def _check(self, header: RequestHeader, parts: Sequence[Bytes], size: int) -> Request | None:
-        """Check a payload; return a task's request, or None for a step."""
+        """Check a payload; return the request of a task, or None for a step."""
         task = header.task
         if header.step is not None:
             form_of(task).request.check(parts, header.checksum)
@@ -460,7 +470,7 @@ class Service:
         return request
 
     async def _computed(self, job: ComputeJob) -> None:
-        """Wait until a job is computed; withdraw it if the call ends before it begins."""
+        """Wait until a job is computed. If the call ends before the job begins, drop the job."""
         worker = self.worker
         worker.add(job)
         try:
@@ -472,10 +482,12 @@ class Service:
                     raise FullError("the request waited for too long") from None
                 raise
             cancelled = isinstance(error, asyncio.CancelledError)
-            while not job.done.is_set():  # its memory counts until then
+            # A job that has begun uses its memory until it is done. This coroutine may be cancelled
+            # twice meanwhile, when the call ends and when the session ends.
+            while not job.done.is_set():
                 try:
                     await job.done.wait()
-                except asyncio.CancelledError:  # once by the call's end, once by the session's
+                except asyncio.CancelledError:
                     cancelled = True
             if cancelled:
                 raise asyncio.CancelledError from None
@@ -490,9 +502,10 @@ class Service:
         is_open: bool,
         context: Context,
     ) -> None:
-        """Send a result, chunk by chunk as the client reads it, or write it with NIXL."""
+        """Send a result in chunks, as fast as the client reads them, or write it with NIXL."""
         assert job.result is not None
-        form_of(job.task).result.check_sizes(job.result)  # else its client would wait
+        # A client would wait forever for the rest of a result that is too short.
+        form_of(job.task).result.check_sizes(job.result)
         header = ReplyHeader(job.checksum, job.seconds, is_open)
         pieces = chunks(job.result)
         async with self._until(job.size):

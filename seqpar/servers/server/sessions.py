@@ -1,8 +1,8 @@
 """The sessions of a server's clients.
 
-A session lasts as long as the call `Session`. The call ends when the client leaves, when its
-connection is lost, when the client reads no events, when its certificate is revoked, or when the
-server stops.
+A session lasts as long as the client's call `Session`. This call ends when the client ends it, when
+the connection is lost, when the client reads no events, when the client's certificate is no longer
+trusted, or when the server stops. A *name* is the name in a client's certificate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SECRET_BYTES = 16
 
 
 class RefusedError(Exception):
-    """The server refuses what a client asks. A later request may succeed."""
+    """The server refuses a call. The client may succeed later, or in a new session."""
 
 
 class FullError(RefusedError):
@@ -32,11 +32,11 @@ class LeavingError(RefusedError):
 
 
 class UntrustedError(RefusedError):
-    """The caller is another user, or its certificate is not trusted."""
+    """The caller belongs to a different user, or its certificate is not trusted."""
 
 
 class StaleSessionError(RefusedError):
-    """The session has ended, or belongs to another certificate."""
+    """The session has ended, or belongs to a different name."""
 
 
 @dataclass(eq=False)
@@ -44,9 +44,9 @@ class Session:
     """One client's session."""
 
     client: Client
-    certificate: bytes  # as PEM; b"" without certificates
-    most: int  # requests that it may have without a result
-    requests: int = 0  # without a result
+    certificate: bytes  # in PEM format; b"" if the server uses no certificates
+    most: int  # how many requests without a result the session may have
+    requests: int = 0  # how many requests without a result the session has
     calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
@@ -62,7 +62,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server, by their secrets."""
+    """The sessions of a server. A session is found by its secret, which only its client knows."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -75,13 +75,17 @@ class Sessions:
         return iter(list(self._sessions.values()))
 
     def begin(self, name: str, certificate: bytes) -> Session:
-        """Begin a session, or raise a FullError."""
+        """Begin a session, or raise a FullError if there are too many sessions.
+
+        A name that has sessions gets one more only if, afterwards, the server can still begin at
+        least as many sessions as the name then has.
+        """
         own, most = self._of(name), self._limits.clients
         free = most - len(self) - 1
         if free < 0 or (name and own and own + 1 > free):
             raise FullError(f"clients: the server has {len(self)} already of {most}")
-        # With all requests for each session, the payloads of a name with many sessions would delay
-        # those of other names.
+        # The more sessions a name has, the fewer requests a new session may have. Otherwise, the
+        # payloads of a name with many sessions would delay the payloads of other names.
         share = max(1, self._limits.requests // (1 + own)) if name else self._limits.requests
         client = Client(secrets.token_bytes(SECRET_BYTES), name)
         self._sessions[client.session] = session = Session(client, certificate, share)
@@ -105,9 +109,9 @@ class Sessions:
 
     @contextmanager
     def call(self, session: Session) -> Iterator[None]:
-        """Count this task of asyncio as a call of the session.
+        """Count the current asyncio task as a call of the session.
 
-        Raises a StaleSessionError when the session ends.
+        If the session ends, the task is cancelled, and this raises a StaleSessionError.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -1,10 +1,15 @@
 """The threads of a server that compute jobs.
 
-Clients take turns, and each call computes one job or several jobs of one kind. Long jobs and short
-jobs have separate threads, so that a short job does not wait for another client's long job.
+* A *job* is a request that the server has accepted. A *computing call* computes one job, or several
+  jobs of one kind.
+* A job is *long* if its cost is above a limit, and *short* otherwise. Long jobs and short jobs have
+  separate threads, so that a short job does not wait for a long job of another client.
+* A *name* is the name in a client's certificate. Names take *turns*: each turn is one computing
+  call. A name is *active* while it has jobs, and for 1 s after its last turn.
 
-On a CPU, up to eight names have such threads of their own, among which the system divides the
-cores. If more names have jobs, they take turns. On a GPU all names take turns.
+On a CPU, up to eight names are served at the same time, each by a thread for short jobs and a
+thread for long jobs. The operating system divides the cores among the threads. On a GPU, there is
+only one thread for short jobs and one for long jobs.
 """
 
 from __future__ import annotations
@@ -28,14 +33,14 @@ from seqpar.servers.wire.payload import Bytes, bytes_of, checksum
 from seqpar.servers.wire.request import Request
 
 # Costs are multiply-adds, as `ComputeJob.cost` counts them.
-_LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # a job that costs more could delay others
-_SLICE_COST = 2**20  # added per slice, whatever its size
-_ACTIVE = 1.0  # seconds after its last turn for which a name counts as active
-_MAX_THREADS = 8  # per purpose, each for another name; if there are more names, they take turns
+_LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # a job that costs more is long
+_SLICE_COST = 2**20  # added for each slice, whatever its size
+_ACTIVE = 1.0  # how many seconds after its last turn a name counts as active
+_MAX_THREADS = 8  # on a CPU, the most threads for short jobs, and the most for long jobs
 
 
 class ComputationError(Exception):
-    """A computation failed. The text shows no data."""
+    """A computation failed. The text has no data of a payload."""
 
 
 @dataclass(eq=False)
@@ -45,15 +50,15 @@ class ComputeJob:
     client: Client
     task: Task
     request: Request | CacheStep | None  # None after the computation
-    size: int  # bytes of the request and its result
-    kind: Hashable  # equal for requests that one call may compute
+    size: int  # the bytes of the request and its result
+    kind: Hashable  # equal for requests that one computing call may compute
     on_done: Callable[[], object]  # called in a computing thread when there is a result or an error
     done: asyncio.Event  # which `on_done` sets
     result: list[Bytes] | None = None
     error: Exception | None = None  # why the computation failed
-    checksum: int = 0  # of the result
+    checksum: int = 0  # the checksum of the result
     cost: int = 0  # multiply-adds of all pairs of rows in the slices, an upper bound of the work
-    seconds: float = 0.0  # the call's time divided by its number of jobs
+    seconds: float = 0.0  # the time of the computing call, divided by its number of jobs
 
     def __post_init__(self) -> None:
         request, task = self.request, self.task
@@ -68,35 +73,38 @@ class ComputeJob:
 
 
 class ThreadsByName:
-    """Threads of one purpose. Each serves one name at a time, and no two serve the same name.
+    """The threads for long jobs, or the threads for short jobs.
 
-    The next name is one that has not had a turn, or the one that waits longest. The owner's lock
-    guards all calls but the first `start`.
+    A thread serves one name at a time, and no two threads serve the same name. Names that had no
+    turn yet come first. Then comes the name whose last turn is the longest ago. The caller must
+    hold `lock`, except for the first `start`.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[], None], lock: threading.Lock) -> None:
-        """Up to `most` threads of this name call `run`."""
+        """Up to `most` threads, all with this name, run the function `run`."""
         self.changed = threading.Condition(lock)  # notified when a job may begin
-        self.served: set[str] = set()  # the names for which a thread works
+        self.served: set[str] = set()  # the names that a thread serves now
         self.threads: list[threading.Thread] = []
         self._name, self._most, self._run = name, most, run
         self._last: OrderedDict[str, float] = OrderedDict()  # when each name had its last turn
 
     def start(self) -> None:
-        """Start one more thread."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         thread.start()
-        self.threads.append(thread)  # now: a thread that has not started is not alive
+        self.threads.append(thread)  # after the start: before it, the thread would count as dead
 
     def start_for(self, waiting: int) -> None:
-        """Start threads if too few are idle for the `waiting` names that no thread serves."""
-        if self.threads:  # the owner has started the first one
+        """Start threads so that each of the `waiting` names that no thread serves gets a thread.
+
+        There are never more than `most` threads.
+        """
+        if self.threads:  # `Worker.start` must have started the first thread
             missing = len(self.served) + waiting - len(self.threads)
             for _ in range(min(missing, self._most - len(self.threads))):
                 self.start()
 
     def waiting(self, clients: Iterable[Client]) -> dict[str, Client]:
-        """Return the first of these clients for each name that no thread serves."""
+        """Return the first of these clients for each name, without names that a thread serves."""
         firsts: dict[str, Client] = {}
         for client in clients:
             if client.name not in self.served:
@@ -104,17 +112,21 @@ class ThreadsByName:
         return firsts
 
     def first(self, waiting: Mapping[str, Client]) -> Client:
-        """Return the next client."""
+        """Return the client that gets the next turn."""
         names = [name for name in waiting if name not in self._last]
         names += [name for name in self._last if name in waiting]
         return waiting[names[0]]
 
     def take(self, waiting: Mapping[str, Client]) -> tuple[Client, bool]:
-        """Give the next client its turn; return it, and whether only its name is active."""
+        """Give a client the next turn.
+
+        Returns the client, and whether its name is the only active name.
+        """
         client, now = self.first(waiting), time.monotonic()
         self._last[client.name] = now
         self._last.move_to_end(client.name)
-        # A name that is forgotten and returns counts as new, and would overtake names that wait.
+        # A name that is forgotten counts as new when it has jobs again, and would then overtake
+        # names that wait. So names are forgotten only while no other name waits or is served.
         if len(waiting) == 1 and not self.served:
             for name, last in list(self._last.items()):
                 if now - last > _ACTIVE:
@@ -123,25 +135,25 @@ class ThreadsByName:
 
 
 class Worker:
-    """Computes jobs, at most `rows` rows in a call of several jobs."""
+    """Computes jobs. A computing call of several jobs has at most `rows` query and key rows."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
         most = _MAX_THREADS if device.type == "cpu" else 1
         self._lock = threading.Lock()
         short = ThreadsByName("seqpar-compute", most, partial(self._serve, False), self._lock)
         long = ThreadsByName("seqpar-compute-long", most, partial(self._serve, True), self._lock)
-        self.busy_seconds = 0.0  # spent in computation
-        self.batches = 0  # computing calls
-        self.waiting = 0  # jobs that have not begun
+        self.busy_seconds = 0.0  # the time of all computing calls
+        self.batches = 0  # the number of computing calls
+        self.waiting = 0  # the number of jobs that have not begun
         self._threads = short, long
         self._device, self._rows = device, rows
         self._queues: OrderedDict[Client, deque[ComputeJob]] = OrderedDict()
         self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
-        self._stepping: set[Client] = set()  # clients that have a step in computation
+        self._stepping: set[Client] = set()  # clients of which a step is being computed
         self._stopped = False
 
     def start(self) -> None:
-        """Start a thread for short jobs and one for long ones; names with jobs get others."""
+        """Start one thread for short jobs and one for long jobs. More start when names need them."""
         for each in self._threads:
             each.start()
 
@@ -150,7 +162,7 @@ class Worker:
         return all(thread.is_alive() for each in self._threads for thread in each.threads)
 
     def stop(self, timeout: float) -> None:
-        """End each thread after its current call; wait for that, at most `timeout` seconds."""
+        """End each thread after its computing call, and wait at most `timeout` seconds for this."""
         with self._lock:
             self._stopped = True
             for each in self._threads:
@@ -161,21 +173,21 @@ class Worker:
                 thread.join(max(0, end - time.monotonic()))
 
     def add(self, job: ComputeJob) -> None:
-        """Queue a job, to be computed when it is its turn."""
+        """Put a job into its client's queue."""
         with self._lock:
             self._queues.setdefault(job.client, deque()).append(job)
             self.waiting += 1
             self._wake()
 
     def _wake(self) -> None:
-        """Wake or start threads for the jobs that may begin. The caller has the lock."""
+        """Wake or start threads for the jobs that may begin. The caller must hold the lock."""
         for long in (False, True):
             if able := self._firsts(long):
                 self._threads[long].start_for(len(able))
                 self._threads[long].changed.notify(len(able))
 
     def withdraw(self, job: ComputeJob) -> bool:
-        """Remove a job that has not begun; return whether it was removed."""
+        """Remove a job from its queue. Returns False if the job has begun or is done."""
         with self._lock:
             queue = self._queues.get(job.client, ())
             if job not in queue:
@@ -189,7 +201,7 @@ class Worker:
             return True
 
     def _serve(self, long: bool) -> None:
-        """Compute long jobs, or short ones, until the worker is stopped."""
+        """Compute the long jobs, or the short jobs, until the worker is stopped."""
         while True:
             with self._lock:
                 while self._first(long) is None and not self._stopped:
@@ -207,11 +219,11 @@ class Worker:
                 self._threads[long].served.discard(name)
                 self._stepping -= {job.client for job in jobs if job.task.operation == "step"}
                 self._wake()
-                # Drop the last references, so that an idle thread holds no tensors.
+                # Without these references, an idle thread keeps no tensors in memory.
                 del jobs, job
 
     def _finish(self, jobs: list[ComputeJob]) -> None:
-        """Compute jobs in one call, and record its time."""
+        """Compute jobs in one computing call, and record its time."""
         start = time.perf_counter()
         self._compute(jobs)
         seconds = time.perf_counter() - start
@@ -224,27 +236,33 @@ class Worker:
             self.batches += 1
 
     def _first(self, long: bool) -> Client | None:
-        """Return the next client among those whose first job is long, or short, and may begin."""
+        """Return the client that gets the next turn for long jobs, or for short jobs.
+
+        Returns None if no such job may begin.
+        """
         clients = self._firsts(long)
         return self._threads[long].first(clients) if clients else None
 
     def _firsts(self, long: bool) -> dict[str, Client]:
-        """Return the first client with such a job for each name that no thread serves."""
+        """Return, for each name that no thread serves, the first client whose job may begin."""
         able = [x for x, queue in self._queues.items() if self._may_begin(queue[0], long)]
         return self._threads[long].waiting(able)
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
-        """Return whether a job is long, or short, and no earlier step of its client is running."""
+        """Return whether the threads for long jobs, or those for short jobs, may begin a job.
+
+        A step must wait while an earlier step of its client is being computed.
+        """
         ordered = job.task.operation == "step" and job.client in self._stepping
         return (job.cost > self._long) == long and not ordered
 
     def _take(self, long: bool) -> list[ComputeJob]:
-        """Take the next client's first job and, if only its name is active, more jobs of its kind.
+        """Take the jobs of the next turn from the queues.
 
-        Names take turns, and the clients of each name take turns among themselves. While only one
-        name is active, further jobs are taken from all of its clients in rotation, each client's
-        jobs in order. While several names are active, each turn is one job, so a name waits for at
-        most one job of each other name.
+        While several names are active, a turn has one job, so that a name waits for at most one job
+        of each other name. While only one name is active, a turn also has more jobs of the same
+        kind. They are taken from all clients of the name in rotation, and from each client in the
+        order in which it has sent them.
         """
         first, alone = self._threads[long].take(self._firsts(long))
         jobs = [self._pop(first)]
@@ -263,7 +281,7 @@ class Worker:
         return jobs
 
     def _pop(self, client: Client) -> ComputeJob:
-        """Take a client's first job, and move the client behind the others."""
+        """Take a client's first job, and move the client to the end of the queue of clients."""
         self.waiting -= 1
         queue = self._queues.pop(client)
         first = queue.popleft()
@@ -275,9 +293,11 @@ class Worker:
         return job.task.batch * (job.task.q_rows + job.task.k_rows)
 
     def _compute(self, jobs: list[ComputeJob]) -> None:
-        """Compute tasks together; if that fails, compute each separately to isolate the failure.
+        """Compute jobs in one call.
 
-        Each step is computed separately and once: a cache refuses a step after a later one.
+        If this fails, each task is computed separately, so that only the tasks at fault have an
+        error. Steps are always computed separately, because they cannot be repeated: a cache
+        refuses a step after a later step.
         """
         try:
             steps = [job.request for job in jobs if isinstance(job.request, CacheStep)]
@@ -308,6 +328,6 @@ _LIBC = ctypes.CDLL(None)
 
 
 def trim() -> None:
-    """Return free memory to the system, if the C library can do so."""
+    """Return free memory to the operating system, if the C library can do that."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
