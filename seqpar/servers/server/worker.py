@@ -153,7 +153,7 @@ class Worker:
         self._stopped = False
 
     def start(self) -> None:
-        """Start one thread for short jobs and one for long jobs. More start when names need them."""
+        """Start a thread for short jobs and one for long jobs. More start when names need them."""
         for each in self._threads:
             each.start()
 

@@ -1,4 +1,4 @@
-"""Addresses of servers, and how gRPC names them."""
+"""The addresses of servers, ipc://PATH and tcp://HOST:PORT, and gRPC's names for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from seqpar.core.arguments import shown
 
 
 def check_address(name: str, address: object) -> str:
-    """Return an address (ipc://PATH or tcp://HOST:PORT), or raise a ValueError."""
+    """Return `address` if it is ipc://PATH or tcp://HOST:PORT, or raise a ValueError.
+
+    The error calls the address `name`, the argument from which it comes.
+    """
     if isinstance(address, str) and "\0" not in address:
         if address.startswith("ipc:///") and 7 < len(address.encode()) <= 6 + 107:
             if _is_in_root(path_of(address)):
@@ -33,7 +36,7 @@ def _is_in_root(path: str) -> bool:
 
 
 def check_peer(name: str, address: object) -> str:
-    """Return an address that a client can connect to, or raise a ValueError."""
+    """Return `address` if a client can connect to it, or raise a ValueError that has `name`."""
     checked = check_address(name, address)
     host, _, port = checked.removeprefix("tcp://").rpartition(":")
     if not is_own(checked) and ("*" in host or not port.isdecimal() or not int(port)):
@@ -42,7 +45,7 @@ def check_peer(name: str, address: object) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return whether only processes of this machine can be at an address."""
+    """Return whether an address is always on this machine: a Unix socket or a loopback address."""
     if is_own(address):
         return True
     try:
@@ -52,7 +55,7 @@ def is_local(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Return whether an address is a Unix socket, which only this user's processes can use."""
+    """Return whether an address is a Unix socket. Only processes of this user can use it."""
     return str(address).startswith("ipc:")
 
 
@@ -61,24 +64,25 @@ def path_of(address: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return the host and the port of a TCP address; the port "*" is 0.
+    """Return the host and the port of a TCP address. The port "*" is returned as 0.
 
-    An IPv4 address that is written as an IPv6 address is returned as the IPv4 address, and
-    localhost is 127.0.0.1 for clients and servers, whatever else the system's tables say.
+    An IPv4 address that is written as an IPv6 address is returned as the IPv4 address. The name
+    localhost is always 127.0.0.1, whatever address the system would find for it, so that clients
+    and servers use the same address.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
-    with contextlib.suppress(ValueError):  # of a name
+    with contextlib.suppress(ValueError):  # the host is a name
         host = str(getattr(ipaddress.ip_address(host), "ipv4_mapped", None) or host)
     return host, 0 if port == "*" else int(port)
 
 
 def bind_target(address: str) -> str:
-    """Return the name of an address for a server's `add_insecure_port` or `add_secure_port`."""
+    """Return gRPC's name for an address at which a server binds a port."""
     if is_own(address):
-        return f"unix:{quote(path_of(address))}"  # gRPC decodes it
+        return f"unix:{quote(path_of(address))}"  # gRPC decodes the quoted path
     host, port = host_and_port(address)
-    host = "::" if host == "*" else host  # gRPC then takes IPv4 too
+    host = "::" if host == "*" else host  # at this address, gRPC also accepts IPv4
     return joined(host, port)
 
 
@@ -88,20 +92,20 @@ def joined(host: str, port: int) -> str:
 
 
 def target(address: str) -> str:
-    """Return the name of a TCP address for a client's channel.
+    """Return gRPC's name for a TCP address to which a client connects.
 
-    A channel to a Unix socket gets its name from a `PinnedSocket`.
+    For a Unix socket, use the name that a `PinnedSocket` has.
     """
-    return f"dns:///{bind_target(address)}"  # numbers are not looked up
+    return f"dns:///{bind_target(address)}"  # gRPC does not look up an IP address in DNS
 
 
 def bound(address: str, port: int) -> str:
-    """Return an address with the port that `add_insecure_port` or `add_secure_port` returned."""
+    """Return an address in which `port`, the port that gRPC has bound, replaces the port."""
     return address if is_own(address) else f"{address.rpartition(':')[0]}:{port}"
 
 
 def check_keys(name: str, address: str, keys: object) -> None:
-    """Raise a ValueError if an address is on another machine and `keys` is None."""
+    """Raise a ValueError if `keys` is None and the address may be on a different machine."""
     if keys is None and not is_local(address):
         how = "make them with `python -m seqpar keygen`"
         raise ValueError(f"{name}: {address} is not on this machine, so it needs keys: {how}")

@@ -1,16 +1,17 @@
-"""Make an authority, and certificates of a server and of clients.
+"""Makes an authority, and the certificates of a server and of clients.
 
-Beside the files that servers and clients need (`certificates.py`), the folder holds:
+An *authority* is a key pair that signs certificates. A *pair* is a certificate and its private key.
+The folder of an authority has the files that servers and clients need (`certificates.py`), and:
 
 | file | what it is |
 |---|---|
 | `authority.key` | the private key of the newest authority |
-| `clients/NAME/` | a folder of keys of one more client, to be copied to it |
-| `issued/NAME-N.crt` | every certificate that authority N has signed, so that it can be revoked |
+| `clients/NAME/` | the folder of keys of the client NAME, which you copy to this client |
+| `issued/NAME-N.crt` | each certificate that authority N has signed, so that it can be revoked |
 
-An authority is valid for ten years, and the certificates that it signs for one. A file that exists
-is never changed, except that `rotate` replaces certificates and their private keys. A process that
-reads while a pair is replaced keeps the old pair until the new one is complete.
+An authority is valid for ten years, and a certificate that it signs is valid for one year. Only
+`rotate` changes files that exist: it replaces certificates and their private keys. A process that
+reads a pair while it is replaced keeps the old pair until both new files are complete.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from seqpar.servers.transport.key_files import read, shown
 from seqpar.servers.wire.texts import printable
 
 AUTHORITY_DAYS, DAYS = 3653, 365
-_EARLIER = timedelta(hours=1)  # for clocks of other machines that are behind
+_EARLIER = timedelta(hours=1)  # certificates are valid from earlier on, for clocks that are behind
 _MOST_NAME_CHARACTERS = 32
 _FOLDERS = ["authorities", "issued", "revoked"]
 _PAIRS = ["server.crt", "server.key", "client.crt", "client.key"]
 
 
 class _Authority(NamedTuple):
-    number: int  # in the name of its file
+    number: int  # the number in the name of its file
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
 
 def generate(folder: Path) -> list[Path]:
-    """Make an authority, and certificates of a server and of the client `client`; return files.
+    """Make an authority, a server's pair, and a pair for the client with the name `client`.
 
-    A ValueError names a file that exists already or that cannot be written.
+    Returns the files. A ValueError names a file that exists already or that cannot be written.
     """
     with _errors_named(folder):
         refuse_curve_keys(folder)
@@ -73,7 +74,7 @@ def generate(folder: Path) -> list[Path]:
 
 
 def add_client(folder: Path, name: str) -> list[Path]:
-    """Make a folder of keys for one more client, and return its files."""
+    """Make a folder of keys for one more client, and return the files that were made."""
     if not re.fullmatch(rf"[A-Za-z0-9][\w.-]{{0,{_MOST_NAME_CHARACTERS - 1}}}", name, re.ASCII):
         what = f"1 to {_MOST_NAME_CHARACTERS} letters, digits, '-', '_' and '.'"
         raise ValueError(f"client must be a name of {what}, got {name!r}")
@@ -89,9 +90,10 @@ def add_client(folder: Path, name: str) -> list[Path]:
 
 
 def rotate(folder: Path) -> list[Path]:
-    """Make a new authority, which signs new certificates for all names that are not revoked.
+    """Make a new authority, which signs a new certificate for each name that is not revoked.
 
-    The old authorities stay trusted until their files are removed. Returns the files that are new.
+    The old authorities stay trusted until you remove their files. Returns the new files, without
+    `authority.key`.
     """
     with _errors_named(folder), _locked(folder):
         _authority(folder)
@@ -100,7 +102,8 @@ def rotate(folder: Path) -> list[Path]:
         authority = _new_authority(max(int(x.stem) for x in _authorities(folder)) + 1)
         made = [folder / "authorities" / f"{authority.number}.crt"]
         _write(made[0], _pem(authority.certificate))
-        for name in names:  # before a server has a certificate of the new authority
+        # Clients must trust the new authority before a server has a certificate from it.
+        for name in names:
             made += _trust(folder, _place(folder, name))
         _replace({folder / "authority.key": _pem(authority.key)})
         for name in names:
@@ -109,7 +112,10 @@ def rotate(folder: Path) -> list[Path]:
 
 
 def revoke(folder: Path, name: str) -> list[Path]:
-    """Revoke all certificates of a client, and return the files that are new."""
+    """Revoke all certificates of a client: copy them to the folder `revoked`.
+
+    Returns the files that are new in this folder.
+    """
     with _errors_named(folder), _locked(folder):
         files = _issued(folder, name)
         if name == "server" or not files:
@@ -135,7 +141,7 @@ def _errors_named(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes certificates in a folder."""
+    """Lock a folder, so that only one process at a time makes certificates in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -145,12 +151,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _authorities(folder: Path) -> list[Path]:
-    """Return the files of the authorities that were made here."""
+    """Return the files of the authorities that were made in this folder."""
     return [x for x in (folder / "authorities").glob("*.crt") if x.stem.isdecimal()]
 
 
 def _authority(folder: Path) -> _Authority:
-    """Return the authority whose private key is here."""
+    """Return the authority whose private key is in this folder."""
     key = read(folder / "authority.key")
     for file in _authorities(folder):
         certificate = load(file, "authority")
@@ -179,7 +185,7 @@ def _place(folder: Path, name: str) -> Path:
 
 
 def _trust(folder: Path, place: Path) -> list[Path]:
-    """Give a client's folder the authorities that it does not have; return the new files."""
+    """Copy the authorities that a client's folder lacks into it, and return the copies."""
     _make_folder(place / "authorities")
     made = []
     for file in _authorities(folder):
@@ -192,13 +198,14 @@ def _trust(folder: Path, place: Path) -> list[Path]:
 
 def _new_authority(number: int) -> _Authority:
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = _named(f"seqpar authority {number} {os.urandom(4).hex()}")  # unlike any other one
+    # With random digits, authorities of different folders have different names.
+    subject = _named(f"seqpar authority {number} {os.urandom(4).hex()}")
     builder = _builder(subject, subject, key, AUTHORITY_DAYS)
     return _Authority(number, builder.sign(key, hashes.SHA256()), key)
 
 
 def _issue(folder: Path, authority: _Authority, name: str) -> list[Path]:
-    """Make a certificate and its private key, record it, and replace the name's old pair."""
+    """Make a pair, record its certificate in `issued`, and replace the old pair of the name."""
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(_named(name), authority.certificate.subject, key, DAYS)
     if name == "server":
@@ -210,7 +217,8 @@ def _issue(folder: Path, authority: _Authority, name: str) -> list[Path]:
     builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
     certificate = builder.sign(authority.key, hashes.SHA256())
     record = folder / "issued" / f"{name}-{authority.number}.crt"
-    _write(record, _pem(certificate))  # first: a certificate without a record is never revoked
+    # The record is written first, because a certificate without a record could not be revoked.
+    _write(record, _pem(certificate))
     _replace({file.with_suffix(".key"): _pem(key), file: _pem(certificate)})
     return [record, file, file.with_suffix(".key")]
 
@@ -248,14 +256,14 @@ def _pem(what: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, which only this user may write to."""
+    """Make a folder and the missing folders above it. Only this user can write to new folders."""
     for each in reversed((folder, *folder.parents)):
         with contextlib.suppress(FileExistsError):
             each.mkdir(mode=0o755)
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that does not exist yet. Nobody sees a part of it."""
+    """Write a file that does not exist yet. The file appears only when it is complete."""
     new = _write_beside(file, content)
     try:
         os.link(new, file)
@@ -264,7 +272,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _replace(contents: dict[Path, bytes]) -> None:
-    """Replace files, in as little time as possible."""
+    """Replace files. All new files are complete before the first file is replaced."""
     new = {file: _write_beside(file, content) for file, content in contents.items()}
     for file in contents:
         new[file].replace(file)
@@ -272,7 +280,7 @@ def _replace(contents: dict[Path, bytes]) -> None:
 
 def _write_beside(file: Path, content: bytes) -> Path:
     new = file.with_name(f".{file.name}.new")
-    new.unlink(missing_ok=True)  # of a process that was killed
+    new.unlink(missing_ok=True)  # a process that was killed may have left the file
     mode = 0o644 if file.suffix == ".crt" else 0o600
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as opened:

@@ -6,25 +6,29 @@ A folder of keys holds these files, in PEM format. `authority.py` makes them.
 |---|---|---|
 | `authorities/*.crt` | the authorities whose certificates are accepted | both sides |
 | `server.crt`, `server.key` | a server's certificate and its private key | the server |
-| `revoked/*.crt` | certificates of clients that are refused all the same | the server |
+| `revoked/*.crt` | the certificates of clients that are refused nevertheless | the server |
 | `client.crt`, `client.key` | a client's certificate and its private key | the client |
 
-The identities below read the files again while a process runs:
+A *pair* is a certificate and its private key. An *identity* is an object with the files of one
+side. While a process runs, its identity reads files that have changed:
 
-* If a file cannot be used, the process keeps what the file held before, and reports a fault. It
-  skips a new file that cannot be used. Such a file may be incomplete, a fifo, a directory or a
-  dangling link, or a private key that belongs to another certificate.
-* An authority is trusted until its file is removed, and a certificate is revoked until its file is
-  removed. If a folder cannot be read, for example because it was removed or because the process has
-  no descriptor left, the process keeps all that the folder held before.
-* Files whose names begin with a dot are ignored. Every other file in `authorities/` or `revoked/`
-  whose name does not end in `.crt` is a fault, because somebody may rely on it.
+* If a file cannot be used, the process keeps what the file held before, and reports a *fault*, a
+  text for a log. A new file that cannot be used is skipped. A file cannot be used if it is
+  incomplete, a fifo, a directory or a dangling link, or if it is a private key that does not belong
+  to its certificate.
+* An authority is trusted until its file is removed from `authorities/`. A certificate is revoked
+  until its file is removed from `revoked/`. If a folder cannot be read, the process keeps all that
+  the folder held before. This happens, for example, if the folder was removed, or if the process
+  can open no more files.
+* Files whose names begin with a dot are ignored. Each further file in `authorities/` or `revoked/`
+  whose name does not end in `.crt` is reported as a fault, because somebody may rely on it.
 
-Only this user or root may be able to write the files and their folders, and no other user may be
-able to read a private key. Otherwise a process does not start, and a running one reports a fault.
+Only this user and root may be able to write the files and their folders, and no other user may be
+able to read a private key. Otherwise a process does not start, and a running process reports a
+fault.
 
-When a certificate has ended, TLS makes no new connection with it, and a server no longer accepts a
-client's certificate on connections that exist. A fault is reported 30 days before.
+After the end of a certificate's validity, TLS makes no new connection with it, and a server also
+refuses the certificate on connections that exist. A fault is reported from 30 days before the end.
 """
 
 from __future__ import annotations
@@ -41,11 +45,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from seqpar.servers.transport.key_files import Unsafe, Watched, check_folder, read, shown
 
-_Pair = tuple[x509.Certificate, bytes]  # and the private key in PEM format
-SERVER_NAME = "server.seqpar"  # in every server's certificate; clients require it
-_MOST_NAME_CHARACTERS = 64  # of a Common Name, by RFC 5280
-_MOST_NAMES = 1024  # of certificates that were verified since the last change
-_WARNING = timedelta(days=30)  # before a certificate ends
+_Pair = tuple[x509.Certificate, bytes]  # a certificate, and its private key in PEM format
+SERVER_NAME = "server.seqpar"  # the name in the certificate of each server; clients require it
+_MOST_NAME_CHARACTERS = 64  # RFC 5280 limits a Common Name to this length
+_MOST_NAMES = 1024  # how many verified certificates are remembered
+_WARNING = timedelta(days=30)  # how long before a certificate ends the warnings begin
 _NEVER = datetime.min.replace(tzinfo=UTC)
 _NOBODY = None, _NEVER, _NEVER
 _OWNERS = {
@@ -58,7 +62,7 @@ _OWNERS = {
 def load(file: Path, use: str) -> x509.Certificate:
     """Return the certificate in a file, or raise a ValueError that names the file.
 
-    The use is "authority", "server" or "client", or "any".
+    `use` is the required use of the certificate: "authority", "server", "client" or "any".
     """
     pem = read(file)
     try:
@@ -72,7 +76,7 @@ def _parse(pem: bytes, use: str) -> x509.Certificate:
         (certificate,) = x509.load_pem_x509_certificates(pem)
         _ = certificate.issuer, certificate.subject, certificate.not_valid_after_utc
         fits = use == "any" or _fits(certificate.extensions, use)
-    except Exception:  # of many types, for bytes that are no certificate
+    except Exception:  # bytes that are no certificate raise errors of many types
         raise ValueError("must hold one certificate, as keygen makes it") from None
     if not fits:
         raise ValueError(f"must hold the certificate of {_OWNERS[use]}")
@@ -97,7 +101,7 @@ def is_pair(certificate: x509.Certificate, key: bytes) -> bool:
     """Return whether a private key in PEM format belongs to a certificate."""
     try:
         return load_pem_private_key(key, None).public_key() == certificate.public_key()
-    except Exception:  # of many types, for bytes that are no key
+    except Exception:  # bytes that are no key raise errors of many types
         return False
 
 
@@ -131,20 +135,23 @@ def _pem(certificates: list[x509.Certificate]) -> bytes:
 
 
 class _Certificates:
-    """The certificates of one use in a folder."""
+    """The certificates in a folder, all with the same use."""
 
     def __init__(self, folder: Path, use: str) -> None:
         self.folder, self._use = folder, use
         self._watched: dict[str, Watched[x509.Certificate]] = {}
         self.found: dict[Path, x509.Certificate] = {}
-        self.faults: list[ValueError] = []  # of single files, at the last look
+        self.faults: list[ValueError] = []  # the faults of single files, at the last `look`
         self.look()
         for fault in self.faults:
             if isinstance(fault, Unsafe):
                 raise fault
 
     def look(self) -> bool:
-        """Return whether the certificates have changed, or raise a ValueError and keep all."""
+        """Read the folder again, and return whether the certificates have changed.
+
+        If the folder cannot be read, this raises a ValueError, and all certificates are kept.
+        """
         try:
             check_folder(self.folder)
             x = os.stat(self.folder)
@@ -174,7 +181,7 @@ class _Certificates:
 
 
 class _Identity:
-    """A certificate with its private key, the authorities that are trusted, and faults."""
+    """One side's pair, and the authorities that it trusts."""
 
     def __init__(self, folder: Path, who: str) -> None:
         refuse_curve_keys(folder)
@@ -204,7 +211,10 @@ class _Identity:
         return self._pair.value
 
     def _look(self) -> tuple[bool, list[str]]:
-        """Return whether certificates have changed, and the faults that there are now."""
+        """Read files that have changed.
+
+        Returns whether certificates have changed, and all faults that exist now.
+        """
         changed, faults = False, list[str]()
         parts: list[Watched[_Pair] | _Certificates] = [self._pair, *self._folders]
         for part in parts:
@@ -226,14 +236,14 @@ class _Identity:
         return changed, faults
 
     def _new(self, faults: list[str]) -> list[str]:
-        """Return the faults that there were not at the last look."""
+        """Return the faults that did not exist at the last call."""
         new = [fault for fault in faults if fault not in self._told]
         self._told = set(faults)
         return new
 
 
 class ServerIdentity(_Identity):
-    """A server's certificate, the authorities that it trusts, and the revoked certificates."""
+    """A server's pair, the authorities that it trusts, and the revoked certificates."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "server")
@@ -249,21 +259,26 @@ class ServerIdentity(_Identity):
         self._refused = {_id(x) for x in self._revoked.found.values()}
         self._trusted = [x for x in self._authorities.found.values() if _id(x) not in self._refused]
         self._names: dict[bytes, tuple[str | None, datetime, datetime]] = {}
-        if self._trusted:  # else no client has a name, whatever handshakes accept
+        # Without a trusted authority, the old configuration stays. Then `name_of` refuses all
+        # clients, whatever certificates the handshakes accept.
+        if self._trusted:
             certificate, key = self._own()
             self._configuration = grpc.ssl_server_certificate_configuration(
                 [(key, _pem([certificate]))], _pem(self._trusted)
             )
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials whose handshakes use what the last look found, and read no file."""
+        """Return credentials whose handshakes use the certificates that `look` found last.
+
+        The handshakes themselves read no file.
+        """
         given = self._configuration
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Return the configuration if it is new.
+            """Return the configuration if it is new, and None otherwise.
 
-            gRPC crashes after thousands of handshakes that each replace the configuration while
-            other handshakes use it.
+            If each handshake replaced the configuration while other handshakes use it, gRPC would
+            crash after thousands of handshakes.
             """
             nonlocal given
             if given is self._configuration:
@@ -276,14 +291,14 @@ class ServerIdentity(_Identity):
         )
 
     def look(self) -> list[str]:
-        """Read files that have changed; return the faults that there were not at the last look."""
+        """Read files that have changed, and return the faults that are new since the last call."""
         changed, faults = self._look()
         if changed:
             self._renew()
         return self._new([*faults, *sorted(self._ending)])
 
     def name_of(self, pem: bytes) -> str | None:
-        """Return the name of a client's certificate, or None if it is not accepted now."""
+        """Return the name in a client's certificate, or None if it is not accepted now."""
         known = self._names
         if (entry := known.get(pem)) is None:
             if len(known) >= _MOST_NAMES:
@@ -298,7 +313,11 @@ class ServerIdentity(_Identity):
         return name
 
     def _verify(self, pem: bytes) -> tuple[str | None, datetime, datetime]:
-        """Return a certificate's name and from when to when it is valid, or no name."""
+        """Verify a client's certificate.
+
+        Returns its name, and the times from which and until which it is valid. The name is None if
+        the certificate is not accepted.
+        """
         try:
             certificate = _parse(pem, "client")
         except ValueError:
@@ -313,7 +332,7 @@ class ServerIdentity(_Identity):
 
 
 class ClientIdentity(_Identity):
-    """A client's certificate, and the authorities whose servers it trusts."""
+    """A client's pair, and the authorities whose servers the client trusts."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "client")
@@ -326,23 +345,24 @@ class ClientIdentity(_Identity):
         self._credentials = grpc.ssl_channel_credentials(roots, key, _pem([certificate]))
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Return the credentials of new channels.
+        """Return the credentials for new channels.
 
-        A channel must set `grpc.ssl_target_name_override` to `SERVER_NAME`.
+        A channel must set its option `grpc.ssl_target_name_override` to `SERVER_NAME`.
         """
         return self._credentials
 
     def look(self) -> bool:
-        """Read files that have changed; return whether there are new credentials."""
+        """Read files that have changed, and return whether the credentials are new."""
         changed, faults = self._look()
         self._faults += self._new(faults)
-        # gRPC would trust its own list of authorities if it got none.
+        # Without an authority, the old credentials are kept: if gRPC got an empty list, it would
+        # trust the authorities of its own list.
         renewed = changed and bool(self._authorities.found)
         if renewed:
             self._renew()
         return renewed
 
     def faults(self) -> list[str]:
-        """Return the faults that looks have found since the last call."""
+        """Return the faults that `look` has found since the last call of `faults`."""
         faults, self._faults = self._faults, []
         return faults

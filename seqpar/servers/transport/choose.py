@@ -1,4 +1,4 @@
-"""The names of transports, and of pools."""
+"""Checks the argument `transports`, and makes names of pools and servers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from seqpar.servers.wire.messages import TransportName
 
 
 def own_name() -> str:
-    """Return a name that is unique among all pools and servers of all processes."""
+    """Return a new name, which no other pool or server in any process has."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(16)}"
 
 
 def transports_of(names: Sequence[str] | None) -> list[TransportName]:
-    """Check an argument `transports`; return the names, "grpc" last. None means only "grpc".
+    """Check the argument `transports`, and return the names, with "grpc" as the last name.
 
-    NIXL must be asked for: its library opens a TCP port without authentication, also in a process
-    whose own sockets are Unix sockets.
+    None means only "grpc". NIXL is used only if it is named, because its library opens a TCP port
+    without authentication, even in a process that uses only Unix sockets itself.
     """
     if names is None:
         return ["grpc"]

@@ -1,7 +1,8 @@
-"""The event loop of all gRPC calls of this process, in a thread of its own.
+"""The one event loop that makes and answers all gRPC calls of this process, in its own thread.
 
-gRPC remembers every event loop in which it was used, and passes events from loop to loop. If one of
-these loops is closed, an event can be lost. So all pools and servers of a process share a loop.
+gRPC remembers all event loops in which it was used, and passes events from loop to loop. If one of
+these loops is closed, an event can be lost. So all pools and servers of a process share one loop,
+which ends only with the interpreter.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Any, TypeVar
 from seqpar.servers.wire.request import ServersError
 
 T = TypeVar("T")
-_lock = threading.RLock()  # reentrant: a signal may arrive while its thread holds it
+# The lock is reentrant, because a signal handler may need it in the thread that holds it.
+_lock = threading.RLock()
 _thread: _LoopThread | None = None
-_is_forked = False  # from a process that had used gRPC, which then waits forever here
+# Whether this process was forked from a process that had used gRPC. Calls of gRPC would then wait
+# forever in this process.
+_is_forked = False
 
 
 class _LoopThread(threading.Thread):
@@ -33,15 +37,15 @@ class _LoopThread(threading.Thread):
         self.loop.run_forever()
 
     def end(self) -> None:
-        """End before the interpreter does."""
+        """End the loop and the thread, before the interpreter ends."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.join()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the process's event loop; the first call starts it.
+    """Return the process's event loop. The first call starts it.
 
-    Raises a ServersError in a process that was forked from one with an event loop.
+    Raises a ServersError if this process was forked from a process that had an event loop.
     """
     global _thread
     if _is_forked:
@@ -53,17 +57,17 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def is_running() -> bool:
-    """Return whether the event loop runs; it ends before the interpreter does."""
+    """Return whether the event loop was started and has not ended."""
     return _thread is not None and _thread.is_alive()
 
 
 def in_event_loop() -> bool:
-    """Return whether the caller runs in the event loop's thread, which must not wait."""
+    """Return whether the caller runs in the event loop's thread. This thread must not wait."""
     return threading.current_thread() is _thread
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine in the event loop; return the future of its result."""
+    """Run a coroutine in the event loop, and return the future of its result."""
     try:
         loop = event_loop()
     except ServersError:
@@ -73,7 +77,7 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def _forget() -> None:
-    """A forked process has no such thread."""
+    """Forget the thread in a forked process, which does not have it."""
     global _thread, _lock, _is_forked
     if _thread is not None:
         _is_forked = True

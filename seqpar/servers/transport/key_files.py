@@ -1,6 +1,7 @@
-"""Files that decide who is let in: only their owner may be able to change them.
+"""Reads files of keys, which decide whom a process trusts.
 
-They are read so that no file, whatever it is, stops or delays the process that reads it.
+A file is used only if no user other than this user and root can change it. Reading never blocks,
+whatever a file is; for example, it may be a fifo.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from seqpar.core.file_owners import fault_of, way_to
 from seqpar.servers.wire.texts import printable
 
 T = TypeVar("T")
-_MOST_BYTES = 2**16  # that are read of a file
-# Two changes within a tick of the file system's clock leave the same times.
+_MOST_BYTES = 2**16  # the most bytes that are read from a file
+# If a file changes twice within a tick of the file system's clock, its times do not show the second
+# change. So the files are read again until their last change is older than this.
 _SETTLED_SECONDS = 1.0
 
 
 class Unsafe(ValueError):
-    """Another user could write a file or folder of keys, or read a private key."""
+    """A different user could write a file or folder of keys, or read a private key."""
 
 
 def shown(path: Path) -> str:
@@ -30,9 +32,10 @@ def shown(path: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise an error unless only this user or root may change a folder and its parents.
+    """Raise an Unsafe error if users other than this user and root can change a folder.
 
-    Parents may let other users add files, as /tmp does, but not replace them.
+    The folders above it are checked too. In these, other users may be able to add files, as in
+    /tmp, but they must not be able to replace files of this user.
     """
     real = os.path.realpath(folder)
     for name, status in way_to(str(folder)):
@@ -46,12 +49,13 @@ def _check_owner(name: str, status: os.stat_result, may_be_sticky: bool = False)
 
 
 def read(file: Path) -> bytes:
-    """Return what a regular file holds; only its owner may be able to read a private key.
+    """Return the content of a regular file; raise a ValueError that names a file that is unsafe.
 
-    If root owns the key and this process is not root's, the key's group may read it too. Kubernetes
-    mounts secrets in this way, for the group that a pod names.
+    Only the owner may be able to read a private key. There is one exception: the key's group may
+    read it if root owns the key and this process does not run as root. Kubernetes mounts secrets in
+    this way, for the group that a pod names.
     """
-    # With O_NONBLOCK, opening a fifo does not wait for a process that writes to it.
+    # With O_NONBLOCK, opening a fifo does not wait until a process writes to the fifo.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         descriptor = os.open(file, flags)
@@ -79,11 +83,14 @@ class Watched(Generic[T]):
 
     def __init__(self, load: Callable[..., T], *files: Path) -> None:
         self._load, self.files = load, files
-        self._seen: object = None  # of the files, when the value was loaded last without a fault
+        self._seen: object = None  # what `os.stat` returned for the files of the current value
         self.value: T | None = None
 
     def look(self) -> bool:
-        """Return whether the value has changed, or raise a ValueError and keep the value."""
+        """Load the value again if a file has changed, and return whether the value has changed.
+
+        If the value cannot be loaded, this raises a ValueError, and the old value is kept.
+        """
         old = self.value
         try:
             stats = [os.stat(file) for file in self.files]
