@@ -1,4 +1,4 @@
-"""The addresses at which this process listens, as Linux reports them."""
+"""Finds the addresses at which this process listens, in the tables of Linux."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-_LISTENS = "0A"  # the state of a TCP socket that listens
+_LISTENS = "0A"  # the state of a listening TCP socket
 _TABLES = Path("/proc/self/net")
 
 
@@ -28,10 +28,9 @@ def listeners() -> set[str]:
 
 
 def _inodes() -> set[str]:
-    """Return the inodes of this process's sockets."""
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
             kind, _, inode = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")
             if kind == "socket":
                 found.add(inode.strip("[]"))
@@ -47,7 +46,10 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def _address(text: str) -> str:
-    """Return an address of the table, whose 32-bit words are numbers in the machine's order."""
+    """Convert an address of the table to HOST:PORT.
+
+    The table has the host as hexadecimal 32-bit numbers, in the machine's byte order.
+    """
     host, port = text.split(":")
     words = [int(host[i : i + 8], 16) for i in range(0, len(host), 8)]
     ip = ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))

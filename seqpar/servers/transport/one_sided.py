@@ -1,15 +1,18 @@
-"""NIXL's one-sided writes of payloads and results into memory that is registered once.
+"""Writes payloads and results directly into the memory of the receiving process, with NIXL.
 
-Security: a connected peer may write into this process, and payloads are not encrypted. NIXL's
-library UCX listens on each interface that UCX_NET_DEVICES names, by default on all of them, and
-does not authenticate who connects. Use it only on networks, and with peers, that are trusted as
-much as this process.
+**Security.** A connected peer can write into this process, and payloads are not encrypted. UCX, the
+library below NIXL, listens on each interface that UCX_NET_DEVICES names. By default these are all
+interfaces. UCX does not authenticate who connects. Use NIXL only on networks, and with peers, that
+you trust as much as this process.
 
-Each pool and each server has one NIXL agent and one block of memory. Every session has its own part
-of this block, its arena. The sender writes from the payload's own memory, which is registered
-during the transfer: on a CPU, registering 64 MiB takes 5 µs and copying it 10 ms. A peer may
-still write after the other side has given it up. So the receiver first copies a payload, and then
-computes the checksum of the copy.
+Each pool and each server has one NIXL *agent*, and one *block* of memory in which it receives. Each
+session has a part of this block, its *arena*. A *place* is an offset in an arena. NIXL writes only
+from and into memory that is registered. The block is registered once. A sender registers the
+payload's memory during each transfer, because that is faster than a copy into a registered buffer:
+on a CPU, registering 64 MiB takes 5 µs, and copying 64 MiB takes 10 ms.
+
+A peer may still write to an arena after this process has stopped waiting for the peer. So the
+receiver copies a payload before it computes the checksum.
 """
 
 from __future__ import annotations
@@ -30,20 +33,21 @@ from seqpar.servers.wire.arena import ALIGNMENT, Arena, placed
 from seqpar.servers.wire.payload import Bytes
 
 _log = logging.getLogger("seqpar")
-_BLOCK_BYTES = 2**30  # for all peers' writes; the system provides pages on demand
+_BLOCK_BYTES = 2**30  # the system provides memory for a page only when the page is used
 _MAX_ARENA_BYTES = 2**26  # per session
-# A transfer needs both agents to be polled. NIXL's own thread for that takes half a core in an idle
-# process, so each side polls while it waits: at first all the time, later once per millisecond.
+# During a transfer, both agents must be polled. NIXL's own thread for this takes half a core in an
+# idle process. So each side polls while it waits: in the first 2 ms without a pause, and then once
+# per millisecond.
 _SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.001
 T = TypeVar("T")
 
 
 class TransportError(RuntimeError):
-    """A payload did not arrive."""
+    """A payload could not be written, or did not arrive."""
 
 
 class ArenaTarget(NamedTuple):
-    """The target of one-sided writes: an agent's metadata, and an arena's address and size."""
+    """What a peer must know to write into an arena: the agent's metadata, the address, the size."""
 
     agent: bytes
     address: int
@@ -67,10 +71,10 @@ def _address(array: Bytes) -> int:
 
 @dataclass
 class _Peer:
-    start: int  # of its arena in the block
-    size: int
+    start: int  # the offset in this process's block at which the peer's arena begins
+    size: int  # the size of this arena in bytes
     agent: str | None = None  # NIXL's name of the peer's agent
-    target: ArenaTarget | None = None  # the peer's own arena
+    target: ArenaTarget | None = None  # the arena in the peer's process, into which we write
 
 
 class OneSided:
@@ -88,18 +92,22 @@ class OneSided:
             )
         before = listeners()
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-        memory = np.empty(_BLOCK_BYTES + ALIGNMENT, np.uint8)  # numpy uses huge pages, torch not
+        # NumPy uses huge pages for this block, and torch would not.
+        memory = np.empty(_BLOCK_BYTES + ALIGNMENT, np.uint8)
         skipped = -_address(memory) % ALIGNMENT
         self._bytes = memory[skipped : skipped + _BLOCK_BYTES]
         self._start = _address(self._bytes)
         self._registered = self._agent.register_memory([(self._start, _BLOCK_BYTES, 0, "")], "DRAM")
-        self.addresses = sorted(listeners() - before)  # that NIXL opened
+        self.addresses = sorted(listeners() - before)  # the addresses at which NIXL listens
         self._rooms = Arena(_BLOCK_BYTES)
         self._peers: dict[Hashable, _Peer] = {}
-        self._stuck: list[object] = []  # of transfers that could not be ended
+        self._stuck: list[object] = []  # the memory of transfers that could not be ended
 
     def open(self, peer: Hashable) -> ArenaTarget | None:
-        """Reserve an arena for a peer; return how the peer reaches it, or None without room."""
+        """Reserve an arena for a peer, and return what the peer must know to write into it.
+
+        Returns None if the block has no space for an arena.
+        """
         size = min(_MAX_ARENA_BYTES, (_BLOCK_BYTES - self._rooms.lent) // 4)
         start = self._rooms.take(size) if size else None
         if start is None:
@@ -109,7 +117,7 @@ class OneSided:
         return ArenaTarget(offer, self._start + start, size)
 
     def connect(self, peer: Hashable, target: ArenaTarget) -> None:
-        """Remember how to reach a peer; raise a TransportError if its arena is not valid."""
+        """Connect to a peer's arena, or raise a TransportError if the target is not valid."""
         known = self._peers[peer]
         if not target.size or not 0 < target.address < 2**63 - target.size:
             raise TransportError("nixl: the peer has no arena that could be written to")
@@ -130,9 +138,9 @@ class OneSided:
                 self._agent.remove_remote_agent(known.agent)
 
     async def write(self, peer: Hashable, parts: Sequence[Bytes], place: int) -> None:
-        """Write parts to `place` in a peer's arena, aligned; raise a TransportError if it fails.
+        """Write parts, each aligned to 64 bytes, to `place` in a peer's arena.
 
-        The parts must not change meanwhile.
+        The parts must not change meanwhile. If the write fails, this raises a TransportError.
         """
         known = self._peers.get(peer)
         places, total = placed([part.nbytes for part in parts])
@@ -153,8 +161,8 @@ class OneSided:
     ) -> None:
         handle = registered = None
         try:
-            # q, k and v may be one tensor. NIXL crashes when it deregisters a block that is listed
-            # twice.
+            # q, k and v may be the same tensor. NIXL crashes when it deregisters memory that was
+            # listed twice, so the set removes duplicates.
             registered = self._agent.register_memory(list({(*x, "") for x in local}), "DRAM")
             descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
             handle = self._agent.initialize_xfer("WRITE", *descriptors, agent, b"")
@@ -170,13 +178,14 @@ class OneSided:
                     self._agent.release_xfer_handle(handle)
                 if registered is not None:
                     self._agent.deregister_memory(registered)
-            except Exception:  # it could not be aborted, and may still read the parts
+            # The transfer could not be ended, and may still read the parts. So they are kept.
+            except Exception:
                 self._stuck.append((handle, registered, local))
         if state != "DONE":
             raise TransportError("nixl: the transfer failed")
 
     async def polling(self, waited: Awaitable[T]) -> T:
-        """Wait for what a peer does while it writes here, and poll the agent meanwhile."""
+        """Wait for something that a peer does after its write, and poll the agent meanwhile."""
         task, start = asyncio.ensure_future(waited), time.monotonic()
         try:
             while not task.done():
@@ -187,7 +196,10 @@ class OneSided:
             task.cancel()
 
     def read(self, peer: Hashable, sizes: Sequence[int], place: int) -> list[Bytes]:
-        """Return copies of the parts that a peer has written to `place` in its arena."""
+        """Return copies of the parts that a peer has written to `place` in its arena.
+
+        `sizes` are the sizes of the parts in bytes.
+        """
         known = self._peers.get(peer)
         places, total = placed(sizes)
         if known is None or not 0 <= place <= known.size - total:
@@ -204,5 +216,5 @@ class OneSided:
 
 
 async def _pause(start: float) -> None:
-    """Let other tasks run, and from 2 ms after `start` on also other processes."""
+    """Let other coroutines run. From 2 ms after `start` on, sleep for 1 ms."""
     await asyncio.sleep(0 if time.monotonic() < start + _SPIN_SECONDS else _POLL_SECONDS)

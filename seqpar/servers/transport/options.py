@@ -1,4 +1,4 @@
-"""The options of gRPC's channels and servers, and how a pool opens a channel."""
+"""The options of gRPC's channels and servers, and functions that open channels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from seqpar.servers.transport.certificates import SERVER_NAME, ClientIdentity
 from seqpar.servers.transport.routes import CHANNEL_OPTIONS, Route
 from seqpar.servers.wire.limits import MAX_MESSAGE_BYTES, ServerDeadlines
 
-# gRPC would write a line for each handshake of a stranger that fails and each server that leaves.
+# By default, gRPC writes a line for each handshake that fails and for each server that leaves.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-# gRPC would start its threads again in a forked process, where they crash on the sockets of pools
-# that the process does not use.
+# By default, gRPC starts its threads again in a forked process. There they crash on the sockets of
+# pools that the forked process does not use.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 Options = list[tuple[str, int | str]]
-_MAX_STREAMS = 36  # calls at a time on one connection: 32 tasks, and control calls
+_MAX_STREAMS = 36  # the most calls at a time on a connection: 32 tasks, and 4 control calls
 _UNREAD_BYTES = 2**16
 _MAX_METADATA_BYTES = 2**13
-_MIN_PING_SECONDS = 1.0  # between pings of a client; a server accepts pings three times as often
+_MIN_PING_SECONDS = 1.0  # between a client's pings; a server accepts pings three times as often
 
 
 def _milliseconds(seconds: float) -> int:
@@ -28,18 +28,21 @@ def _milliseconds(seconds: float) -> int:
 
 
 def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
-    """Return the options of a server; `shares_port` is whether a client may hold the port.
+    """Return the options of a server.
 
-    Each connection is an open file. All connections together get at most three quarters of the
-    files that the process may open, so that the server can always open its own.
+    `shares_port` says whether a client may bind a socket to the server's port (`hold_port`).
+
+    Each connection is an open file. All connections together may use at most three quarters of the
+    files that the process may open, so that the server can always open the files that it needs.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        # gRPC accepts 64 KiB of a stream that the server does not read, so payloads that wait for
-        # their turn take little memory. While the server reads a message, gRPC accepts all of it.
-        # By default gRPC accepts more on a fast connection: up to 60 MiB per stream were measured.
+        # With these two options, gRPC accepts only 64 KiB of a stream that the server does not
+        # read, so that payloads that wait for a turn take little memory. While the server reads a
+        # message, gRPC accepts the whole message. Without the options, gRPC accepts more on a fast
+        # connection: up to 60 MiB per stream were measured.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
@@ -47,7 +50,7 @@ def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
         ("grpc.server_handshake_timeout_ms", _milliseconds(deadlines.handshake)),
         ("grpc.keepalive_time_ms", _milliseconds(deadlines.idle / 2)),
         ("grpc.keepalive_timeout_ms", _milliseconds(deadlines.idle / 2)),
-        # Without this option, a ping that is not answered ends a connection only after a minute.
+        # Without this option, a connection whose peer answers no ping ends only after a minute.
         ("grpc.http2.ping_timeout_ms", _milliseconds(deadlines.idle / 2)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(_MIN_PING_SECONDS / 3)),
@@ -56,7 +59,7 @@ def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
 
 
 def client_options(seconds: float) -> Options:
-    """Return the options of a channel, which is lost after `seconds` without an answer."""
+    """Return the options of a channel. It is lost if the server answers no ping for `seconds`."""
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         *CHANNEL_OPTIONS,
@@ -72,7 +75,7 @@ def client_options(seconds: float) -> Options:
 
 
 def open_channel(route: Route, identity: ClientIdentity | None, seconds: float) -> grpc.aio.Channel:
-    """Return a channel to a server, with its own connection."""
+    """Return a channel to a server. It shares its network connection with no other channel."""
     options = client_options(seconds)
     if identity is None:
         return grpc.aio.insecure_channel(route.target, options=options)
@@ -82,7 +85,7 @@ def open_channel(route: Route, identity: ClientIdentity | None, seconds: float) 
 def open_blocking_channel(
     route: Route, identity: ClientIdentity | None, seconds: float
 ) -> grpc.Channel:
-    """Return a channel whose calls block."""
+    """Return a channel to a server, whose calls block."""
     options = client_options(seconds)
     if identity is None:
         return grpc.insecure_channel(route.target, options=options)

@@ -1,4 +1,4 @@
-"""The way from a client to a server that no other user of the machine can take over."""
+"""Checks an address before a client connects, so that no other user can act as the server."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from seqpar.servers.transport.addresses import check_keys, is_own, path_of, targ
 from seqpar.servers.transport.loopback import hold_port
 from seqpar.servers.transport.unix_sockets import PinnedSocket
 
-# Options of every channel to a route. A proxy of the environment would get all payloads, and
-# channels that share connections could share one to an earlier server.
+# The options of each channel to a route. A proxy that an environment variable names would get all
+# payloads. Channels that share connections could use a connection to an earlier server.
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
 
 
 class Route:
-    """A checked address. While it is open, a channel to `target` reaches only a trusted process.
+    """A checked address. While a route is open, a channel to `target` reaches a trusted process.
 
-    At a Unix socket or a loopback address without keys, that process is this user's (at a Unix
-    socket, it may be root's). Other addresses need keys, and TLS checks the server's certificate.
-    Make a new route, and a new channel, when the server was lost.
+    A process at a Unix socket is trusted if it belongs to this user or root. Without keys, a
+    process at a loopback address is trusted if it belongs to this user. With keys, TLS checks the
+    server's certificate. If the server was lost, make a new route and a new channel.
     """
 
     def __init__(self, address: str, has_keys: bool) -> None:
-        """Check an address; nothing is sent.
+        """Check an address. Nothing is sent.
 
         Raises:
-            OSError: nobody listens at the Unix socket, or another user could listen at the address.
-            ValueError: the address is on another machine, and there are no keys.
+            OSError: nobody listens at the Unix socket, or other users could listen at the address.
+            ValueError: the address may be on a different machine, and there are no keys.
         """
         self._held: PinnedSocket | socket | None = None
         if is_own(address):
@@ -39,6 +39,6 @@ class Route:
             self._held = hold_port(address)
 
     def close(self) -> None:
-        """Give the address up; close the channels before."""
+        """Free the address. Close all channels to the route before."""
         if self._held is not None:
             self._held.close()

@@ -1,4 +1,8 @@
-"""Unix sockets that only this user's processes can bind and connect to."""
+"""Keeps other users away from a server's Unix socket.
+
+A server checks that only this user's processes can bind and use the socket. A client checks that
+the process at the socket belongs to this user or root.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from seqpar.core.file_owners import fault_of_folder
 
 
 class SocketLock:
-    """The right to bind a path: a lock on a file next to it, held by one process at a time."""
+    """The right to bind a path. It is a lock on the file PATH.lock, which one process can have."""
 
     def __init__(self, path: str) -> None:
-        """Take the lock; raise an OSError if another server holds it."""
+        """Take the lock, or raise an OSError if a process has the lock."""
         self._path = f"{path}.lock"
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -28,7 +32,9 @@ class SocketLock:
             except OSError:
                 os.close(self._file)
                 raise OSError("another server listens there") from None
-            with contextlib.suppress(OSError):  # its previous holder has removed the file
+            # The process that had the lock before may have removed the file meanwhile. Then the
+            # lock is on a file that no longer exists at the path, and must be taken again.
+            with contextlib.suppress(OSError):
                 if os.path.samestat(os.stat(self._path), os.fstat(self._file)):
                     return
             os.close(self._file)
@@ -41,14 +47,14 @@ class SocketLock:
 
 @contextlib.contextmanager
 def binding(path: str) -> Iterator[SocketLock]:
-    """Bind a path within this context; the file that is made there is this user's alone.
+    """Yield a lock. Bind the path in this context, and only this user can use the socket.
 
-    Free the lock when the server has stopped. Without it, gRPC would take over the file of a server
-    that still listens, and a server that stops would delete the file of its successor.
+    Free the lock when the server has stopped. Without the lock, gRPC would replace the file of a
+    server that still listens, and a server that stops would delete the file of a later server.
 
     Raises:
-        OSError: another user could replace the file, another server listens there, a file is there
-            that is no socket, or other users may use the file that was made.
+        OSError: other users could replace the file, a server listens at the path, the path has a
+            file that is not a socket, or other users may use the socket that was made.
     """
     if (fault := fault_of_folder(path)) is not None:
         raise OSError(fault)
@@ -60,7 +66,8 @@ def binding(path: str) -> Iterator[SocketLock]:
             yield lock
         finally:
             os.umask(before)
-        # The umask has no effect in a folder with a default access control list.
+        # In a folder with a default access control list, the umask has no effect. So the
+        # permissions of the socket are checked.
         if (fault := fault_of_socket(path)) is not None:
             raise OSError(fault)
     except BaseException:
@@ -69,21 +76,21 @@ def binding(path: str) -> Iterator[SocketLock]:
 
 
 def _check_free(path: str) -> None:
-    """Raise an OSError if the path is a file other than a socket, or if a server listens there."""
+    """Raise an OSError if a server listens at the path, or if the path is no socket."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise OSError("a file is there that is no socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # connecting to a flooded server would block
+        probe.setblocking(False)  # otherwise, connecting to a server with a full queue would block
         if probe.connect_ex(path) != errno.ECONNREFUSED:
             raise OSError("another server listens there")
 
 
 def fault_of_socket(path: str, file: int | None = None) -> str | None:
-    """Return why other users could use or replace a Unix socket, or None.
+    """Return the reason why other users could use or replace a Unix socket, or None.
 
-    `file` is a descriptor of the socket's file, if it is open.
+    `file` is an open descriptor of the socket's file. Without it, the file at the path is checked.
     """
     if (fault := fault_of_folder(path)) is not None:
         return fault
@@ -101,22 +108,23 @@ def fault_of_socket(path: str, file: int | None = None) -> str | None:
 
 
 class PinnedSocket:
-    """A Unix socket at which this user or root listens, as a client reaches it.
+    """A Unix socket to which a client connects. This user or root listens at it.
 
-    `target` is gRPC's name of the socket's open file, not of its path. So a channel that connects
-    again reaches the process that was checked, or none: a file is bound once, and whoever makes
-    another file at the path, after the server has left, is not reached. To reach the server's
-    successor, make a new PinnedSocket.
+    `target` is gRPC's name for the open file of the socket, and not for its path. Only one process
+    ever listens at a socket's file. So a channel that connects again reaches the process that was
+    checked, or no process. If the server leaves and a process makes a new file at the path, the
+    channel does not reach this process. To reach a later server, make a new PinnedSocket.
     """
 
     def __init__(self, path: str) -> None:
-        """Check who listens there, without waiting and without sending anything.
+        """Check who listens at the path. Nothing is sent, and the check does not wait.
 
         Raises:
-            OSError: other users could use or replace the file, or nobody or another user listens.
+            OSError: other users could use or replace the file, or neither this user nor root
+                listens.
         """
         try:
-            # With O_PATH the file is neither read nor connected to; only Linux has that.
+            # O_PATH opens the file without reading it or connecting to it. Only Linux has O_PATH.
             self._file = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise OSError(f"{path}: {error.strerror}") from None
@@ -131,7 +139,7 @@ class PinnedSocket:
         self.target = f"unix:{name}"
 
     def close(self) -> None:
-        """Close the file; close channels to `target` before."""
+        """Close the file. Close all channels to `target` before."""
         os.close(self._file)
 
 
@@ -151,7 +159,7 @@ def _fault_of_listener(path: str) -> str | None:
 
 
 def user_at(connected: socket.socket) -> int:
-    """Return the user id of the process that listened at the other end of a Unix socket."""
+    """Return the user id of the process that has called `listen` at the other end of a socket."""
     size = struct.calcsize("3i")
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     user: int = struct.unpack("3i", credentials)[1]
