@@ -76,7 +76,7 @@ def binding(path: str) -> Iterator[SocketLock]:
 
 
 def _check_free(path: str) -> None:
-    """Raise an OSError if a server listens at the path, or if the path is no socket."""
+    """Raise an OSError if the path has a file, unless it is a socket at which nobody listens."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):

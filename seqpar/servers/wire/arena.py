@@ -1,4 +1,4 @@
-"""Allocates ranges of a block of memory."""
+"""Allocates ranges of bytes in a block of memory. Each range begins at a multiple of 64 bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALIGNMENT = 64  # bytes
 
 
 def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return aligned offsets for parts of these sizes, and the bytes that all of them take."""
+    """Return aligned offsets for parts of these sizes, and the total bytes that the parts take."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -18,15 +18,15 @@ def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Arena:
-    """Lends ranges of a block, aligned to 64 bytes; the first free range that fits is used."""
+    """Allocates ranges of a block of `size` bytes: always the first free range that is enough."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free = [(0, size)] if size else []  # (start, stop), ascending, not adjacent
-        self._lent: dict[int, int] = {}
+        self._free = [(0, size)] if size else []  # (start, stop) in ascending order, not adjacent
+        self._lent: dict[int, int] = {}  # the end of each allocated range, by its start
 
     def take(self, size: int) -> int | None:
-        """Lend `size` bytes; return their offset, or None if no free range is large enough."""
+        """Allocate `size` bytes. Returns their offset, or None if no free range is large enough."""
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
@@ -36,7 +36,7 @@ class Arena:
         return None
 
     def give(self, start: int) -> None:
-        """Take back the range that was lent at this offset."""
+        """Free the range that begins at this offset."""
         stop = self._lent.pop(start)
         i = bisect_left(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:

@@ -1,4 +1,8 @@
-"""Converts requests and results to headers and payloads, and back."""
+"""Converts requests to headers and payloads, and back.
+
+The *tables* are the first three parts of a task's payload: the slices, the positions of the queries
+and the positions of the keys.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +27,33 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient
 
 _NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
-_LARGEST_CAPS = Limits(tokens=2**40, bytes=2**40)  # that a server may have
-_TABLES = 3  # the first parts of a request: slices, and positions of queries and of keys
-_MAX_KEPT_TABLE_BYTES = 2**16  # a larger task computes for much longer than it reads tables
-_PIECE_ROWS, _PIECE_BYTES = 64, 512  # of the data that backends derive from slices and keep
+_LARGEST_CAPS = Limits(tokens=2**40, bytes=2**40)  # the highest limits that a server can have
+_TABLES = 3  # the number of tables
+_MAX_KEPT_TABLE_BYTES = 2**16  # with larger tables, computing takes much longer than reading them
+# An estimate of the data that backends derive from slices and keep: bytes for each 64 query rows.
+_PIECE_ROWS, _PIECE_BYTES = 64, 512
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A request that can be sent to any server any number of times."""
+    """A request in the form in which it can be sent, to any server and any number of times."""
 
     task: Task
-    step: Step | None  # for a step of a cache
+    step: Step | None  # None unless the request is a step of a cache
     checksum: int
-    parts: list[Bytes]  # the payload's buffers; a CPU tensor's buffer shares its memory
+    parts: list[Bytes]  # the payload's buffers, which share the memory of tensors on the CPU
 
     @property
     def form(self) -> Form:
         return form_of(self.task)
 
     def header(self, session: bytes, places: Places | None = None) -> RequestHeader:
-        """Return the header of one attempt."""
+        """Return the header for sending the request in a session."""
         return RequestHeader(session, self.task, self.step, self.checksum, places)
 
 
 def _task(operation: Operation, q: Tensor, v: Tensor, options: CallOptions, **fields: Any) -> Task:
-    """Return the header of a request; v has the rows and heads of k."""
+    """Return the sizes and options of a request. The rows and heads of k are those of v."""
     fields |= zip(("batch", "q_rows", "heads", "dim"), q.shape, strict=True)
     fields |= zip(("k_rows", "kv_heads", "value_dim"), v.shape[1:], strict=True)
     fields |= {"scale": options.scale, "softcap": options.softcap}
@@ -56,7 +61,7 @@ def _task(operation: Operation, q: Tensor, v: Tensor, options: CallOptions, **fi
 
 
 def pack(request: Request) -> Packed:
-    """Pack a request; raise a RequestError if no server could accept it."""
+    """Pack a request. Raises a RequestError if no server could accept it, whatever its limits."""
     task = _task(
         request.operation,
         request.q,
@@ -81,9 +86,10 @@ def pack_step(
     seen: Seen,
     scores: CallOptions,
 ) -> Packed:
-    """Pack a step that stores k and v after the first `start` rows, and then attends.
+    """Pack a step that stores k and v after the first `start` rows of a cache, and then attends.
 
-    `operands` are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
+    `cache` is the number of the cache, and `writes` is the number of its earlier steps. `operands`
+    are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
     """
     parts = bytes_of(operands)
     fields: dict[str, Any] = {
@@ -102,15 +108,16 @@ def _tables(request: Request) -> tuple[list[Bytes], int]:
 
 
 class KeptSlices:
-    """Keeps the slices of the last tasks, with the data that backends derived from them."""
+    """Keeps the slices of recent tasks, with the data that backends have derived from them."""
 
     def __init__(self, most: int = 2**26) -> None:
-        self.nbytes, self._most = 0, most  # an upper bound of the bytes that they take, and its cap
+        # `nbytes` is an upper bound of the memory in use, and may be at most `most`.
+        self.nbytes, self._most = 0, most
         self._slices: OrderedDict[tuple[bytes, ...], tuple[Slices, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, tables: tuple[bytes, ...]) -> Slices:
-        """Convert tables to slices; raise a RequestError if they are malformed."""
+        """Convert tables to slices, or raise a RequestError if the tables are malformed."""
         if sum(map(len, tables)) > _MAX_KEPT_TABLE_BYTES:
             return _read_slices(*tables)
         with self._lock:
@@ -122,7 +129,7 @@ class KeptSlices:
         pieces = 2 * len(slices) + rows // _PIECE_ROWS
         size = 4 * sum(map(len, tables)) + _PIECE_BYTES * (1 + pieces)
         with self._lock:
-            if tables not in self._slices:  # another thread may have read them meanwhile
+            if tables not in self._slices:  # another thread may have added these tables meanwhile
                 self._slices[tables] = slices, size
                 self.nbytes += size
             while self.nbytes > self._most:
@@ -134,11 +141,11 @@ class KeptSlices:
 def unpack(
     task: Task, expected: int, buffers: Sequence[Buffer], backend: str, kept: KeptSlices
 ) -> Request:
-    """Make a request from a checked header, the checksum of its payload, and the payload.
+    """Make the request of a task from its header, which must be checked, and its payload.
 
-    `kept` has the slices of earlier tasks. The slices are copied; q, k, v and
-    gradients are views of the buffers, which must not change. A RequestError names the part of the
-    payload that is malformed.
+    `expected` is the checksum of the payload, and `kept` has the slices of earlier tasks. The
+    slices are copied from the buffers. q, k, v and gradients are views of the buffers, which must
+    not change. A RequestError names the part of the payload that is malformed.
     """
     payload = form_of(task).request
     payload.check(buffers, expected)

@@ -1,7 +1,7 @@
-"""Derives the sizes of a payload from a header, and checks them before memory is allocated.
+"""Computes the sizes of a payload from the header, and checks them before memory is allocated.
 
-Python's integers do not overflow. An error names the field and the allowed values; it shows numbers
-of the header but never data of a payload.
+No size can overflow, because Python's integers cannot. An error names the field and the allowed
+values. It may have numbers of the header, but never data of the payload.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_KEPT_FORMS = 256
 
 
 class Form:
-    """The tensors of a task's payload and of its result."""
+    """The names, dtypes and shapes of the tensors in a task's payload and in its result."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -65,14 +65,14 @@ class Form:
         return Payload([PayloadTensor(name, exact, shape) for name, shape in shapes.items()])
 
     def _shapes(self) -> tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """Return the dtypes of operands and of sums, and the leading dimensions of q and of k."""
+        """Return the dtypes of operands and of sums, and all dimensions of q and k but the last."""
         task, dtype = self._task, DTYPES[self._task.dtype]
         rows = task.batch, task.q_rows, task.heads
         keys = task.batch, task.k_rows, task.kv_heads
         return dtype, accumulator_dtype(dtype), rows, keys
 
     def check(self, limits: Limits) -> None:
-        """Raise a RequestError if a field is wrong or above a cap; the message names the field."""
+        """Raise a RequestError that names the field if a field is wrong or above a limit."""
         if limits not in self._faults:
             self._faults[limits] = self._fault(limits)
         if (fault := self._faults[limits]) is not None:
@@ -108,16 +108,19 @@ class Form:
         return None
 
 
-form_of = lru_cache(_MAX_KEPT_FORMS)(Form)  # the forms of the last tasks are kept
+form_of = lru_cache(_MAX_KEPT_FORMS)(Form)
 
 
 def check_tables(
     table: NDArray[np.int64], q_positions: NDArray[np.int32], k_positions: NDArray[np.int32]
 ) -> None:
-    """Raise a RequestError unless slices lie within the rows and positions ascend in each slice.
+    """Check the tables of a task, or raise a RequestError.
 
-    All rectangles together may have at most twice the pairs of rows, the number that a causal mask
-    with a prefix needs. Without this bound a small request of overlapping slices could cost any
+    Each slice must lie within the rows of q and k, and positions must ascend within each slice.
+
+    A slice is a rectangle of query rows and key rows. All rectangles together may have at most
+    twice as many pairs as there are pairs of a query row and a key row. A causal mask with a prefix
+    needs this number. Without the limit, a small request with overlapping slices could cause any
     amount of work.
     """
     for name, columns, positions in (
@@ -129,7 +132,8 @@ def check_tables(
             raise RequestError(f"slices: their {name} must ascend, within {positions.size} rows")
         if (positions < 0).any():
             raise RequestError(f"{name[0]}_positions must not be negative")
-        falls = np.zeros(max(1, positions.size), np.int64)  # up to each row
+        # The number of rows, up to each row, whose position is not above the position before.
+        falls = np.zeros(max(1, positions.size), np.int64)
         np.cumsum(np.diff(positions) <= 0, out=falls[1:])
         if (falls[stop - 1] != falls[start]).any():
             raise RequestError(f"{name[0]}_positions must ascend within a slice")

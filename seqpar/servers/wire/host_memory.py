@@ -1,7 +1,7 @@
-"""Host memory for tensors that move between a GPU and the host.
+"""Allocates host memory for tensors that are copied to or from a GPU.
 
-Tensors of tasks move through pinned memory. A copy from or to other memory would go through a
-buffer of the driver, and the host would wait for each one.
+Pinned memory is used, because the host need not wait for copies between pinned memory and the GPU.
+A copy from or to other memory goes through a buffer of the driver, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Return an uninitialised CPU tensor, pinned if `pinned` and if pinned memory is available."""
+    """Return an uninitialised CPU tensor. With `pinned`, it is in pinned memory if possible."""
     if pinned:
         with suppress(RuntimeError):
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)

@@ -1,4 +1,7 @@
-"""All limits and deadlines of servers and pools."""
+"""All limits and deadlines of servers and pools.
+
+A *payload* is the bytes of a request's tensors, without the request's header.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,34 @@ from seqpar.core.memory import usable_memory
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 MAX_SLICES = 2**20
-MAX_MESSAGE_BYTES = 2**22  # that gRPC accepts; a payload travels in smaller messages
-MAX_CALL_SECONDS = 3600.0  # of one request; a call without such a deadline is refused
-LEAST_RATE = 2**20  # bytes per second; deadlines do not allow for a slower network
+MAX_MESSAGE_BYTES = 2**22  # the largest gRPC message; payloads are sent in smaller messages
+MAX_CALL_SECONDS = 3600.0  # the longest deadline that a call may have; each call must have one
+LEAST_RATE = 2**20  # bytes per second; deadlines assume that the network is at least as fast
 
 
 def _of_memory(parts: int, most: int) -> int:
-    """Return a default limit: one of `parts` of the memory that this process may use, or `most`."""
+    """Return the memory that this process may use divided by `parts`, but at most `most` bytes."""
     return min(usable_memory() // parts, most)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of a server. A request above a cap is refused before memory is allocated for it.
+    """The limits of a server. It refuses a request above a limit before it allocates memory for it.
 
-    By default, all requests and results and all caches together take at most half of the memory
+    With the defaults, all requests, results and caches together take at most half of the memory
     that the process may use (`usable_memory`).
     """
 
-    tokens: int = 2**20  # query rows, and key rows, of one request
-    # Of one request's payload, and of its result
+    tokens: int = 2**20  # the most query rows of a request, and the most key rows
+    # The most bytes of a request's payload, and the most bytes of its result.
     bytes: int = field(default_factory=lambda: _of_memory(8, 2**31))
-    # Of all requests and results that a server holds
+    # The most bytes of all requests and results that a server has at a time.
     queued_bytes: int = field(default_factory=lambda: _of_memory(4, 2**33))
-    # Requests that one client may have without a result. The n-th session of a certificate gets the
-    # n-th part of them, at least one.
+    # The most requests that a client may have without a result. If several clients have a
+    # certificate with the same name, the n-th of them gets this number divided by n, at least one.
     requests: int = 32
-    clients: int = 256  # that have a session
-    # Of all keys and values that a server holds for clients
+    clients: int = 256  # the most clients that have a session at a time
+    # The most bytes of all keys and values that a server stores for clients.
     cache_bytes: int = field(default_factory=lambda: _of_memory(4, 2**33))
 
     def __post_init__(self) -> None:
@@ -51,22 +54,24 @@ class Limits:
 class Deadlines:
     """A client's deadlines in seconds: connect < request < hedge < give_up < group.
 
-    Payloads on the network extend `request`, `hedge` and `give_up`: by twice the seconds that the
-    payloads and results of all tasks at the server need at the measured rate of its connection. The
-    rate counts as at least 1 MiB per second.
+    Payloads on the network extend `request`, `hedge` and `give_up`. The extension is twice the time
+    that the payloads and results of all tasks of the server need at the bandwidth that was measured
+    for the server. A bandwidth below 1 MiB per second counts as 1 MiB per second.
     """
 
-    # For a handshake. A server is lost after this time, and at least 1 s, without an event of its
-    # session.
+    # The deadline for a handshake. A server also counts as lost if its session has had no event for
+    # this time, and for at least 1 s.
     connect: float = 5.0
-    # For the answer to one attempt, since it was sent or its server last answered another task.
-    # Then another server is asked.
+    # The deadline for a server's answer to a task. The time begins when the task is sent, and again
+    # when the server answers another task. After the deadline, another server gets the task.
     request: float = 30.0
-    # For the answer of any server, since the task was submitted or the pool last had another task's
-    # result. Then this process computes the task.
+    # The deadline for an answer of any server. The time begins when the task is submitted, and
+    # again when the pool has the result of another task. After it, this process computes the task.
     hedge: float = 60.0
-    give_up: float = 120.0  # for a result, counted in the same way; then the task's future raises
-    group: float = math.inf  # the timeout of the trainers' process group, which must not end first
+    # The deadline for a result. The time begins as for `hedge`. After it, the task's future raises.
+    give_up: float = 120.0
+    # The timeout of the trainers' process group, which should be longer than all deadlines.
+    group: float = math.inf
 
     def __post_init__(self) -> None:
         names = [each.name for each in fields(self)]
@@ -86,8 +91,8 @@ class PoolOptions:
     deadlines: Deadlines
     hedge_quantile: float
     depth: int
-    has_home: bool  # the option `home`
-    home_depth: int  # 0 without `home`
+    has_home: bool  # the option `home`: whether this process computes what no server computes
+    home_depth: int  # the option `home_depth`, or 0 if `has_home` is False
     sample: int
 
 
@@ -95,15 +100,16 @@ class PoolOptions:
 class ServerDeadlines:
     """A server's deadlines in seconds."""
 
-    # For a client's connection to answer gRPC's keepalive, and for a client to take a session's
-    # event. Then the session ends, and all that the server holds for it is freed.
+    # How long a client may take to answer gRPC's keepalive, and to read an event of its session.
+    # After it, the session ends, and the server frees everything that it stores for the session.
     idle: float = 10.0
-    # For a request to get memory, and then for its turn to be computed. When the time is over, the
-    # call ends with RESOURCE_EXHAUSTED, and the pool sends the request again.
+    # How long a request may wait for memory, and then again for its turn to be computed. After it,
+    # the call ends with RESOURCE_EXHAUSTED, and the pool sends the request again.
     request: float = 120.0
-    handshake: float = 5.0  # for a connection to authenticate, and for the first message of a call
-    transfer: float = 10.0  # for a payload or a result, plus one second per MiB
-    drain: float = 30.0  # for requests in flight when the server is told to end
+    # How long a connection may take to authenticate, and a call to send its first message.
+    handshake: float = 5.0
+    transfer: float = 10.0  # how long a payload or a result may take, plus one second per MiB
+    drain: float = 30.0  # how long a server that was told to end waits for its last requests
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -1,6 +1,6 @@
-"""What a pool asks of a server, independent of the version of the service.
+"""The headers of requests and replies, in the form that does not depend on the service's version.
 
-`versions.py` converts these to the messages of `attention.proto` and back.
+`versions.py` converts them to the messages of `attention.proto`, and back.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ TransportName = Literal["grpc", "nixl"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The sizes of a task's tensors, and the options of its attention.
+    """The sizes of a request's tensors, and the options of its attention.
 
-    Tasks that are equal have payloads and results of the same sizes.
+    If two tasks are equal, their payloads have the same sizes, and so do their results.
     """
 
-    operation: Operation  # a step appends rows to a cache, and attends to all of its rows
+    operation: Operation  # a step appends rows to a cache, and attends to rows of the cache
     dtype: DtypeName
     batch: int
     q_rows: int
@@ -29,7 +29,7 @@ class Task:
     kv_heads: int
     dim: int
     value_dim: int
-    slices: int  # rectangles of query rows and key rows, which are the mask; 0 for a step
+    slices: int  # the number of rectangles of query and key rows that form the mask; 0 for a step
     scale: float
     softcap: float
     deterministic: bool
@@ -40,24 +40,24 @@ class Task:
 class Step(NamedTuple):
     """Which rows a step appends to a cache, and which rows its queries attend to.
 
-    The server keeps the first `start` rows and appends the payload's `k_rows` rows. A query at
-    position i attends to rows i − left … i + right. The first step of a cache has `start` and
-    `writes` 0.
+    The server keeps the first `start` rows of the cache, and appends the `k_rows` rows of the
+    payload. A query at position i attends to rows i − left … i + right. The first step of a cache
+    has `start` = 0 and `writes` = 0.
     """
 
-    cache: int  # the client's number of the cache; each session has its own numbers
-    writes: int  # earlier steps of the cache; if the server's cache differs, the cache is lost
+    cache: int  # the number that the client has given to the cache, unique in the session
+    writes: int  # the number of earlier steps of the cache; a server that counts otherwise refuses
     start: int
-    offset: int  # of the first query; the cache's first row has position 0
+    offset: int  # the position of the first query; the cache's first row has position 0
     left: int
     right: int
 
 
 class Places(NamedTuple):
-    """Offsets in the arenas of server and client, if NIXL moves the payload and the result."""
+    """Where NIXL writes the payload and the result: offsets in the arenas of the two sides."""
 
-    request: int
-    result: int
+    request: int  # the payload's offset in the server's arena
+    result: int  # the result's offset in the client's arena
 
 
 class RequestHeader(NamedTuple):
@@ -66,13 +66,13 @@ class RequestHeader(NamedTuple):
     session: bytes
     task: Task
     step: Step | None
-    checksum: int  # of the payload
+    checksum: int  # the checksum of the payload
     places: Places | None = None
 
 
 class ReplyHeader(NamedTuple):
-    """What precedes the tensors of a result."""
+    """A result, without the bytes of its tensors."""
 
-    checksum: int
-    seconds: float  # of the computation
-    open: bool  # whether the call may have another task
+    checksum: int  # the checksum of the result's tensors
+    seconds: float  # the time that the server has computed
+    open: bool  # whether the client may send another task in the same call

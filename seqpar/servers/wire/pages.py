@@ -1,7 +1,8 @@
-"""Rows of keys and values of a cache, in pages, on a server or in the trainer's process.
+"""Stores the rows of a cache in pages, on a server or in the trainer's process.
 
-The bounds of the pages depend only on the number of rows. So attention has the same bits however
-the rows arrived.
+A *row* is the key and the value of a token. A *page* is a block of memory for consecutive rows.
+Which rows a page has depends only on the number of rows. So attention has the same bits, no matter
+in how many steps the rows arrived.
 
 Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
 """
@@ -23,10 +24,10 @@ from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.decode import by_kv_head, by_query_head
 
-# Rows per page. A page has the same number of rows as all pages before it, within these limits: 64K
-# tokens take 10 pages, and a short cache uses at least half of its memory.
+# A new page has as many rows as all pages before it together, within these limits. So 64K tokens
+# take 10 pages, and a short cache uses at least half of its memory.
 _MIN_PAGE_ROWS, _MAX_PAGE_ROWS = 2**8, 2**14
-# Slices without a mask are kept if they have few query rows: at most 8 MiB altogether.
+# Slices without a mask are kept if they have few query rows. All kept slices take at most 8 MiB.
 _MAX_KEPT_SLICES, _MAX_KEPT_QUERY_ROWS = 64, 64
 
 
@@ -49,37 +50,41 @@ class RowShape(NamedTuple):
 
     def nbytes(self, rows: int) -> int:
         """Return the bytes of the whole pages that hold this many rows."""
-        if rows <= _MAX_PAGE_ROWS:  # each page doubles the rows
+        if rows <= _MAX_PAGE_ROWS:  # each page after the first doubles the number of rows
             return max(_MIN_PAGE_ROWS, 1 << (rows - 1).bit_length()) * self.row_bytes if rows else 0
         return -(-rows // _MAX_PAGE_ROWS) * _MAX_PAGE_ROWS * self.row_bytes
 
 
 class Seen(NamedTuple):
-    """The rows that queries attend to: those at position i attend to rows i − left … i + right."""
+    """Which rows queries attend to: a query at position i attends to rows i − left … i + right."""
 
     offset: int  # the position of the first query; the first row has position 0
     left: int
     right: int
 
     def rows(self, tokens: int, length: int) -> tuple[int, int]:
-        """Return the range of the first `length` rows that some query attends to."""
+        """Return (start, stop): rows outside of this range are attended to by no query.
+
+        There are `tokens` queries, and `length` rows.
+        """
         first, stop = self.offset - self.left, self.offset + tokens + self.right
         return (max(0, first), min(length, stop)) if tokens else (0, 0)
 
 
 class Pages:
-    """Keys and values of one sequence or of a batch of sequences of one length."""
+    """The keys and values of a sequence, or of a batch of sequences that are equally long."""
 
     def __init__(self, shape: RowShape, device: torch.device) -> None:
         self.shape, self.device, self.nbytes = shape, device, 0
         self._pages: list[tuple[Tensor, Tensor]] = []
 
     def reserve(self, rows: int) -> None:
-        """Make room for the first `rows` rows."""
+        """Allocate pages for the first `rows` rows."""
         if self.shape.nbytes(rows) <= self.nbytes:
             return
         dtype, batch, heads, *dims = self.shape
-        with torch.inference_mode(False):  # so that any mode may write to it
+        # Tensors that are made in inference mode could not be written to in other modes.
+        with torch.inference_mode(False):
             for start, stop in _pages(rows)[len(self._pages) :]:
                 sizes = ((batch, stop - start, heads, dim) for dim in dims)
                 k, v = (torch.empty(size, dtype=dtype, device=self.device) for size in sizes)
@@ -87,16 +92,16 @@ class Pages:
         self.nbytes = max(self.nbytes, self.shape.nbytes(rows))
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Write rows from `start` on; `reserve` must have made room for them."""
+        """Write the rows from `start` on, for which `reserve` must have allocated pages."""
         for page, rows, places in self._within(start, start + k.shape[1]):
             for kept, x in zip(page, (k, v), strict=True):
                 kept[:, rows].copy_(x[:, places].detach())
 
     def settle(self) -> None:
-        """Do nothing. `RecomputedRows` drops its rows here."""
+        """Do nothing: all rows stay. A `RecomputedRows` drops its rows in this method."""
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the keys and values of these rows."""
+        """Return copies of the keys and values of rows start … stop − 1."""
         pieces = [[x[:, rows] for x in page] for page, rows, _ in self._within(start, stop)]
         if not pieces:
             dtype, batch, heads, *dims = self.shape
@@ -109,11 +114,12 @@ class Pages:
     def attend(
         self, q: Tensor, length: int, seen: Seen, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
-        """Return attention of q (B, T, Hq, D) over the first `length` rows, on q's device.
+        """Compute attention of q (B, T, Hq, D) over the first `length` rows.
 
-        The result is out (B, T, Hq, Dv) and lse (B, T, Hq) in fp32 (fp64 for fp64).
+        Returns out (B, T, Hq, Dv) and lse (B, T, Hq), in fp32 (fp64 for fp64) and on q's device.
         """
-        # The query heads of a KV head become rows of one head, so each key is read only once.
+        # The query heads that share a KV head become rows of one head. So a kernel reads each key
+        # only once.
         tokens, group = q.shape[1], q.shape[2] // self.shape.kv_heads
         exact = accumulator_dtype(q.dtype)
         rows = by_kv_head(q, self.shape.kv_heads).clone(memory_format=torch.contiguous_format)
@@ -132,7 +138,10 @@ class Pages:
     def _within(
         self, start: int, stop: int
     ) -> Iterator[tuple[tuple[Tensor, Tensor], slice, slice]]:
-        """Yield each page that has some of these rows, its slice of the page and of the rows."""
+        """Yield each page that has some of the rows start … stop − 1.
+
+        Two slices follow the page: where these rows are in the page, and in start … stop − 1.
+        """
         for page, (first, last) in zip(self._pages, _pages(stop), strict=False):
             low, high = max(start, first), min(stop, last)
             if low < high:
@@ -140,7 +149,7 @@ class Pages:
 
 
 def _pages(rows: int) -> list[tuple[int, int]]:
-    """Return the first row and the end of each page."""
+    """Return (first row, last row + 1) of each page."""
     bounds, stop = [], 0
     while stop < rows:
         start, stop = stop, stop + min(_MAX_PAGE_ROWS, max(_MIN_PAGE_ROWS, stop))
@@ -149,7 +158,7 @@ def _pages(rows: int) -> list[tuple[int, int]]:
 
 
 def _slices(tokens: int, group: int, start: int, stop: int, seen: Seen) -> Slices:
-    """Return the slices of the queries, `group` rows each, over rows start … stop − 1."""
+    """Return the slices of `tokens` queries over rows start … stop − 1. A query is `group` rows."""
     offset, left, right = seen
     if offset + tokens - 1 - left <= start and stop - 1 <= offset + right:
         rows = tokens * group

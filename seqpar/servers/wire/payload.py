@@ -1,4 +1,8 @@
-"""Converts tensors to bytes and back, and computes their checksum."""
+"""Converts tensors to bytes and back, and computes their checksum.
+
+A *payload* is the bytes of several tensors. Each tensor is a *part* of the payload, and is sent and
+received as one buffer. A payload is sent in *chunks*, which are larger or smaller than its parts.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,16 @@ from seqpar.servers.wire.host_memory import host_memory
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview | Bytes  # a part of a payload
-with warnings.catch_warnings():  # torch warns once that such bytes are read-only
+# torch warns once that the bytes of a tensor are read-only. This call makes it warn here, unseen.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
-CHUNK_BYTES = 2**21  # of a message; larger ones gained nothing over loopback
+CHUNK_BYTES = 2**21  # larger chunks were not faster over loopback
 
 
 class RequestError(ValueError):
-    """A request is malformed or above a cap."""
+    """A request is malformed, or above a limit of the server."""
 
 
 class PayloadTensor(NamedTuple):
@@ -38,15 +43,15 @@ class PayloadTensor(NamedTuple):
 
 
 class Payload:
-    """The layout of a request's or a result's tensors, each of which travels as one buffer."""
+    """The tensors of a request or of a result, and their sizes in bytes."""
 
     def __init__(self, parts: Sequence[PayloadTensor]) -> None:
         self.parts = parts
         self.sizes = [math.prod(part.shape) * part.dtype.itemsize for part in parts]
-        self.room = placed(self.sizes)[1]  # bytes that all of them take in an arena
+        self.room = placed(self.sizes)[1]  # how many bytes all parts take in an arena
 
     def check(self, buffers: Sequence[Buffer], expected: int) -> None:
-        """Raise a RequestError unless the buffers have the right sizes and this checksum."""
+        """Raise a RequestError unless the buffers have the right sizes and checksum."""
         self.check_sizes(buffers)
         if checksum(buffers) != expected:
             raise RequestError("payload: its checksum is wrong")
@@ -60,7 +65,7 @@ class Payload:
                 raise RequestError(f"{part.name} must have {expected}, got {len(buffer)}")
 
     def tensors(self, buffers: Sequence[Buffer], first: int = 0) -> list[Tensor]:
-        """Return the tensors from number `first` on, as views of the buffers."""
+        """Return all tensors but the first `first`, as views of the buffers."""
         return [
             torch.frombuffer(buffer, dtype=part.dtype).view(part.shape)
             if len(buffer)
@@ -70,16 +75,16 @@ class Payload:
 
 
 class Incoming:
-    """A payload that arrives in chunks, which are copied to aligned memory."""
+    """A payload that arrives in chunks. Each chunk is copied into the memory of the parts."""
 
     def __init__(self, payload: Payload, pinned: bool = False) -> None:
         self.parts = [host_memory([x], torch.uint8, pinned).numpy() for x in payload.sizes]
-        self.missing = sum(payload.sizes)  # bytes
+        self.missing = sum(payload.sizes)  # the number of bytes that have not arrived
         self._filling = iter(self.parts)
-        self._left: Bytes = np.empty(0, np.uint8)  # of the part that is being filled
+        self._left: Bytes = np.empty(0, np.uint8)  # the rest of the part that is filled now
 
     def take(self, data: Buffer) -> None:
-        """Copy the next bytes; raise a RequestError if there are more than the payload has."""
+        """Copy the next chunk, or raise a RequestError if it has more bytes than are missing."""
         chunk: Bytes = np.frombuffer(data, np.uint8)
         if chunk.size > self.missing:
             raise RequestError(f"payload: {self.missing} bytes were missing, {chunk.size} came")
@@ -93,7 +98,7 @@ class Incoming:
 
 
 def chunks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """Yield the bytes of all parts in order: in each list at most 2 MiB altogether."""
+    """Yield the bytes of all parts in order, in lists of views with at most 2 MiB per list."""
     chunk: list[Bytes] = []
     room = CHUNK_BYTES
     for part in parts:
@@ -110,15 +115,16 @@ def chunks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
-    """Return the bytes of each tensor, without a copy if it is contiguous on the CPU.
+    """Return the bytes of each tensor. A tensor that is contiguous on the CPU is not copied.
 
-    The host waits once for the copies of all tensors of a GPU.
+    The copies of all tensors of a GPU run together, and the host waits only once for all of them.
     """
     tensors = [x.detach() for x in tensors]
     on_host = [_begin_copy(x) if x.is_cuda else x.to("cpu").contiguous() for x in tensors]
     for device in {x.device for x in tensors if x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    # A tensor made from an empty NumPy array has strides of 0, and cannot be viewed as bytes.
+    # A tensor that was made from an empty NumPy array has strides of 0. torch cannot view such a
+    # tensor as bytes.
     flat = (x.view(-1) if x.numel() else x.new_empty(0) for x in on_host)
     return [x.view(torch.uint8).numpy() for x in flat]
 
@@ -128,7 +134,7 @@ def _begin_copy(x: Tensor) -> Tensor:
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the tensors on a device; the host waits once for copies to a GPU, if there are any."""
+    """Return the tensors on a device. If tensors must be copied to a GPU, the host waits once."""
     if device.type != "cuda":
         return tuple(x.to(device) for x in tensors)
     copies = tuple(x.to(device, non_blocking=True) for x in tensors)
@@ -142,10 +148,11 @@ def view_of(buffer: Buffer) -> memoryview:
 
 
 def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
-    """Return the 64-bit XXH3 checksum of a payload whose first parts have the checksum `before`.
+    """Return the 64-bit XXH3 checksum of a payload. `before` is the checksum of earlier parts.
 
-    The checksum of one part is the seed of the next, so the parts' order and lengths matter. Other
-    threads run meanwhile. It detects accidents; only keys protect from forgery.
+    The checksum of a part is the seed for the next part, so the order and the lengths of the parts
+    matter. Other threads can run while this function computes. The checksum detects accidental
+    damage only: it does not protect from forgery, as TLS does.
     """
     result = before
     for part in parts:

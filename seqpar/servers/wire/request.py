@@ -1,4 +1,4 @@
-"""A request: one task of attention that any process can compute, and the error of its answer."""
+"""A request: a task of attention that any process can compute, and the error if none does."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from seqpar.softmax.compute.partial import OutputGradient
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Attention of query rows over key rows, or its backward pass.
+    """Attention of query rows over key rows, or the backward pass of such an attention.
 
-    A backward request contains all that it needs. It can go to another server than the forward
-    request, and can be sent again.
+    A request for a backward pass has everything that is needed to compute it. It can therefore be
+    sent to any server, not only to the server of the forward pass, and can be sent again.
     """
 
     q: Tensor  # (B, Tq, Hq, D)
     k: Tensor  # (B, Tk, Hkv, D)
     v: Tensor  # (B, Tk, Hkv, Dv)
     slices: Slices  # the mask, as rectangles of query rows and key rows
-    options: CallOptions  # scale, softcap, backend and determinism
-    # Whether the forward pass returns out in fp32 (fp64 for fp64), as a partial result to merge.
-    # Otherwise out has q's dtype.
+    options: CallOptions  # the scale, the softcap, the backend and whether to be deterministic
+    # Whether the forward pass returns out in fp32 (fp64 for fp64), so that the caller can merge
+    # several partial results. Otherwise out has q's dtype.
     exact_out: bool = False
-    # For a backward pass, dout, lse, delta and dlse of the query rows; `out` is not sent.
+    # None for a forward pass. For a backward pass, it has dout, lse, delta and dlse of the query
+    # rows. Its `out` is not sent.
     output: OutputGradient | None = None
 
     def __post_init__(self) -> None:
@@ -86,21 +87,26 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are sent to a server."""
+        """The number of bytes of tensors that are sent to a server."""
         return sum(x.nbytes for x in self.tensors())
 
     @cached_property
     def work(self) -> int:
-        """Pairs of query and key × heads × head dims: its cost, for balancing."""
+        """The cost of the request, by which the pool balances servers.
+
+        It is the number of pairs of a query and a key, times batch size, times query heads, times
+        (D + Dv). A backward pass counts twice.
+        """
         dims = self.q.shape[-1] + self.v.shape[-1]
         passes = 1 if self.output is None else 2
         return self.slices.area * self.q.shape[0] * self.q.shape[2] * dims * passes
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the task in the order in which they are sent, tables first.
+        """Return all tensors of the task in the order in which they are sent.
 
-        The tables are int64 (n, 6), with the q rows, k rows and band of each slice, and the int32
-        positions of queries and of keys.
+        Three tables come first. The first table is int64 (n, 6) and has the q rows, the k rows and
+        the band of each slice. The second and the third are the int32 positions of queries and of
+        keys.
         """
         tensors = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
         if self.output is not None:
@@ -120,7 +126,11 @@ class ServersError(RuntimeError):
 
 
 def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Wait for a result; make it usable in the current stream (the pool's thread has another)."""
+    """Wait for a result, and make it usable in the caller's CUDA stream.
+
+    The pool's thread has allocated the result in a different stream. Without `record_stream`, its
+    memory could be reused while the caller's stream still reads it.
+    """
     result = answer.result()
     for x in result:
         if x.is_cuda:

@@ -1,4 +1,4 @@
-"""Texts of peers that reach terminals, logs and reports."""
+"""Makes texts that peers have sent safe for terminals, logs and reports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from importlib import import_module
 
 
 def printable(text: str) -> str:
-    """Escape characters of a peer's text that could change a terminal or forge a log line."""
+    """Escape the characters of a text that could control a terminal or forge a line of a log."""
     if text.isprintable():
         return text
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def library_version() -> str:
-    version: str = import_module("seqpar").__version__  # it imports this module
+    # An import at the top would be circular, because seqpar imports this module.
+    version: str = import_module("seqpar").__version__
     return version

@@ -1,10 +1,10 @@
 """The versions of the service that servers offer and pools use, and the encoding of their messages.
 
-A server serves the newest two versions. A pool uses the newest version that its server knows. So
-trainers and servers can be updated one after another, in any order.
+A server offers the newest two versions, and a pool uses the newest version that its server offers.
+So trainers and servers can be updated one after another, in any order.
 
-A `Version` reads and writes the messages of one package, such as `seqpar.attention.v1`. A new
-package gets a subclass, which overrides what has changed.
+A `Version` encodes and decodes the messages of one protobuf package, such as `seqpar.attention.v1`.
+For a new package, write a subclass that overrides what has changed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from seqpar.servers.wire import attention_pb2
 from seqpar.servers.wire.messages import Places, ReplyHeader, RequestHeader, Step, Task
 from seqpar.servers.wire.payload import Buffer, RequestError, checksum, view_of
 
-_DATA = 15 << 3 | 2  # the tag of `data`, which precedes its length
-_MAX_LENGTH_BYTES = 5  # of a length below 4 GiB
+_DATA = 15 << 3 | 2  # protobuf's tag of the field `data`; the length and the data follow it
+_MAX_LENGTH_BYTES = 5  # protobuf encodes a length below 4 GiB in at most 5 bytes
 M = TypeVar("M", bound=Message)
 _TASK_FIELDS = [name for name in Task.__dataclass_fields__ if name not in ("operation", "dtype")]
 
@@ -29,7 +29,7 @@ class Version:
     """One version of the service."""
 
     def __init__(self, messages: ModuleType | Any) -> None:
-        """`messages` is the generated module of the version's package."""
+        """`messages` is the module that protobuf has generated for the version's package."""
         self.messages = messages
         self.service = f"{messages.DESCRIPTOR.package}.Attention"
         self._operations = _names(messages.Operation)
@@ -48,14 +48,13 @@ class Version:
         return joined(message.SerializeToString(), data)
 
     def task(self, task: Task) -> Any:
-        """Return a task's message."""
         operation = self.messages.Operation.Value(task.operation.upper())
         dtype = self.messages.Dtype.Value(task.dtype.upper())
         fields = {name: getattr(task, name) for name in _TASK_FIELDS}
         return self.messages.Task(operation=operation, dtype=dtype, **fields)
 
     def read_request(self, raw: bytes) -> tuple[RequestHeader, Buffer]:
-        """Decode the first request of a task; a RequestError names what is wrong."""
+        """Decode the first request of a task, or raise a RequestError that names what is wrong."""
         message = self.read(self.messages.ComputeRequest, raw)
         if not message.HasField("task"):
             raise RequestError("task: the first request must have one")
@@ -92,12 +91,12 @@ class Version:
         return joined(message.SerializeToString(), data)
 
     def read_reply(self, raw: bytes) -> tuple[ReplyHeader, Buffer]:
-        """Decode the first reply to a task; a RequestError names what is wrong."""
+        """Decode the first reply to a task, or raise a RequestError that names what is wrong."""
         message = self.read(self.messages.ComputeReply, raw)
         return ReplyHeader(message.checksum, message.seconds, message.open), message.data
 
     def read(self, kind: type[M], raw: bytes) -> M:
-        """Decode a message; a RequestError names the kind of message."""
+        """Decode a message, or raise a RequestError that names the kind of the message."""
         try:
             return kind.FromString(raw)
         except DecodeError:
@@ -107,14 +106,14 @@ class Version:
 def digest(request: Any) -> int:
     """Return a hash of a request's task and step.
 
-    It is part of the request's checksum, so a damaged header has the wrong checksum.
+    The checksum of the request includes this hash, so a damaged header is found too.
     """
     parts = (x.SerializeToString(deterministic=True) for x in (request.task, request.step))
     return checksum(list(parts))
 
 
 def _names(enum: Any) -> dict[int, str]:
-    """Return the lower-case names of an enum's values, without the unspecified one."""
+    """Return the names of an enum's values in lower case, without the value 0 (unspecified)."""
     return {number: name.lower() for name, number in enum.items() if number}
 
 
@@ -125,14 +124,14 @@ VERSIONS: list[Version] = [Version(attention_pb2)]  # the newest first, at most 
 
 
 def joined(head: bytes, data: Sequence[Buffer]) -> bytes:
-    """Return an encoded message that ends with the field `data`; this copies the data once."""
+    """Append the field `data` to an encoded message. This copies the data once."""
     size = sum(view_of(x).nbytes for x in data)
     views = map(view_of, data)
     return b"".join([head, bytes([_DATA]), _varint(size), *views]) if size else head
 
 
 def data_of(raw: bytes) -> Buffer:
-    """Return the data of a request or a reply that has nothing else, without a copy."""
+    """Return the data of a request or a reply that has only the field `data`, without a copy."""
     if not raw or raw[0] != _DATA:
         raise RequestError("data: a later message of a task has only data")
     size = 0
