@@ -1,10 +1,13 @@
 """Compile every shipped kernel configuration ahead of time, without a GPU.
 
-`python -m tests.tools.aot` prints what the compiler made of each launch, a line of JSON each. It
-fails if one breaks a gate, and otherwise writes all to the table of `aot_table.py`, under the
-version of Triton. With `--architecture sm_90`, `--kind forward` or `--width 64` it compiles only
-those, and writes nothing. `--markdown` prints the table of docs/kernels.md instead. Run it without
-TRITON_INTERPRET.
+`python -m tests.tools.aot` prints what the compiler made of each launch, as one line of JSON. It
+fails if a launch breaks a gate. Otherwise it writes all rows to the table of `aot_table.py`, under
+the version of Triton. With `--architecture sm_90`, `--kind forward` or `--width 64`, it compiles
+only these launches and writes nothing. With `--markdown`, it prints the table of docs/kernels.md
+instead. Run it without TRITON_INTERPRET.
+
+A launch is one use of a kernel, with its compile-time arguments. A case is a launch of one
+configuration.
 """
 
 import argparse
@@ -48,8 +51,8 @@ LIGHTNING = {
     "scan": lightning_scan,
 }
 KERNELS = FLASH | LIGHTNING
-NAMES = [kernel.fn.__name__ for kernel in KERNELS.values()]  # of their functions
-TYPES = {  # of arguments that are neither operands nor integers
+NAMES = [kernel.fn.__name__ for kernel in KERNELS.values()]  # names of the kernels' functions
+TYPES = {  # type: the arguments that are neither operands nor integers
     "*fp32": "partial_out lse delta dq dk dv sinks slopes between initial states final before",
     "*fp64": "partial_lse log_decay",
     "*i32": "full cut row_positions column_positions",
@@ -57,8 +60,8 @@ TYPES = {  # of arguments that are neither operands nor integers
     "fp32": "scale cap gradient_scale state_scale",
 }
 TYPES = {name: kind for kind, names in TYPES.items() for name in names.split()}
-SLOPES = ", slopes"  # added to the name of a launch with those of ALiBi
-HOST = ", host descriptors"  # added to that of a launch for which the host makes descriptors
+SLOPES = ", slopes"  # suffix of the name of a launch with ALiBi slopes
+HOST = ", host descriptors"  # suffix of a launch whose descriptors the host makes
 NO_DESCRIPTORS = flash_attention.configs.NO_DESCRIPTORS
 OPERANDS = {"q", "k", "v", "out", "dout", "x", "y", "z"}
 
@@ -78,7 +81,7 @@ class Case:
     stages: int
 
     def row(self):
-        """Return the fields of the table that no compiler is needed for."""
+        """Return the fields of the row that can be known without a compiler."""
         names = {name: getattr(self, name) for name in aot_table.KEY}
         described = repr((arguments(self), self.warps, self.stages)).encode()
         digest = hashlib.sha256(described).hexdigest()[:12]
@@ -86,7 +89,7 @@ class Case:
 
 
 def shipped(architecture):
-    """Yield the case of every launch of all that is shipped for an architecture."""
+    """Yield the cases of all launches that are shipped for an architecture."""
     tables = flash_attention.configs.TABLE, lightning_attention.configs.TABLE
     for table in tables:
         for (name, precision, width), configs in table.items():
@@ -97,11 +100,11 @@ def shipped(architecture):
                 for kind, config in configs._asdict().items():
                     yield from cases(architecture, precision, width, kind, config, NO_DESCRIPTORS)
     scan = lightning_attention.configs.SCAN
-    yield from cases(architecture, "single", 64, "scan", scan)  # whatever the head dim
+    yield from cases(architecture, "single", 64, "scan", scan)  # for any head dim
 
 
 def cases(architecture, precision, width, kind, config, suffix=""):
-    """Yield the case of each launch that a configuration may be used for."""
+    """Yield the cases of all launches for which a configuration may be used."""
     for name, (flags, warps, stages) in variants(kind, config, width).items():
         if precision == "single" and name.endswith(SLOPES):
             continue  # docs/decisions/kernels.md
@@ -110,13 +113,13 @@ def cases(architecture, precision, width, kind, config, suffix=""):
 
 
 def variants(kind, config, width):
-    """Return (flags, warps, stages) of a configuration's launches for head dims, by name."""
+    """Return {launch: (flags, warps, stages)} of a configuration for head dims of `width`."""
     if kind in LIGHTNING:
         launches = lightning_variants(kind, config)
         return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
     walks = {"full": (True, False), "cut": (False, True), "fused": (True, True)}
     names = ["full", "cut"] if config.separate else ["fused"]
-    if config.separate and kind == "forward":  # of split tiles
+    if config.separate and kind == "forward":  # a launch of split tiles
         names.append("fused")
     launches = {}
     for name in names:
@@ -134,10 +137,11 @@ def variants(kind, config, width):
 
 
 def makers(config, has_full, width):
-    """Return who may make a launch's tensor descriptors, by what that adds to its name.
+    """Return configurations by the suffix of their launches' names: one for each maker of
+    descriptors.
 
-    Where there are descriptors, there is also the variant in which the host makes them, if tiles
-    have one piece (`has_host_descriptor`).
+    A kernel makes its tensor descriptors itself. If it has descriptors, and tiles have one piece,
+    there is also a launch for which the host makes them (`has_host_descriptor`).
     """
     one_piece = not flash_attention.configs.pieces(width)[1]
     host = dataclasses.replace(config, host=True)
@@ -147,9 +151,10 @@ def makers(config, has_full, width):
 
 
 def lightning_variants(kind, config):
-    """Return the flags of a kernel's uses, by name.
+    """Return the flags of a lightning kernel, by the name of its use.
 
-    "group" is from the end, with the states of one head and the queries of a group of eight.
+    "group" goes through the sequence from its end, with the states of one head and the queries of a
+    group of eight heads.
     """
     if kind == "scan":
         return {"forward": {"REVERSE": False}}
@@ -159,7 +164,7 @@ def lightning_variants(kind, config):
     if kind == "states":
         return {"group": group}
     common = {"SHARING": 1, "HAS_INITIAL": True}
-    if config.depth < 256:  # but for adding to out, the kernel of the dim to which it cuts
+    if config.depth < 256:  # all but adding to out uses the kernel of the dim to which it cuts
         return {"reverse": one_head | common}
     return {
         "forward": one_head | common | {"REVERSE": False},
@@ -188,14 +193,11 @@ def constants(case, dtype):
 
 
 def arguments(case):
-    """Return (signature, compile-time arguments, attributes) of a case's kernel.
-
-    They are as `ASTSource` takes them.
-    """
+    """Return (signature, compile-time arguments, attributes) of a case's kernel for `ASTSource`."""
     dtype = {"half": torch.bfloat16, "single": torch.float32}[case.precision]
     element = {"half": "*bf16", "single": "*fp32"}[case.precision]
     known = constants(case, dtype)
-    # Of the states' strides that which is not 1: some are transposed.
+    # Some states are transposed: this is the name of their stride that is not 1.
     other = "s_v" if case.flags.get("REVERSE") else "s_d"
     dims = "sbt" if case.launch.endswith(NO_DESCRIPTORS) else "sbth"
     aligned = rf"(q|k|v|o|g|p|s|dq|dk|dv|x|y|z)_[{dims}]|{other}"
@@ -223,7 +225,6 @@ def arguments(case):
 
 
 def compile_case(case):
-    """Return Triton's compiled kernel."""
     kernel, (signature, known, attributes) = KERNELS[case.kind], arguments(case)
     positions = {(kernel.arg_names.index(name),): value for name, value in known.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=positions, attrs=attributes)
@@ -240,7 +241,6 @@ def report(case):
 
 
 def main():
-    """Compile, print, check the gates, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architecture", choices=TARGETS)
     parser.add_argument("--kind", choices=KERNELS, nargs="+")

@@ -1,8 +1,9 @@
 """The committed table of what the compiler made of every shipped configuration, and its gates.
 
-tests/kernels/aot.json has a section for each version of Triton: a hash of the sources of the
-kernels that have rows, and a row for each launch of each configuration of these kernels. `make aot`
-and `make aot-triton-3.6` write it anew.
+tests/kernels/aot.json has a section for each version of Triton. A section has a hash of the sources
+of the kernels that have rows, and a row for each launch of each configuration of these kernels.
+`make aot` and `make aot-triton-3.6` write the file again. A gate is a condition that every row must
+meet.
 """
 
 import ast
@@ -15,10 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests/kernels/aot.json"
 VERSIONS = {"3.6.0": "make aot-triton-3.6", "3.7.1": "make aot"}  # of Triton: the oldest and newest
-DECORATORS = {"triton.jit", "kernel"}  # the latter of triton_kernels/specialisation.py
+DECORATORS = {"triton.jit", "kernel"}  # `kernel` is in triton_kernels/specialisation.py
 KEY = "architecture", "precision", "width", "kind", "launch"
-SHARED_LIMIT = {  # bytes that a program may have
-    "sm_80": 101_376,  # that of sm_86 and sm_89, which run its configurations; its own is 166,912
+SHARED_LIMIT = {  # bytes of shared memory that a program may use
+    "sm_80": 101_376,  # of sm_86 and sm_89, which run its configurations; sm_80 has 166,912
     "sm_90": 232_448,
     "sm_100": 232_448,
     "sm_120": 101_376,
@@ -52,13 +53,14 @@ def write(version, sources, rows, file=FILE):
 def sources_hash(kernels, root=ROOT / "triton_kernels"):
     """Return a hash of all code that is compiled for the kernels of these names.
 
-    That is the kernels, and the functions and constants that they reach: what `triton.jit` or
-    `kernel` decorates, and assignments of `tl.constexpr`. A definition reaches all definitions
-    whose name is in its code, in whichever file they are. Other kernels, docstrings, comments,
-    blank lines and names of files do not count, nor does the host's code: what it passes to a
-    kernel is in each row's `arguments`.
+    The code is that of the kernels, and of the functions and constants that they reach. A function
+    counts if `triton.jit` or `kernel` decorates it, and a constant if an assignment of
+    `tl.constexpr` defines it. A definition reaches every definition whose name is in its code, in
+    any file. Other kernels, docstrings, comments, blank lines and names of files do not count. The
+    host's code does not count either, since the arguments that it passes to a kernel are in the
+    row's `arguments`.
     """
-    definitions = {}  # by name, the definitions: their code, and the names in it
+    definitions = {}  # name: definitions, each as its code and the names in it
     for file in root.rglob("*.py"):
         source = file.read_text()
         for node in ast.parse(source).body:
@@ -76,7 +78,7 @@ def sources_hash(kernels, root=ROOT / "triton_kernels"):
 
 
 def _definitions(node, source):
-    """Yield (name, code, names in the code) of what a statement of a module defines for kernels."""
+    """Yield (name, code, names in the code) of each definition for kernels in a statement."""
     text = ast.get_source_segment(source, node)
     names = {getattr(x, "id", getattr(x, "attr", None)) for x in ast.walk(node)}
     if isinstance(node, ast.FunctionDef):
@@ -102,7 +104,7 @@ def _without_docstring(function, text):
 def _tokens(text):
     """Return the tokens of a piece of code in one line.
 
-    Indentation counts, but not how deep it is.
+    The tokens show where an indentation begins and ends, but not how many spaces it has.
     """
     names = {tokenize.INDENT: "INDENT", tokenize.DEDENT: "DEDENT"}
     left_out = tokenize.COMMENT, tokenize.NL
@@ -111,9 +113,9 @@ def _tokens(text):
 
 
 def broken_gates(row):
-    """Return what a launch does that none shipped may do.
+    """Return what is wrong with a launch that is shipped.
 
-    On gfx942 it need only fit the shared memory.
+    On gfx942, a launch only has to fit into shared memory.
     """
     architecture, config = row["architecture"], row["config"]
     wrong = []
@@ -128,12 +130,13 @@ def broken_gates(row):
     tile_rows = config.get("tile_rows", config.get("chunk_rows"))
     needs_hgmma = architecture == "sm_90" and row["precision"] == "half" and tile_rows >= 64
     if needs_hgmma and not row["HGMMA"]:
-        wrong.append("no HGMMA")  # whose tiles have at least 64 rows
+        wrong.append("no HGMMA")  # these tiles have at least 64 rows
     return wrong
 
 
 def markdown():
-    """Return the table of docs/kernels.md: sm_90, bf16, head dim 128, with the newest Triton."""
+    """Return the table of docs/kernels.md, which is for sm_90, bf16, head dim 128 and the newest
+    Triton."""
     version = max(VERSIONS)
     head = ["tile × block", "warps", "registers per thread", "spilled", "shared memory"]
     lines = [f"| kernel, by Triton {version} for sm_90, bf16, D = 128 | " + " | ".join(head) + " |"]

@@ -1,13 +1,14 @@
-"""Compile candidates for the tuner ahead of time, without a GPU, and list those that are sound.
+"""Compile candidates for the tuner ahead of time, without a GPU, and list those that pass the
+gates.
 
 `python -m tests.tools.candidates` compiles pairs of tile sizes for sm_90 and head dim 128, in half
-precision, with and without tensor descriptors. It lists those of which no launch spills registers
-in a loop or breaks another gate of `aot_table.py`. The list is candidates.json in
+precision, with and without tensor descriptors. A candidate is listed if none of its launches spills
+registers in a loop or breaks another gate of `aot_table.py`. The list is candidates.json in
 triton_kernels/flash_attention/, in the section of the installed version of Triton. Run it without
 TRITON_INTERPRET.
 
-Launches that the tuner does not time are left out: those with ALiBi, those with descriptors from
-the host, and those of tiles whose columns several programs share.
+The tuner does not time three kinds of launches, and they are not compiled: launches with ALiBi,
+launches with descriptors from the host, and launches of tiles whose columns several programs share.
 """
 
 import argparse
@@ -31,10 +32,10 @@ KERNELS = [kernel.fn.__name__ for kernel in aot.FLASH.values()]
 
 
 def grid():
-    """Yield alternatives in order: the configurations to compile until one passes the gates.
+    """Yield alternatives: configurations that are compiled in order until one passes the gates.
 
-    A tile has 16 rows per warp. Launches of full and of cut blocks are separate only where one
-    launch of both would break a gate.
+    A tile has 16 rows per warp. The second alternative launches full and cut blocks separately, for
+    the case that one launch of both breaks a gate.
     """
     for rows, columns in itertools.product((128, 64), (128, 64, 32)):
         for stages, tma in ((2, True), (2, False), (3, True)):
@@ -52,7 +53,7 @@ def launches(width, kind, config):
 
 
 def row_of(width, kind, config):
-    """Return the fields of a candidate's row that no compiler is needed for."""
+    """Return the fields of a candidate's row that can be known without a compiler."""
     digests = "".join(case.row()["arguments"] for case in launches(width, kind, config))
     digest = hashlib.sha256(digests.encode()).hexdigest()[:12]
     names = dict(zip(KEY, (ARCHITECTURE, PRECISION, width, kind), strict=True))
@@ -60,7 +61,7 @@ def row_of(width, kind, config):
 
 
 def compiled(task):
-    """Return the row of the first alternative that passes all gates, or None; and what failed."""
+    """Return the row of the first alternative that passes all gates, or None, and what failed."""
     width, kind, alternatives = task
     failed = []
     for config in alternatives:

@@ -2,11 +2,11 @@
 
 Run it as `python -m tests.tools.churn`.
 
-Every result is compared, bit for bit, with what this process computes; each must arrive within its
-deadline. Servers are killed, stopped and continued, or told to end. Two trainers, each with a pool,
-submit tasks all the while, and a third pool has caches that decode. At the end their process has no
-more descriptors and threads than in the beginning, and hardly more memory than after a tenth of the
-kills. A seed always gives the same faults.
+Servers are killed, told to end, or stopped and continued. Meanwhile, two trainers submit tasks,
+each with its own pool, and a third pool decodes with caches. Every result must have the bits that
+this process computes, and must arrive within its deadline. In the end, this process must have no
+more descriptors and threads than in the beginning. Its memory may grow by 32 MiB after a tenth of
+the kills. A seed always gives the same faults.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from tests.support.servers import ServerProcess, connect, expected, running
 
 SERVERS = 3
 FAULTS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
-GROWTH = 2**25  # bytes that the trainers' process may keep after a tenth of the kills
+GROWTH = 2**25  # bytes by which the trainers' process may grow after a tenth of the kills
 
 
 def differences(found, expected):
-    """Describe each tensor that has other bits than it should."""
+    """Describe each tensor whose bits are not the expected ones."""
     return [
         f"tensor {i} of {len(expected)}, {tuple(y.shape)}: {(x != y).sum()} elements differ, "
         f"by up to {(x - y).abs().max()}"
@@ -79,8 +79,8 @@ class Trainer:
 
 
 def churn(folder, kills, seed, transports=("grpc",), say=lambda text: None):
-    """Count tasks and faults; raise an AssertionError if a result was wrong, or something leaks."""
-    # While another pool is open, gRPC keeps a thread and descriptors that it would give up.
+    """Count tasks and faults. Raise an AssertionError if a result is wrong or something leaks."""
+    # gRPC keeps a thread and descriptors while any pool is open, so one pool stays open.
     with running(f"ipc://{folder}/first") as server, connect(server.address):
         before = usage()
         counts = disturb(folder, kills, seed, transports, say)
@@ -91,14 +91,14 @@ def churn(folder, kills, seed, transports=("grpc",), say=lambda text: None):
 
 
 def disturb(folder, kills, seed, transports, say):
-    """Kill so many servers while trainers use them."""
+    """Kill servers `kills` times while trainers use them; return the counts."""
     random = np.random.default_rng(seed)
     servers = [ServerProcess(f"ipc://{folder}/{i}", transports=transports) for i in range(SERVERS)]
     addresses = [server.address for server in servers]
     trainers = [Trainer(addresses, seed + 100 * i, transports) for i in range(2)]
     trainers.append(Decoder(folder, addresses, transports))
     counts = {"kills": 0, "tasks": 0}
-    sizes = []  # of this process, after each kill
+    sizes = []  # bytes of this process after each kill
     try:
         with ThreadPoolExecutor(len(trainers)) as threads:
             running = [threads.submit(trainer.run) for trainer in trainers]
@@ -136,19 +136,21 @@ def disturb(folder, kills, seed, transports, say):
 
 
 def assert_right(trainers):
-    """Fail if a result was wrong."""
     wrong = [f"{type(x).__name__}: {y}" for x in trainers for y in x.wrong]
     assert not wrong, f"{len(wrong)} results were wrong: {wrong[:10]}"
 
 
 def resident():
-    """How many bytes of memory this process has."""
+    """Return the bytes of memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def usage():
-    """How many descriptors and threads this process has, but for what is kept for all."""
-    process = PROCESSES.Process(target=int)  # which starts the server of processes
+    """Return how many descriptors and threads this process has.
+
+    Things that are made once for the whole process are made before, so that they always count.
+    """
+    process = PROCESSES.Process(target=int)  # starts the server of processes
     process.start()
     process.join()
     process.close()
@@ -159,8 +161,8 @@ def usage():
 
 
 def descriptors():
-    """What this process's descriptors are open on."""
-    names = os.listdir("/proc/self/fd")  # one of them is the folder's and is closed now
+    """Return the files on which this process's descriptors are open."""
+    names = os.listdir("/proc/self/fd")  # the descriptor of the folder itself is closed now
     return [os.readlink(path) for x in names if os.path.lexists(path := f"/proc/self/fd/{x}")]
 
 
@@ -170,7 +172,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transports", nargs="+", default=["grpc"])
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # as servers have: last digits may depend on it
+    torch.set_num_threads(1)  # servers have 1; the last digits may depend on it
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         counts = churn(folder, arguments.kills, arguments.seed, arguments.transports, print)

@@ -1,7 +1,8 @@
 """Count how often kernels would be compiled over random packs, without a GPU.
 
-`python -m tests.tools.compilations sm_90` prints, as JSON, for the architecture and each kernel how
-many different keys Triton would compile its launches by. Run it without TRITON_INTERPRET.
+`python -m tests.tools.compilations sm_90` prints JSON: for the architecture and each kernel, the
+number of different keys by which Triton caches compilations of its launches. Run it without
+TRITON_INTERPRET.
 """
 
 import json
@@ -30,7 +31,7 @@ RANKS, HEADS, DIM = 2, 8, 64
 
 
 def key(launch, tensors, backend, binders):
-    """Return by what Triton's JIT knows the compilation that a launch needs."""
+    """Return the key by which Triton's JIT caches the compilation that a launch needs."""
     kernel = launch.kernel
     if kernel not in binders:
         binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -39,7 +40,7 @@ def key(launch, tensors, backend, binders):
 
 
 def softmax_calls(cu_seqlens, batch):
-    """Compute the first of some ranks' hops of a ring, forward and backward."""
+    """Compute the first hops of a ring on some ranks, forward and backward."""
     geometry = Layout.zigzag(cu_seqlens, RANKS).geometry
     mask = Mask.of(True, (-1, -1), None, geometry)
     tables = [slices_between(geometry, 0, geometry, rank, mask) for rank in range(RANKS)]
@@ -58,7 +59,8 @@ def softmax_calls(cu_seqlens, batch):
 
 
 def linear_calls(cu_seqlens, batch):
-    """Compute the documents' linear attention, forward and backward, between other ranks' parts."""
+    """Compute linear attention of the documents, forward and backward, as parts between other
+    ranks."""
     edges = np.asarray(cu_seqlens)
     entering = np.arange(edges.size - 1)
     spans = SpanStates(edges, entering, entering)
@@ -70,7 +72,6 @@ def linear_calls(cu_seqlens, batch):
 
 
 def main():
-    """Compute random packs, and count."""
     recorded = []
     launching._run = lambda launch, tensors: recorded.append((launch, tensors))
     counts = {}

@@ -1,8 +1,8 @@
-"""Programs of two calls of which one rank does not do what the others do.
+"""Programs of two calls in which one rank does not do what the other ranks do.
 
-Each rank runs the forwards and backwards of two calls in the same order, but for one rank, which
-skips one, repeats one, does them in another order, or makes one of its calls with an argument that
-is wrong. Then every rank gets an error in time or the right result.
+A program is a list of passes: the forwards and backwards of two calls. All ranks run the same list,
+except one faulty rank. It skips a pass, repeats a pass, runs the passes in a different order, or
+makes one call with a wrong argument. Every rank must then get an error in time or the right result.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tests.support import cases, linear_cases
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import Pool
 
-TIMEOUT = 8.0  # seconds, of the groups of these programs
+TIMEOUT = 8.0  # seconds, the timeout of the groups of these programs
 ORDERS = (  # of forward and backward of calls 0 and 1
     (("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)),
     (("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)),
@@ -26,7 +26,7 @@ ORDERS = (  # of forward and backward of calls 0 and 1
     (("forward", 1), ("forward", 0), ("backward", 0), ("backward", 1)),
     (("forward", 1), ("forward", 0), ("backward", 1), ("backward", 0)),
 )
-MALFORMED = {  # changes of a call's arguments, by what is wrong with them
+MALFORMED = {  # what is wrong: changes of a call's arguments
     "no layout": {"layout": None},
     "a layout for more ranks": {"layout": Layout.contiguous(64, 7)},
     "causal is no bool": {"causal": None},
@@ -38,22 +38,22 @@ MALFORMED = {  # changes of a call's arguments, by what is wrong with them
 
 
 class Program(NamedTuple):
-    """What all ranks do, and what the faulty rank does in its place."""
+    """The passes of all ranks, and the passes of the faulty rank."""
 
     cases: tuple
     order: tuple
     faulty_rank: int
     fault: str
     faulty_order: tuple
-    malformed: str | None = None  # the first call of the faulty rank has these changes
+    malformed: str | None = None  # the name of the changes of the faulty rank's first call
 
     @property
     def check_ranks(self):
-        """Whether all ranks compare their calls before each."""
+        """Whether all ranks compare their calls before each call."""
         return ("check_ranks", True) in getattr(self.cases[0], "module_options", ())
 
     def of(self, rank):
-        """Return what a rank does: its order, and the changes of its first call."""
+        """Return the passes of a rank, and the changes of the arguments of its first call."""
         if rank != self.faulty_rank:
             return self.order, {}
         changes = dict(MALFORMED[self.malformed]) if self.malformed else {}
@@ -75,8 +75,8 @@ def draw_program(random, ranks, case):
         other = dataclasses.replace(other, strategy=choose(*others))
     order, rank = choose(*ORDERS), int(random.integers(ranks))
     fault = choose("skip", "repeat", "reorder", "malformed")
-    # Of calls that differ in their data alone, nobody can tell which of them a rank meant: there
-    # only backwards, and the last forward, are skipped, repeated or run in another order.
+    # If two calls differ only in their data, no rank can tell them apart. In such programs, only
+    # backwards and the last forward are skipped, repeated or run in a different order.
     alike, forwards = other.strategy == case.strategy, [i for kind, i in order if kind == "forward"]
     step = choose(*(step for step in order if not alike or step != ("forward", forwards[0])))
     if fault == "skip":
@@ -100,8 +100,11 @@ def draw_program(random, ranks, case):
 
 
 def execute(group, program):
-    """Run a program on this rank: what each call gave, by name; the error that ended it, if one
-    did, as its type and text; and how many seconds that took."""
+    """Run a program on this rank; return its results, its error and the seconds that it took.
+
+    The results are by call and name. The error is (type, text), or None if no error ended the
+    program.
+    """
     order, changes = program.of(dist.get_rank(group))
     begun, found, start = {}, {}, time.monotonic()
     try:
@@ -130,7 +133,7 @@ def execute(group, program):
 
 
 def faults_of(program, ranks):
-    """Run a program on processes of its own; return what is wrong with any rank's answer or end."""
+    """Run a program on new processes; return what is wrong with the ranks' answers or ends."""
     with Pool(ranks, TIMEOUT) as pool:
         try:
             answers = pool.each(ranks, execute, program)
@@ -138,7 +141,7 @@ def faults_of(program, ranks):
             return [f"a rank hung or died: {hang!r}"]
         codes = pool.leave()
     wrong = [f"rank {rank} ended with code {code}" for rank, code in enumerate(codes) if code]
-    # The calls themselves may be such that all ranks refuse them.
+    # All ranks may refuse a call, even without a faulty rank.
     errors = [value[1] for kind, value in answers if kind != "error"]
     refused = all(error and error[0] in (ValueError, TypeError) for error in errors)
     for rank, (kind, value) in enumerate(answers):
@@ -148,8 +151,11 @@ def faults_of(program, ranks):
 
 
 def wrong_with(program, rank, answer, refused):
-    """Return what is wrong with a rank's answer, or None: it has the right results, until an error
-    ended it that it should have, in time. `refused`: all ranks refused an argument."""
+    """Return what is wrong with a rank's answer, or None.
+
+    An answer is right if it came in time, its results are right, and its error, if any, is one that
+    this rank may get. `refused` says that all ranks refused an argument.
+    """
     arrays, error, seconds = answer
     if seconds > 3 * TIMEOUT:
         return f"rank {rank} took {seconds:.1f} s"
@@ -187,7 +193,7 @@ def expected_on(case, rank):
 
 
 def close(x, y, dtype, roundings=64):
-    """Whether results are right up to rounding: garbage is off by far more than that."""
+    """Whether results are right up to rounding. Results of wrong memory differ by far more."""
     finite = np.isfinite(y)
     if not np.array_equal(np.isfinite(x), finite):
         return False

@@ -1,7 +1,8 @@
 """Rows (what, where, forward, forward + backward) of a strategy, from committed results.
 
 Each of the first functions takes the content of a result file and the name of a strategy's page. It
-yields rows with the cells that the page shows, and no row if the file does not have the strategy.
+yields rows of cells as the page shows them. It yields no row if the file does not have the
+strategy.
 """
 
 import re
@@ -12,7 +13,7 @@ from benchmarks.ranks.same_bits import AS_IT_IS, EIGHT_BITS, WAYS
 from benchmarks.recurrent.ranks import RANKS
 from benchmarks.simulate.choices import NEAR
 
-PASSES = "forward", "forward+backward"  # as results name them, without spaces
+PASSES = "forward", "forward+backward"  # the names of passes in results, without spaces
 LINK = {"rate_mbit": 100, "ratio": 1.5}  # the measured setting that the page shows
 STEP_OF_SILENT = "time of a step, relative to a step that sends nothing"
 STEP_OF_RING = "speed of a step, relative to Ring"
@@ -20,7 +21,7 @@ TRANSPORTS = {"lasp2": "all_gather", "zeco": "scan"}
 
 
 def speed(found, strategy):
-    """Yield the speed of ranks relative to SDPA."""
+    """Yield the speed on several ranks, relative to SDPA in one process."""
     ranks, ratios = found["shape"]["ranks"], found["ratio_to_sdpa"]
     for dtype in dict.fromkeys(key.split("/")[0] for key in ratios):
         keys = [f"{dtype}/{way}/{strategy}" for way in PASSES]
@@ -30,7 +31,7 @@ def speed(found, strategy):
 
 
 def communication(found, strategy):
-    """Yield the time of Ring's communication, and the speed of others relative to it."""
+    """Yield the time of Ring's communication, and for other strategies the speed relative to it."""
     shown = [row for row in found["rows"] if row.items() >= LINK.items()]
     of_ring = {
         named(row, "topology", "pass"): row["communication"]
@@ -52,7 +53,7 @@ def communication(found, strategy):
 
 
 def gain(found, strategy):
-    """Yield the speed of steps relative to Ring's."""
+    """Yield the speed of steps, relative to Ring's steps."""
     for rows in by_pass(found["rows"], "topology", "ranks", "ratio", "contender"):
         row = either(rows)
         if (option := option_of(strategy, row["contender"])) is not None and "gain" in row:
@@ -61,7 +62,7 @@ def gain(found, strategy):
 
 
 def host(found, strategy):
-    """Yield the host's time in forward and in both passes, and its ratio to a bare loop's."""
+    """Yield the host's time in forward and in both passes, and its ratio to a bare loop's time."""
     if transport := TRANSPORTS.get(strategy):
         strategy = f"lasp2 {transport}"
     mine = [row for row in found["rows"] if row["strategy"] == strategy]
@@ -75,7 +76,7 @@ def host(found, strategy):
 
 
 def same_bits(found, strategy):
-    """Yield the time of the same bits, and the time and bytes of messages in 8 bits."""
+    """Yield the time of the option for the same bits, and the time and bytes of 8-bit messages."""
     where = f"{found['shape']['ranks']} ranks, fp32"
     for way, options in WAYS.get(strategy, {}).items():
         ((name, value),) = options.items()
@@ -89,7 +90,7 @@ def same_bits(found, strategy):
 
 
 def simulated(found, strategy):
-    """Yield the error of simulated steps."""
+    """Yield the median error of simulated steps."""
     groups = defaultdict(list)
     for row in found["rows"]:
         if row["strategy"] == strategy and row["ranks"] > 1:
@@ -101,7 +102,8 @@ def simulated(found, strategy):
 
 
 def relative_to_all(found, strategy):
-    """Yield the share of settings with a strategy near the fastest, and its relative time."""
+    """Yield how often a strategy is near the fastest, and its median time relative to the
+    fastest."""
     groups = defaultdict(list)
     for row, result in zip(found["rows"], found["results"], strict=True):
         seconds = result["measured"]
@@ -127,7 +129,10 @@ def tasks(found, strategy):
 
 
 def linear(found, strategy):
-    """Yield the time of steps of linear attention, relative to two others."""
+    """Yield the time of steps of linear attention, relative to silent steps and to Ring.
+
+    A silent step sends nothing.
+    """
     key = "topology", "ranks", "tokens", "pass"
     slept = [row for row in found["rows"] if row["computes"] == "sleeps" and row["ranks"] > 2]
     of_ring = {named(row, *key): row["total"] for row in slept if row["contender"] == "Ring"}
@@ -147,7 +152,7 @@ def linear(found, strategy):
 
 
 def kernels(found, _):
-    """Yield the time of the recurrence token by token."""
+    """Yield the time of the recurrence token by token, relative to seqpar."""
     for rows in by_pass([x | {"pass": PASSES[x["backward"]]} for x in found["rows"]], "kind"):
         row = either(rows)
         shape = f"{row['tokens']:,} tokens, {row['heads']} heads, D = {row['dim']}"
@@ -158,14 +163,14 @@ def kernels(found, _):
 
 
 def kinds(found, _):
-    """Yield the speed of ranks relative to one process."""
+    """Yield the speed on several ranks, relative to one process."""
     for rows in by_pass(found["rows"], "kind", "transport"):
         where = f"{RANKS} ranks, {', '.join(named(either(rows), 'kind', 'transport'))}"
         yield "speed, relative to one process", where, *cells(rows, lambda x: f"{x['speed']:.2f}")
 
 
 def maps(found, _):
-    """Yield the times of steps whose maps travel on a link."""
+    """Yield the times of steps that send maps on a link."""
     found = [row | {"tokens": row["shape"][0]} for row in found["rows"]]
     for rows in by_pass(found, "tokens", "transport"):
         row = either(rows) | {"topology": "mesh"}
@@ -175,7 +180,7 @@ def maps(found, _):
 
 
 def by_pass(rows, *names):
-    """Return rows as [{pass: row}], one dict for rows that differ only in their pass."""
+    """Return a list of {pass: row}, with one dict for rows that differ only in their pass."""
     groups = defaultdict(dict)
     for row in rows:
         groups[named(row, *names)][row["pass"].replace(" ", "")] = row
@@ -183,28 +188,27 @@ def by_pass(rows, *names):
 
 
 def either(rows):
-    """Return the row of any pass, for values that all passes share."""
+    """Return the row of any pass, to read values that all passes share."""
     return next(iter(rows.values()))
 
 
 def named(row, *names):
-    """Return some values of a row."""
     return tuple(row[name] for name in names)
 
 
 def cells(rows, shown):
-    """Return the cells of forward, and of forward with backward."""
+    """Return the cell of forward, and the cell of forward with backward."""
     return [shown(rows[way]) if way in rows else "" for way in PASSES]
 
 
 def option_of(strategy, contender):
-    """Return the options in a contender's name, or None if it is another strategy's."""
+    """Return the options in a contender's name, or None if the contender is another strategy."""
     match = re.fullmatch(rf"{strategy}\b,? ?(.*)", contender)
     return None if match is None else match[1]
 
 
 def place(row, ranks, *more):
-    """Return the ranks and links of a row's measurement, and `more`."""
+    """Return the ranks and links of a row's measurement, and `more`, as text."""
     links = {"mesh": "per pair", "switch": "per rank"}[row["topology"]]
     return ", ".join(filter(None, (f"{ranks} ranks", f"{row['rate_mbit']} Mbit/s {links}", *more)))
 
@@ -214,15 +218,14 @@ def communication_time(row):
 
 
 def milliseconds(seconds):
-    """Return seconds as milliseconds."""
     return f"{seconds * 1e3:,.0f} ms"
 
 
 def mebibytes(row):
-    """Return the bytes of a row as MiB."""
+    """Return a row's bytes in MiB, as text."""
     return f"{row['bytes'] / 2**20:.1f} MiB"
 
 
 def number(x):
-    """Return a figure with three digits or more."""
+    """Return a number as text, with at least three digits."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

@@ -1,14 +1,14 @@
 """Compile FlashAttention-4's kernels for the calls of every strategy, without a GPU.
 
-`python -m tests.tools.flash_attention_4` needs the extra flash-attn. The counting benchmark runs a
-rank of every strategy on meta tensors, and stand-ins record the calls of FlashAttention-4. The
-package then gets the same calls with fake tensors: it compiles its kernels for sm_90 and launches
-none. The command prints how many calls and variants each kind of mask has, and fails if a kind has
-more than one variant of a kernel.
+`python -m tests.tools.flash_attention_4` needs the extra flash-attn. The counting benchmark runs
+one rank of every strategy on meta tensors, and replacements of FlashAttention-4's functions record
+the calls. The package then gets the same calls with fake tensors. It compiles its kernels for sm_90
+and launches none. The command prints the number of calls and variants of each kind of mask. It
+fails if a kind has more than one variant of a kernel.
 
-The package also keeps the compiled kernels in the folder that FLASH_ATTENTION_CUTE_DSL_CACHE_DIR
+The package also stores the compiled kernels in the folder that FLASH_ATTENTION_CUTE_DSL_CACHE_DIR
 names, if FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1. A process on a GPU with these variables loads
-them from there, if it has the same versions of Python, FlashAttention-4 and its compiler.
+them from there, if it has the same versions of Python, of FlashAttention-4 and of its compiler.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.kernels import memory_traffic
 from benchmarks.kernels.memory_traffic import CASES, Case
 
-TARGET = {  # what the package compiles for, where it finds no GPU
+TARGET = {  # the target for which the package compiles without a GPU
     "FLASH_ATTENTION_ARCH": "sm_90",
     "CUTE_DSL_ARCH": "sm_90a",
     "FLASH_ATTENTION_NUM_SMS": str(memory_traffic.GPU.processors),
 }
 MODULE = "flash_attn.cute.interface"
-FUNCTIONS = {  # with the names of the arguments that they get by position
+FUNCTIONS = {  # name: the names of its positional arguments
     "_flash_attn_fwd": ("q", "k", "v"),
     "_flash_attn_bwd": ("q", "k", "v", "out", "dout", "lse"),
 }
-# The first sizes are those of profiles and tables of speed, the second those of the tests of the
-# default path on a GPU.
+# Profiles and tables of speed have the first sizes; the tests of the default path on a GPU have the
+# second sizes.
 SIZES = (
     {"TOKENS": 2**14, "HEADS": 32, "KV_HEADS": 8},
     {"TOKENS": 188, "HEADS": 8, "KV_HEADS": 4},
@@ -49,19 +49,22 @@ OPTIONS = {"causal": {}, "window": {"window_size": (99, 0)}, "full": {"causal": 
 
 
 def cases():
-    """Yield the counted cases, and each strategy with other masks and without determinism."""
+    """Yield the counted cases, and for each strategy cases with more masks and without
+    determinism."""
     for case in CASES.values():
         yield case, OPTIONS["causal"]
     for strategy in dict.fromkeys(case.strategy for case in CASES.values()):
         for documents, options in itertools.product((1, 32), OPTIONS.values()):
-            if documents == 1 or "window_size" not in options:  # Triton computes some of the latter
+            if (
+                documents == 1 or "window_size" not in options
+            ):  # Triton computes some calls with windows
                 for deterministic in (True, False):
                     yield Case(strategy, documents, {"deterministic": deterministic}), options
 
 
 def recorded():
     """Return the distinct calls of FlashAttention-4, each as a name and its described arguments."""
-    calls = {}  # keys alone, in order
+    calls = {}  # a dict as an ordered set
 
     def recording(name, stand_in):
         @functools.wraps(stand_in)
@@ -81,12 +84,12 @@ def recorded():
 
 
 def described(x):
-    """Return an argument; of a tensor its shape, strides and dtype."""
+    """Return an argument, or the shape, strides and dtype of a tensor."""
     return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
 
 
 def fake(x):
-    """Return an argument as it was described, a fake tensor on a GPU for a tensor."""
+    """Return an argument from its description; a tensor becomes a fake tensor on a GPU."""
     if isinstance(x, tuple):
         shape, strides, dtype = x
         return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
@@ -94,7 +97,7 @@ def fake(x):
 
 
 def kind(name, arguments):
-    """Return all that a variant of a kernel may depend on, in words."""
+    """Return in words everything on which a variant of a kernel may depend."""
     way = {"_flash_attn_fwd": "forward", "_flash_attn_bwd": "backward"}[name]
     heads, kv_heads = (arguments[x][0][-2] for x in "qk")
     sides = [x for x in ("left", "right") if arguments[f"window_size_{x}"] is not None]
@@ -107,11 +110,11 @@ def kind(name, arguments):
 
 
 def compiled(calls):
-    """Let the package compile what it needs for each call; return the figures of each kind."""
+    """Let the package compile the kernels of each call; return the figures of each kind of mask."""
     package = importlib.import_module(MODULE)
     found = defaultdict(lambda: {"calls": 0, "variants": 0, "seconds": 0.0})
-    # The package describes some fake tensors to its compiler through DLPack, for which PyTorch asks
-    # which device is current.
+    # The package passes some fake tensors to its compiler through DLPack, and PyTorch then asks for
+    # the current device.
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
@@ -129,7 +132,7 @@ def compiled(calls):
 
 def main():
     os.environ |= TARGET
-    warnings.simplefilter("ignore")  # the package's own
+    warnings.simplefilter("ignore")  # of the package
     began = time.perf_counter()
     calls = recorded()
     print(f"{len(calls)} calls recorded in {time.perf_counter() - began:.0f} s", flush=True)

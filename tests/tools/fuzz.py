@@ -2,11 +2,13 @@
 
 Run it as `python -m tests.tools.fuzz`.
 
-One call in five is of linear attention. In one of ten there is a second call, and one rank skips,
-repeats or reorders passes, or makes a call that is malformed (`tests.tools.faulty`). Call i of a
-seed is always the same, so that `--only i` repeats it alone. Exits with 1 if any call gives a wrong
-answer without saying so, or is refused by some of its ranks only, or if any rank hangs or aborts.
-Calls that all ranks refuse with a ValueError are counted apart.
+One call in five is of linear attention. One call in ten is followed by a second call, and one rank
+skips, repeats or reorders passes, or makes a malformed call (`tests.tools.faulty`). Call i of a
+seed is always the same, so `--only i` repeats it alone.
+
+The command exits with 1 if a call gives a wrong result without an error, if only some ranks refuse
+a call, or if a rank hangs or aborts. Calls that all ranks refuse with a ValueError are counted
+separately.
 """
 
 import argparse
@@ -31,8 +33,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw(seed, i):
-    """(ranks, case) of call i. One in fifty has a prefix longer than its document, which must be
-    refused."""
+    """Return (ranks, case) of call i.
+
+    In one call of fifty, a prefix is longer than its document, and the call must be refused.
+    """
     random = np.random.default_rng((seed, i))
 
     def choose(*options):
@@ -64,7 +68,7 @@ def draw(seed, i):
     keys = np.diff(cu if kv_cu is None else kv_cu)
     prefix = choose(None, None, tuple(int(random.integers(n + 1)) for n in keys))
     kv_heads, dim = choose(1, 2, 3), choose(1, 5, 8, 16, 64)
-    # in dq and dk terms of size scale·√Dv cancel; the bound in short dtypes has room for 4
+    # In dq and dk, terms of size scale·√Dv cancel. The bound in short dtypes allows for 4.
     value_dim = choose(3, 8, 16) if dim == 1 else choose(3, 8, 16, 64)
     longer = random.random() < 0.02
     case = Case(
@@ -95,7 +99,7 @@ def draw(seed, i):
 
 
 def draw_linear(seed, i):
-    """The same of linear attention; layout and shapes are those of `draw`."""
+    """Return (ranks, case) of call i of linear attention, with layout and shapes of `draw`."""
     random, (ranks, like) = np.random.default_rng((seed, i, 1)), draw(seed, i)
 
     def choose(*options):
@@ -127,7 +131,8 @@ def draw_linear(seed, i):
 
 
 def attempt(pool, ranks, case, call=None):
-    """("right", worst error over its bound), ("refused", why), or ("wrong", what)."""
+    """Make a call; return ("right", largest error over its bound), ("refused", why) or ("wrong",
+    what)."""
     kind_of = linear_cases if isinstance(case, LinearCase) else cases
     try:
         answers = pool.each(ranks, call or kind_of.run, case)
@@ -137,7 +142,7 @@ def attempt(pool, ranks, case, call=None):
     if len(refusals) == ranks:
         return "refused", refusals[0]
     if any(kind == "error" for kind, _ in answers):
-        pool.restart()  # the ranks that went on may be waiting for the others
+        pool.restart()  # ranks without an error may still wait for the others
         return "wrong", "\n".join(
             value[2] if kind == "error" else "no error" for kind, value in answers
         )
@@ -157,8 +162,11 @@ def attempt(pool, ranks, case, call=None):
 
 
 def fuzz(pool, seed, calls, call=None, say=print, faults=True):
-    """How many of these calls went wrong; says how it goes, and at the end what was called and the
-    worst errors. In one of ten a rank is faulty, unless `faults` is False."""
+    """Make these calls; return how many went wrong.
+
+    The function reports its progress, and at the end the kinds of calls and the largest errors. In
+    one call of ten, a rank is faulty, unless `faults` is False.
+    """
     counts, worst, said = collections.defaultdict(collections.Counter), {}, time.monotonic()
     for done, i in enumerate(calls, 1):
         ranks, case = (draw_linear if i % 5 == 4 else draw)(seed, i)

@@ -1,13 +1,13 @@
-"""Damage requests to an attention server at random: each is refused, or means what it says.
+"""Damage requests to an attention server at random, and check how it answers each of them.
 
 Run it as `python -m tests.tools.fuzz_protocol`.
 
-The calls are valid calls of gRPC, and their messages are damaged: tasks, steps of a cache, and
-requests of other methods. The server has a process of its own. Of each damaged request, either the
-server refuses it, with a reason that shows nothing of the payload, or it has the payload that was
-sent, and the result is right for what its header says. A step that is refused leaves its cache as
-it was: later steps have right results. The memory and the descriptors of the server must not grow.
-Message i of a seed is always the same, so that `--only i` repeats it alone.
+The calls are valid calls of gRPC, but their messages are damaged: tasks, steps of a cache, and
+requests of other methods. The server runs in a separate process. It may refuse a damaged request,
+with a reason that shows nothing of the payload. Otherwise the payload must have arrived as it was
+sent, and the result must be right for what the header says. A step that is refused must leave its
+cache as it was, so that later steps have right results. The memory and the descriptors of the
+server must not grow. Message i of a seed is always the same, so `--only i` repeats it alone.
 """
 
 import argparse
@@ -40,22 +40,22 @@ from tests.support.servers import Client, ServerProcess, usage
 
 LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**20)
 OWNER = Owner(b"")
-CPU, ROWS, CACHE = torch.device("cpu"), 20, 7  # rows that a cache has, and its number
+CPU, ROWS, CACHE = torch.device("cpu"), 20, 7  # the rows of the cache, and its number
 HUGE = [0, 1, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**64 - 1]
 FIELDS = [*Task.__dataclass_fields__, *Step._fields, "session", "checksum", "places"]
-CHUNK = 512  # bytes of a message of a payload, so that small payloads have several
-PER_SESSION = 500  # requests
+CHUNK = 512  # bytes of a payload per message, so that small payloads have several messages
+PER_SESSION = 500  # requests of a session
 VERSION = VERSIONS[0]
-MAX_REASON, SHOWN = 200, 8  # characters of a reason; consecutive bytes of a payload
+MAX_REASON, SHOWN = 200, 8  # the most characters of a reason; the most bytes of a payload in it
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,  # malformed or above a cap
-    grpc.StatusCode.NOT_FOUND,  # of a step: the cache is another one
-    grpc.StatusCode.FAILED_PRECONDITION,  # of another session
+    grpc.StatusCode.NOT_FOUND,  # the step is for a different cache
+    grpc.StatusCode.FAILED_PRECONDITION,  # the request is of another session
 }
 
 
 class Canary:
-    """Writes a file when it is unpickled."""
+    """Writes a file when it is unpickled, which the server must never do."""
 
     def __init__(self, path):
         self.path = path
@@ -70,7 +70,7 @@ def _pickled(path):
 
 
 def step(seed, writes, start, queries, rows, cache=CACHE):
-    """A step of the cache that has had so many."""
+    """Return a step of a cache that has had `writes` writes."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (1, queries, 4, 4), (1, rows, 2, 4), (1, rows, 2, 4)
     operands = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -79,7 +79,7 @@ def step(seed, writes, start, queries, rows, cache=CACHE):
 
 
 def caches(owner=OWNER):
-    """A server's caches, with one of some rows."""
+    """Return a server's caches; one of them has `ROWS` rows."""
     found = Caches(LIMITS.cache_bytes, CPU, "default")
     first = step(0, 0, 0, 1, ROWS)
     found.admit(owner, first.task, first.step, [x.tobytes() for x in first.parts])
@@ -87,7 +87,7 @@ def caches(owner=OWNER):
 
 
 def messages_of(packed, session):
-    """The encoded messages of a request, with small chunks."""
+    """Return the encoded messages of a request, with small chunks."""
     with changed(payload, CHUNK_BYTES=CHUNK):
         first, *others = chunks(packed.parts) if any(x.size for x in packed.parts) else [()]
     header = packed.header(session)
@@ -111,7 +111,7 @@ def damage(random, messages, canary="/nonexistent/canary"):
     elif kind == 1:  # cut short, or longer
         cut = one[: random.integers(len(one) + 1)]
         messages[i] = one + cut if random.integers(2) else cut
-    elif kind == 2:  # bytes of nothing
+    elif kind == 2:  # random bytes
         messages[i] = random.bytes(int(random.integers(0, 4000)))
     elif kind == 3:
         del messages[i:]
@@ -127,7 +127,7 @@ def damage(random, messages, canary="/nonexistent/canary"):
 
 
 def with_a_field(random, raw):
-    """A first request with a field that promises something else, mostly with a right checksum."""
+    """Return a first message with one wrong field; most such messages have a right checksum."""
     message = VERSION.messages.ComputeRequest.FromString(raw)
     of_payload = message.checksum ^ digest(message)
     name = choose(random, FIELDS)
@@ -154,7 +154,8 @@ def with_a_field(random, raw):
 
 
 def read(messages, session, limits=LIMITS):
-    """Read a request as a server should: its header, the parts of its payload, and what follows."""
+    """Read a request as a server should; return its header, the parts of its payload, and the
+    rest."""
     if not messages:
         raise RequestError("request: there is none")
     header, data = VERSION.read_request(messages[0])
@@ -173,7 +174,7 @@ def read(messages, session, limits=LIMITS):
 
 
 def replies_of(call):
-    """The data of all replies of a call, and the error with which the call ends, or None."""
+    """Return the data of all replies of a call, and the error that ends the call, or None."""
     data = []
     try:
         for reply in call:
@@ -184,7 +185,7 @@ def replies_of(call):
 
 
 def result_of(header, parts, held, owner=OWNER):
-    """Compute a request that was read; `held` are the caches of its session."""
+    """Compute a request that was read. `held` are the caches of its session."""
     if header.step is not None:
         return held.admit(owner, header.task, header.step, parts).compute()
     request = unpack(header.task, header.checksum, parts, "default", KeptSlices())
@@ -192,7 +193,7 @@ def result_of(header, parts, held, owner=OWNER):
 
 
 class Fuzzer:
-    """A client of a server, and a model of its session."""
+    """A client of a server, with a model of its session."""
 
     def __init__(self, address, seed, canary):
         self._address, self._seed, self._canary = address, seed, canary
@@ -200,7 +201,7 @@ class Fuzzer:
         self.counts = {"refused": 0, "right": 0}
 
     def renew(self):
-        """Begin a session, without caches."""
+        """Begin a session without caches."""
         self.close()
         self._client = Client(self._address)
         self._held = Caches(LIMITS.cache_bytes, CPU, "default")
@@ -210,7 +211,7 @@ class Fuzzer:
             self._client.close()
 
     def attempt(self, i):
-        """Send request i; raise an AssertionError if the outcome is wrong."""
+        """Send request i; raise an AssertionError if the answer is wrong."""
         random = np.random.default_rng((self._seed, i))
         if random.integers(20) == 0:
             self._attempt_other(random)
@@ -230,7 +231,7 @@ class Fuzzer:
         self._check(self._client.compute(messages), expected, left is None, packed)
 
     def _sane(self, random):
-        """A request that is right: a task, or a step of the session's cache."""
+        """Return a valid request: a task, or a step of the session's cache."""
         seed, sizes = int(random.integers(1000)), random.integers(1, 40, 2).tolist()
         if random.integers(2):
             return _task(seed % 50, *sizes)
@@ -244,7 +245,8 @@ class Fuzzer:
         return step(seed, cache.writes, start, *sizes)
 
     def _check(self, call, expected, is_right, packed):
-        """Check a call that should return these results, and fail unless `is_right`."""
+        """Check that a call returns the expected results, or that it is refused if not
+        `is_right`."""
         data, error = replies_of(call)
         if error is None:
             assert is_right, "a damaged request was not refused"
@@ -264,7 +266,7 @@ class Fuzzer:
             assert not any(x in details.encode() for x in shown), "a reason shows data"
 
     def _attempt_other(self, random):
-        """Send something to another method, or to one that does not exist."""
+        """Send a request to a different method, or to a method that does not exist."""
         name = choose(random, ["Session", "Free", "Status", "Compute2", ""])
         method = f"/{self._client.version.service}/{name}"
         raw = random.bytes(int(random.integers(0, 200)))
@@ -288,7 +290,7 @@ def _task(seed, queries, keys):
 
 
 def fuzz(seed, numbers, address, canary, say=lambda done: None):
-    """Send so many damaged requests to a server; return the number of each outcome."""
+    """Send these damaged requests to a server; return how often each outcome occurred."""
     fuzzer = Fuzzer(address, seed, str(canary))
     try:
         for count, i in enumerate(numbers):

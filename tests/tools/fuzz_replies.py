@@ -1,13 +1,17 @@
-"""Damage what attention servers send to clients: each result is right, or there is an error.
+"""Damage what attention servers send to clients: a client must get a right result or an error.
 
 Run it as `python -m tests.tools.fuzz_replies`.
 
-A relay stands between a server and three pools. It passes on what clients send, and changes the
-messages of replies and of sessions inside valid calls: it flips bits, cuts, drops, repeats and
-reorders messages, sends an earlier message of any client again, puts the payload of one result
-behind the header of another, holds messages back, and ends calls too early, with any status. It
-forges no whole result: only TLS protects from that. Two pools have tasks computed; the third
-decodes with caches. Every result is compared, bit for bit, and must arrive within its deadline.
+A relay stands between a server and three pools. It forwards what clients send, and changes the
+messages of replies and of sessions inside valid calls:
+
+- it flips bits, and cuts, drops, repeats and reorders messages;
+- it sends an earlier message of any client again;
+- it puts the payload of one result behind the header of another result;
+- it delays messages, and ends calls too early, with any status.
+
+It never forges a whole result, since only TLS protects from that. Two pools submit tasks; the third
+pool decodes with caches. Every result is compared bit for bit, and must arrive within its deadline.
 """
 
 import argparse
@@ -42,13 +46,13 @@ from tests.tools.fuzz_protocol import Canary
 
 LIMIT = 60.0  # seconds for a result
 DEADLINES = {"connect": 0.3, "request": 0.5, "hedge": 20.0, "give_up": 40.0}
-SHARE, SHARE_OF_EVENTS = 0.3, 0.1  # of replies, and of a session's events, that are changed
-DEPTH = 4  # tasks that a pool has in flight
-CHUNK = 64  # bytes of a message of a result, so that each has several
+SHARE, SHARE_OF_EVENTS = 0.3, 0.1  # fractions of replies and of events of sessions that are changed
+DEPTH = 4  # tasks in flight per pool
+CHUNK = 64  # bytes of a result per message, so that each result has several
 MOST_KEPT = 64
-HELD = 0.005  # seconds that a message is held back
+HELD = 0.005  # seconds by which a message is delayed
 RETRIES = dict.fromkeys(["_RETRY_SECONDS", "_MAX_RETRY_SECONDS", "_MAX_UNIX_RETRY_SECONDS"], 0.01)
-REQUESTS = [random_request(seed, 8, 16, dim=4) for seed in range(8)]  # of the same shapes
+REQUESTS = [random_request(seed, 8, 16, dim=4) for seed in range(8)]  # all of the same shapes
 STATUSES = [x for x in grpc.StatusCode if x != grpc.StatusCode.OK]
 
 
@@ -65,7 +69,7 @@ class Relay(grpc.GenericRpcHandler):
 
     def __init__(self, random):
         self.changed, self._random = 0, random
-        self._kept = {}  # earlier messages, by method
+        self._kept = {}  # method: earlier messages
 
     async def begin(self, address, server):
         self._channel = grpc.aio.insecure_channel(bind_target(server))
@@ -113,16 +117,16 @@ class Relay(grpc.GenericRpcHandler):
 
 
 class Replies:
-    """The messages that a client gets in one call, changed or not."""
+    """The messages of one call to a client, changed or not."""
 
     def __init__(self, relay, method):
         self._relay, self._method = relay, method
         self._share = SHARE_OF_EVENTS if method == "Session" else SHARE
         self._has_foreign = False  # two foreign messages could be a forged result
-        self.held = []  # that are sent after later ones
+        self.held = []  # messages that are sent after later messages
 
     async def change(self, raw, random):
-        """Return what is sent in place of a message."""
+        """Return the messages that are sent in place of a message."""
         kept, earlier, self.held = self._relay.kept(self._method), self.held, []
         messages = [raw]
         if random.random() < self._share:
@@ -165,7 +169,7 @@ class Replies:
         return [raw]
 
     def _mixed(self, raw, other):
-        """The header of one result with the payload of another one."""
+        """Return the header of one result with the payload of another result."""
         with contextlib.suppress(RequestError):
             if self._method == "Compute":
                 (header, _), (_, data) = map(VERSIONS[0].read_reply, (raw, other))
@@ -182,9 +186,10 @@ class _Decoder(threading.Thread):
     """Decodes with caches until it is told to end.
 
     Attributes:
-        ended: tells it.
-        right, wrong: how many programs of steps had right results, and a wrong one.
-        fault: what it has raised, or None.
+        ended: an event that tells it to end.
+        right: how many programs of steps had right results.
+        wrong: how many programs of steps had a wrong result.
+        fault: the error that it raised, or None.
     """
 
     def __init__(self, address, folder):
@@ -209,10 +214,10 @@ class _Decoder(threading.Thread):
 
 
 def fuzz_replies(seed, replies, right=0, say=lambda done: None):
-    """Change so many replies, and more until so many results are right.
+    """Change `replies` replies, and continue until `right` results were right.
 
-    Return how many results were right, and how many errors there were. Raise an AssertionError if a
-    result is wrong or late.
+    Return the number of right results and the number of errors. Raise an AssertionError if a result
+    is wrong or late.
     """
     counts = {"right": 0, "errors": 0}
     random, relay = np.random.default_rng((seed, 1)), Relay(np.random.default_rng((seed, 2)))
@@ -249,7 +254,7 @@ def fuzz_replies(seed, replies, right=0, say=lambda done: None):
 
 
 def _collect(futures, counts):
-    """Check the results that are there."""
+    """Check the results that have arrived."""
     while futures and futures[0][2].done():
         _, request, future = futures.popleft()
         try:

@@ -2,19 +2,19 @@
 
 Run it as `python -m tests.tools.fuzz_sequences`.
 
-Clients have tasks computed, keep caches, cancel, leave and come back. In between they make hostile
-calls: damaged requests, requests that any client has made before, and requests with another
-session's secret or cache. They know the secrets of all sessions.
+Clients submit tasks, use caches, cancel calls, leave and come back. In between they make hostile
+calls: damaged requests, requests that any client has made before, and requests with the secret or a
+cache of another session. They know the secrets of all sessions.
 
-A model knows which sessions live, and whose certificate each belongs to. A request is accepted only
-with the secret of a session that lives, and only from its own certificate; then it is a request of
-that session, whoever makes it. Each session's caches are computed again without other sessions, so
-each call has one right outcome. The model compares the server's numbers with its own, too: no
-session or cache may end with another client's call, and none may remain.
+A model knows which sessions live, and the certificate to which each session belongs. A request is
+accepted only with the secret of a living session, and only from the certificate of this session. It
+then counts as a request of the session, even if another client makes it. The model computes the
+caches of each session without the other sessions, so each call has one right outcome. The model
+also compares the server's numbers with its own numbers. The call of one client must not end a
+session or cache of another client, and no session or cache may remain in the end.
 
-Each sequence has a server of its own. Odd sequences have keys; without keys, all clients count as
-one certificate. Sequence i of a seed makes the same calls in every run, so that `--only i` repeats
-it.
+Each sequence has a new server. Odd sequences have keys. Without keys, all clients count as one
+certificate. Sequence i of a seed makes the same calls in every run, so `--only i` repeats it.
 """
 
 import argparse
@@ -55,16 +55,16 @@ from tests.tools.fuzz_protocol import (
 )
 
 HOSTILE_PER_SEQUENCE = 1000
-NAMES = ["client", "second", "third"]  # of certificates
+NAMES = ["client", "second", "third"]  # the names of certificates
 CLIENTS = 5
-CACHES = 3  # numbers that all clients use for their caches
-LIMIT = 20.0  # seconds within which the server's numbers must agree
-MOST_KEPT = 64  # requests that may be made again
-MOST_FLYING = 6  # calls whose outcomes are not checked yet
-MOST_ROWS = 200  # of a cache
+CACHES = 3  # all clients use these numbers of caches
+LIMIT = 20.0  # seconds within which the server's numbers must be those of the model
+MOST_KEPT = 64  # the most requests that are kept to be made again
+MOST_FLYING = 6  # the most calls in flight, whose outcomes are not checked yet
+MOST_ROWS = 200  # the most rows of a cache
 OWNER = Owner(b"")
 LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**30, requests=2**16, clients=1024)
-KINDS = {  # of calls, with how often each is made
+KINDS = {  # kind of call: its relative frequency
     "task": 5, "step": 10, "free": 1, "cancel": 1, "leave": 0.7,
     "damaged": 10, "stolen": 16, "replayed": 8, "stolen free": 2,
 }  # fmt: skip
@@ -72,7 +72,7 @@ HOSTILE = {"damaged", "stolen", "replayed", "stolen free"}
 
 
 class Violation(AssertionError):
-    """A client received what is not its own, or lost what is."""
+    """A client received what belongs to another client, or lost what belongs to it."""
 
 
 @functools.cache
@@ -87,7 +87,7 @@ class Session:
         self.client, self.secret, self.name = client, client.session, name
         self.caches = Caches(LIMITS.cache_bytes, CPU, "default")
         self.lives = True
-        self.doubtful = []  # caches that may begin yet, or not, since their steps were cancelled
+        self.doubtful = []  # caches that may or may not begin: their steps were cancelled
 
     def cache(self, number):
         return self.caches._caches.get(OWNER, {}).get(number)
@@ -104,9 +104,9 @@ class World:
     def __init__(self, seed, number):
         self.random = np.random.default_rng((seed, number))
         self.secured = bool(number % 2)
-        self.sessions, self.clients = [], []  # all sessions; those of the clients that live
+        self.sessions, self.clients = [], []  # all sessions; sessions of living clients
         self.kept = deque(maxlen=MOST_KEPT)
-        self._flying = deque()  # calls, their right results, and whether they end well
+        self._flying = deque()  # calls, their right results, and whether they should succeed
         self.hostile = self.calls = 0
 
     @contextlib.contextmanager
@@ -137,7 +137,7 @@ class World:
                     session.client.close()
 
     def _begin(self):
-        """Let a client come, with any certificate."""
+        """Let a new client come, with any certificate."""
         name = choose(self.random, NAMES)
         session = Session(Client(self._address, self._keys[name]), name if self.secured else "")
         if any(x.secret == session.secret for x in self.sessions):
@@ -146,7 +146,8 @@ class World:
         self.clients.append(session)
 
     def round(self):
-        """Let a client make some calls, and check their outcomes; then check the numbers."""
+        """Let a client make some calls and check their outcomes; then check the server's
+        numbers."""
         weights = np.array(list(KINDS.values())) / sum(KINDS.values())
         for _ in range(int(self.random.integers(1, 16))):
             caller = choose(self.random, self.clients)
@@ -169,7 +170,7 @@ class World:
             self._compute(caller, self._messages(caller, kind))
 
     def _messages(self, caller, kind):
-        """The messages of a request."""
+        """Return the messages of a request."""
         if kind == "replayed" and self.kept:
             return choose(self.random, self.kept)
         target = caller
@@ -177,7 +178,7 @@ class World:
             target = choose(self.random, self.sessions[-16:])
         is_task = kind == "task" or (kind != "step" and not self.random.integers(3))
         packed = packed_task(int(self.random.integers(8))) if is_task else self._step(target)
-        # A thief also takes a step of another session to its own cache of the same number.
+        # A thief also makes a step of another session on its own cache of the same number.
         secret = choose(self.random, [target, target, caller]).secret
         messages = messages_of(packed, secret)
         if kind == "damaged":
@@ -186,7 +187,7 @@ class World:
         return messages
 
     def _step(self, session):
-        """The next step of one of a session's caches."""
+        """Return the next step of one of a session's caches."""
         number = int(self.random.integers(CACHES))
         cache = session.cache(number)
         writes, start = (0, 0) if cache is None else (cache.writes, cache.length)
@@ -196,13 +197,14 @@ class World:
         return step(seed, writes, start, queries, max(queries, rows), number)
 
     def _reached(self, caller, secret):
-        """The session that a caller's request with a secret reaches, or None."""
+        """Return the session that a caller's request with this secret reaches, or None."""
         found = (x for x in self.sessions if x.secret == secret and x.lives)
         session = next(found, None)
         return session if session is not None and session.name == caller.name else None
 
     def _compute(self, caller, messages):
-        """Make a call of Compute; its outcome is checked now or, if it is no step, later."""
+        """Make a call of Compute. The outcome of a step is checked now; others may be checked
+        later."""
         call = caller.client.compute(messages)
         expected, left, are_tasks = [], messages, True
         with contextlib.suppress(RequestError):
@@ -243,7 +245,7 @@ class World:
         target.caches.free(OWNER, number)
 
     def _cancel(self, caller):
-        """Cancel calls of which nobody knows how far they are."""
+        """Cancel calls that the server may or may not have begun."""
         number = CACHES + len(caller.doubtful)  # a cache that no other call uses
         for packed in (packed_task(0), step(0, 0, 0, 4, 4, number)):
             call = caller.client.compute(messages_of(packed, caller.secret))
@@ -253,7 +255,7 @@ class World:
         caller.doubtful.append(number)
 
     def _leave(self, caller):
-        """Let a client leave, with calls in flight; another one comes."""
+        """Let a client leave with calls in flight, and let a new client come."""
         self._settle()
         for _ in range(int(self.random.integers(3))):
             packed = packed_task(int(self.random.integers(8)))
@@ -265,7 +267,7 @@ class World:
         self._begin()
 
     def _counts(self):
-        """The server's sessions, caches and their bytes."""
+        """Return the server's numbers of sessions, caches and bytes of caches."""
         status = self.server.status()
         return status.clients, status.caches, status.cache_bytes
 
@@ -274,7 +276,7 @@ class World:
         return len(live), sum(map(len, live)), sum(x.account.held for x in live)
 
     def check_numbers(self):
-        """Compare the server's sessions and caches with the model's."""
+        """Compare the server's sessions and caches with those of the model."""
         end = time.monotonic() + LIMIT
         while (found := self._counts()) != (expected := self._expected()):
             if time.monotonic() > end:
@@ -285,7 +287,7 @@ class World:
             time.sleep(0.002)
 
     def end(self):
-        """Let all clients leave, and check that nothing of them remains."""
+        """Let all clients leave, and check that the server keeps nothing of them."""
         for session in self.clients:
             session.client.close()
         self.clients.clear()
@@ -298,7 +300,8 @@ class World:
 
 
 def fuzz_sequence(seed, number, hostile=HOSTILE_PER_SEQUENCE):
-    """Run sequence `number`, with so many hostile calls; return the number of all calls."""
+    """Run sequence `number` until it has made `hostile` hostile calls; return the number of all
+    calls."""
     world = World(seed, number)
     with tempfile.TemporaryDirectory() as folder, world.serving(folder):
         while world.hostile < hostile:

@@ -1,19 +1,28 @@
 """Test and measure seqpar on a machine with an NVIDIA GPU, in steps of at most nine minutes.
 
-`python -m tests.tools.gpu` in the root of the sources, where nothing need be installed but what
-seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout, hypothesis and
-allpairspy. It first installs the wheels of the folder gpu-wheels, if there are any. The first nine
-minutes are for what is most worth knowing: whether the default path of every strategy is right, how
-fast the default is next to other libraries, what a rank of each strategy launches, how much of the
-messages' time is hidden, whether ranks are right on NCCL, and whether the kernel that merges stays
-within its memory. Then it runs the kernels' tests, all strategies on virtual ranks, a table of
-which backend is the best for each kind of call, the kernels' benchmark, the tuner, how efficiently
-virtual ranks compute, and compute-sanitizer. A second start goes on where the first was stopped
-(`steps.py`). All results go to one folder, of few files: state.json has how each step went, and
-log.txt what they printed. It exits with 0 if all went well, 1 if a step failed, 2 without a GPU,
-and 3 if the time of this start is up and steps are left.
+Run `python -m tests.tools.gpu` in the root of the sources. It needs only what seqpar and its tests
+import: torch, triton, einops, numpy, pytest, pytest-timeout, hypothesis and allpairspy. It first
+installs the wheels of the folder gpu-wheels, if there are any.
 
-Without a GPU, `--device cpu` runs all of it in miniature, with Triton's interpreter.
+The first nine minutes answer the most important questions:
+
+- Is the default path of every strategy right?
+- How fast is the default, compared with other libraries?
+- Which kernels does a rank of each strategy launch?
+- How much of the messages' time is hidden?
+- Are ranks right on NCCL?
+- Does the kernel that merges stay within its memory?
+
+Then it runs the kernels' tests, all strategies on virtual ranks, a table of the best backend for
+each kind of call, the kernels' benchmark, the tuner, a measurement of how efficiently virtual ranks
+compute, and compute-sanitizer. A second start continues where the first start was stopped
+(`steps.py`).
+
+All results go to one folder with few files: state.json says how each step went, and log.txt has
+what the steps printed. The command exits with 0 if all steps succeeded, 1 if a step failed, 2
+without a GPU, and 3 if the time of this start is up and steps are left.
+
+Without a GPU, `--device cpu` runs small versions of all steps, with Triton's interpreter.
 """
 
 import argparse
@@ -29,10 +38,10 @@ from tests.tools import wheels
 from tests.tools.steps import STEP_SECONDS, Plan, Step
 
 ROOT = Path(__file__).parents[2]
-WHEELS = ROOT / "gpu-wheels"  # what `make gpu-wheels` makes
+WHEELS = ROOT / "gpu-wheels"  # the folder that `make gpu-wheels` fills
 TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis", "allpairspy")
-# The steps of the first start, the most informative first, and the seconds that each may take on a
-# GPU: together at most STEP_SECONDS.
+# The steps of the first start, in order of importance, and the seconds that each step may take on a
+# GPU. The sum is at most STEP_SECONDS.
 FIRST = {
     "install: local wheels": 45.0,
     "tests: default path": 125.0,
@@ -67,7 +76,7 @@ TESTS = {
 }
 SANITIZERS = ("memcheck of merges", "memcheck", "racecheck")
 ALONE = ("NCCL on one GPU", "several GPUs", "Trainer with FSDP", "length and memory", *SANITIZERS)
-# The same without a GPU: a few of the tests.
+# A few of the tests, for a machine without a GPU.
 IN_MINIATURE = {
     "default path": [*TESTS["default path"][:2], "test_default_path and -ring"],
     "strategies on virtual ranks": ["tests/kernels/test_strategies.py", "-k", "ring and zigzag"],
@@ -78,7 +87,8 @@ IN_MINIATURE = {
 
 
 def environment(device, folder=WHEELS):
-    """What the steps' processes have besides: where seqpar and what a folder's wheels hold are."""
+    """Return the environment variables of the steps' processes, which find seqpar and the
+    wheels."""
     installed = wheels.environment(folder)
     paths = [str(ROOT), installed["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
     found = installed | {
@@ -92,14 +102,14 @@ def environment(device, folder=WHEELS):
 
 
 def install_step(folder, around):
-    """The step that installs the wheels of a folder."""
+    """Return the step that installs the wheels of a folder."""
     command = (sys.executable, "-m", "tests.tools.wheels", "install", str(folder))
     skipped = "" if any(folder.glob("*.whl")) else f"{folder} has no wheels"
     return Step("install: local wheels", command, skipped=skipped, environment=around)
 
 
 def test_steps(device, folder, around):
-    """Steps of tests; they go on behind the tests that have passed."""
+    """Yield the steps of tests. A step that starts again skips the tests that have passed."""
     missing = [name for name in TEST_MODULES if importlib.util.find_spec(name) is None]
     skipped = f"{', '.join(missing)} cannot be imported" if missing else ""
     cores = os.cpu_count() or 1
@@ -108,8 +118,8 @@ def test_steps(device, folder, around):
     for name, tests in chosen.items():
         command = [sys.executable, "-m", "pytest", *tests, "-p", "tests.tools.passed"]
         command += ["-q", "-rs", "-p", "no:cacheprovider", "--timeout=450"]
-        command += ["-W", "default"]  # of other versions of torch and Triton than the pinned ones
-        if many and name not in ALONE:  # compiling takes most of the time
+        command += ["-W", "default"]  # other versions than the pinned ones may warn
+        if many and name not in ALONE:  # compiling takes most of the time, on all cores
             command += ["-n", str(cores - 1), "--dist", "worksteal"]
         passed = str(folder / "passed.txt")
         yield Step(
@@ -121,7 +131,7 @@ def test_steps(device, folder, around):
 
 
 def speed_steps(device, around):
-    """Steps that print a table each, and write no files."""
+    """Yield the steps that only print a table."""
     command = (sys.executable, "-m", "benchmarks.kernels.quick", "--seconds")
     for name in ("kernels", "backends"):
         limit = seconds(f"speed: {name}", device)
@@ -130,7 +140,7 @@ def speed_steps(device, around):
 
 
 def measuring_steps(device, folder, around):
-    """Steps that measure; benchmarks go on behind the workloads that they have written."""
+    """Yield the steps that measure. A benchmark that starts again skips workloads with results."""
     small = device == "cpu"
     python = (sys.executable, "-m")
     limit = ("--seconds", str(STEP_SECONDS - 60))
@@ -156,17 +166,19 @@ def measuring_steps(device, folder, around):
         command = ("seqpar.kernels.flash_attention.tune", "--dim", str(dim))
         if small:
             command += ("--tokens", "48", "--heads", "1", "--dtype", "float32", "--repeats", "1")
-        kept = around | {"SEQPAR_CACHE": str(folder)}  # what is found, for nothing else here
+        kept = around | {
+            "SEQPAR_CACHE": str(folder)
+        }  # for results of the tuner; no other step uses them
         yield Step(f"tuner: head dim {dim}", python + command, environment=kept)
 
 
 def seconds(name, device):
-    """How long a step may take in one start; the CPU is slow."""
+    """Return the seconds that a step may take in one start. A CPU always gets the longest time."""
     return FIRST.get(name, STEP_SECONDS) if device == "cuda" else STEP_SECONDS
 
 
 def plan(device, folder, only="", local=WHEELS):
-    """All steps whose names contain `only`: first those of `FIRST`, and sanitizers last.
+    """Return all steps whose names contain `only`, first those of `FIRST`, and last the sanitizers.
 
     The folder `local` has the wheels to install.
     """
@@ -177,7 +189,7 @@ def plan(device, folder, only="", local=WHEELS):
     sanitizers = [f"tests: {name}" for name in SANITIZERS]
     if shutil.which("compute-sanitizer") is None:
         steps = [x for x in steps if x.name not in sanitizers]
-    first = [*FIRST, "tuner: head dim 128"]  # the tuner gets what the others leave of nine minutes
+    first = [*FIRST, "tuner: head dim 128"]  # the tuner gets the rest of the nine minutes
     last = [x for x in sanitizers if x not in first]
     middle = [x.name for x in steps if x.name not in (*first, *last)]
     steps.sort(key=lambda step: [*first, *middle, *last].index(step.name))
@@ -190,7 +202,7 @@ def plan(device, folder, only="", local=WHEELS):
 
 
 def gpu():
-    """The GPU's name, or None."""
+    """Return the GPU's name, or None."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -213,7 +225,7 @@ def main():
         print("there is no NVIDIA GPU that torch can use (--device cpu runs all in miniature)")
         return 2
     os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the step that runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running step too
     folders = options.folder.absolute(), options.wheels.absolute()
     steps = plan(options.device, folders[0], options.only, folders[1])
     if options.list:

@@ -1,9 +1,10 @@
-"""Open connections to a server that speak HTTP/2 badly or not at all: none may end it.
+"""Open connections to a server that speak HTTP/2 badly or not at all: none may end the server.
 
 Run it as `python -m tests.tools.hostile_connections`. The connections are plain sockets over TCP
-and Unix sockets, without keys and inside TLS with a trusted certificate. An honest client has tasks
-computed meanwhile, and checks every bit. Afterwards the server must have no more descriptors than
-before, and must not grow from one half of the connections to the other.
+and Unix sockets, without keys or inside TLS with a trusted certificate. Meanwhile, an honest client
+submits tasks, and checks every bit of the results. Afterwards, the server must not have more
+descriptors than before. After the first third of the connections, its memory must not grow by 64
+MiB.
 """
 
 import argparse
@@ -28,12 +29,12 @@ from tests.support.requests import random_request
 from tests.support.servers import LONG_DEADLINES, ServerProcess, connect, same, usage
 
 _BATCH = 50  # connections that are open together
-MOST_GROWTH = 2**26  # bytes of a server's memory, which the C library returns in part
+MOST_GROWTH = 2**26  # bytes of a server's memory; the C library does not return all of it
 EVERY_KIND = list(itertools.product(["ipc", "tcp"], [False, True]))
 REQUEST = random_request(0, 16, 32)
-# A machine that computes for a flood may let a client wait for seconds.
+# While a machine handles a flood, a client may have to wait for seconds.
 DEADLINES = ServerDeadlines(idle=6.0, handshake=2.0, transfer=2.0)
-SECONDS = 5.0  # that a connection waits for anything
+SECONDS = 5.0  # the longest time that a connection waits
 SERVICE = VERSIONS[0].service
 
 # --- HTTP/2, as far as hostile clients need it ---
@@ -45,13 +46,13 @@ NO_ERROR, CANCEL = 0, 8
 
 
 def frame(kind, flags=0, stream=0, data=b"", size=None):
-    """A frame; `size` is the length that it claims."""
+    """Return a frame. `size` is the length that the frame claims to have."""
     size = len(data) if size is None else size
     return struct.pack(">I", size)[1:] + struct.pack(">BBI", kind, flags, stream) + data
 
 
 def _text(data):
-    """A string of HPACK, which is not compressed."""
+    """Return a string of HPACK without compression."""
     if len(data) < 127:
         return bytes([len(data)]) + data
     size, found = len(data) - 127, bytearray([127])
@@ -62,7 +63,7 @@ def _text(data):
 
 
 def fields(**more):
-    """The header block of a call of Compute, with more fields or others."""
+    """Return the header block of a call of Compute, with more or different fields."""
     of_call = {
         ":method": "POST",
         ":scheme": "http",
@@ -79,7 +80,7 @@ def headers(stream, flags=END_HEADERS, **more):
 
 
 def message(data, stream=1, flags=0, size=None, compressed=0):
-    """A frame of DATA with a message of gRPC; `size` is the length that the message claims."""
+    """Return a DATA frame with a message of gRPC. `size` is the length that the message claims."""
     head = struct.pack(">BI", compressed, len(data) if size is None else size)
     return frame(DATA, flags, stream, head + data)
 
@@ -99,7 +100,7 @@ def _noise(seed):
 
 
 def _mixed(seed):
-    """Frames of all kinds, flags, streams and sizes."""
+    """Return frames of all kinds, flags, streams and sizes."""
     drawn = random.Random(seed)
     frames = [headers(1)]
     for _ in range(50):
@@ -108,7 +109,7 @@ def _mixed(seed):
     return HELLO + b"".join(frames)
 
 
-# What connections send, by what it is. Some need another number each time.
+# Name: what a connection sends, or a function that makes it from a new number.
 SENT = {
     "nothing": b"",
     "one byte": b"P",
@@ -171,7 +172,7 @@ SENT = {
 
 
 def connection(address, keys=None):
-    """A connected socket; `keys` is a folder of keys."""
+    """Return a connected socket. `keys` is a folder of keys."""
     found = socket.socket(socket.AF_UNIX if is_own(address) else socket.AF_INET)
     found.settimeout(SECONDS)
     found.connect(path_of(address) if is_own(address) else host_and_port(address))
@@ -192,10 +193,10 @@ def _secure(found, keys):
 
 
 def attack(address, keys, name, seed):
-    """Open a hostile connection; return it, unless it has ended itself."""
+    """Open a hostile connection; return it, unless it has already ended itself."""
     data = SENT[name]
     found = connection(address, keys)
-    with contextlib.suppress(OSError):  # the server has ended it
+    with contextlib.suppress(OSError):  # the server has ended the connection
         found.sendall(data(seed) if callable(data) else data)
         if seed % 3 == 0:
             found.recv(2**16)
@@ -211,12 +212,12 @@ def _batches(numbers):
 
 
 class Attack:
-    """Hostile connections to one server, and an honest client that has tasks computed meanwhile.
+    """Hostile connections to one server, and an honest client that submits tasks meanwhile.
 
     If the server has keys, every fourth connection to it has no TLS.
 
     Attributes:
-        answers: how many right answers the honest client had.
+        answers: how many right answers the honest client has had.
     """
 
     def __init__(self, server, keys=None, hostile_keys=None):
@@ -224,7 +225,8 @@ class Attack:
         self.answers = 0
 
     def run(self, numbers, names=tuple(SENT)):
-        """Open the connections of these numbers; return the bytes that the server then has."""
+        """Open the connections of these numbers; return the bytes of the server's memory
+        afterwards."""
         options = {"keys": self._keys, "home": False, "deadlines": LONG_DEADLINES}
         with connect(self._server.address, **options) as pool:
             self._ask(pool)
@@ -238,7 +240,7 @@ class Attack:
                             stack.enter_context(
                                 attack(self._server.address, keys, names[which], seed)
                             )
-                    if self._keys is not None:  # else the hostile client's calls have its turns
+                    if self._keys is not None:  # without keys, hostile calls may take its turns
                         self._ask(pool)
                 self._ask(pool)
             self._wait_for_end(pool, before)
@@ -246,7 +248,7 @@ class Attack:
         return self._least_memory()
 
     def _least_memory(self):
-        """Return the bytes that the server has when it has returned what a session has left."""
+        """Return the bytes of the server's memory after it has freed what a session left."""
         found = []
         for _ in range(10):
             time.sleep(0.1)
@@ -258,7 +260,7 @@ class Attack:
         self.answers += 1
 
     def _wait_for_end(self, pool, before):
-        """Wait until the server has no more descriptors than before."""
+        """Wait until the server has at most as many descriptors as before."""
         end = time.monotonic() + LIMIT
         while (now := usage(self._server.process.pid))[0] > before[0]:
             assert time.monotonic() < end, f"descriptors remain: {before[0]} before, {now[0]} after"
@@ -268,9 +270,10 @@ class Attack:
 
 
 def attack_all(count, folder, kinds=EVERY_KIND, say=print):
-    """Attack servers: each with a kind of address, and with or without keys.
+    """Attack servers: each has a kind of address, and keys or no keys.
 
-    Each gets `count` connections, and half as many before, after which its memory may not grow.
+    Each server gets `count` // 2 connections, and then `count` connections that must not enlarge
+    its memory by `MOST_GROWTH`.
     """
     generate(folder / "keys")
     add_client(folder / "keys", "hostile")

@@ -1,7 +1,7 @@
 """Write the tables of docs/benchmarks/strategies.md from the committed results.
 
 Run `python -m tests.tools.measured` when a file of benchmarks/results has changed. It replaces the
-text between the comments of the page; the remarks above each table are written by hand. A test
+text between the comments of the page. The remarks above each table are written by hand. A test
 compares the page with what this program would write.
 """
 

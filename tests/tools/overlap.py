@@ -1,15 +1,15 @@
 """Measure on one GPU how much of the messages' time is hidden behind computation.
 
 `python -m tests.tools.overlap --folder FOLDER` computes all ranks of a strategy on one GPU, forward
-and backward, and writes overlap.json after each strategy. Each rank is a thread with a stream of
-its own, and copies its messages on a second stream, which has a high priority. The file has the
+and backward, and writes overlap.json after each strategy. Each rank is a thread with its own
+stream. It copies its messages on a second stream, which has a high priority. The file has the
 median seconds of three ways to call all ranks:
 
 * streams: with these streams;
 * in turn: on one stream, where the host waits for each copy;
 * no messages: with these streams, but each message counts as received at once.
 
-The first two ways must give the same bits, or the command fails. Without a GPU there are no
+The command fails if the first two ways do not give the same bits. Without a GPU there are no
 streams, and the first two ways are the same.
 """
 
@@ -68,7 +68,7 @@ def silent(_name, rank, size, _mail):
 
 
 class Ranks:
-    """The operands of all ranks, and a stream for each."""
+    """The operands and the stream of each rank."""
 
     def __init__(self, strategy, options):
         self._strategy, ranks = strategy, options.ranks
@@ -85,7 +85,7 @@ class Ranks:
         self._streams = [torch.cuda.Stream() for _ in range(ranks)] if GPU else []
 
     def call(self, comm, has_stream):
-        """Return out and gradients of a rank."""
+        """Return out and the gradients of a rank."""
         stream = self._streams[comm.rank] if has_stream and GPU else None
         *operands, dout = self._operands[comm.rank]
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -108,7 +108,7 @@ def wait():
 
 
 def measure(strategy, options):
-    """Return the median seconds of each way, and whether results have the same bits."""
+    """Return the median seconds of each way, and whether the results have the same bits."""
     ranks, seconds, results = Ranks(strategy, options), {}, {}
     ways = {
         "streams": (StreamComm if GPU else VirtualComm, True),
@@ -116,7 +116,9 @@ def measure(strategy, options):
         "no messages": (silent, True),
     }
     for way, (make_comm, has_stream) in ways.items():
-        _, results[way] = ranks.timed(make_comm, has_stream)  # it compiles, and builds tables
+        _, results[way] = ranks.timed(
+            make_comm, has_stream
+        )  # the first call compiles, and builds tables
         rounds = [ranks.timed(make_comm, has_stream)[0] for _ in range(options.rounds)]
         seconds[way] = statistics.median(rounds)
     tensors = (itertools.chain(*results[way]) for way in ("streams", "in turn"))

@@ -1,4 +1,4 @@
-"""A plugin of pytest that goes on where a run was stopped: it leaves out what has passed.
+"""A plugin of pytest that continues a stopped run: it leaves out the tests that have passed.
 
 `SEQPAR_PASSED=FILE python -m pytest -p tests.tools.passed …` adds the tests that pass to the file.
 """
@@ -6,7 +6,7 @@
 import os
 from pathlib import Path
 
-_LONGEST = 2000  # characters of a failure that are printed at once
+_LONGEST = 2000  # the most characters of a failure that are printed
 
 
 def file():
@@ -15,8 +15,11 @@ def file():
 
 
 class Noting:
-    """Adds what passes to the file, and prints at once what fails: a run that is stopped has no
-    summary. Where tests run in workers, only the process that leads them does."""
+    """Adds the tests that pass to the file, and prints failures at once.
+
+    A run that is stopped prints no summary. If tests run in workers, only the leading process does
+    this.
+    """
 
     def __init__(self, config):
         self._plugins = config.pluginmanager
@@ -31,13 +34,13 @@ class Noting:
 
 
 def pytest_configure(config):
-    """Note what passes, unless this process is a worker."""
+    """Note the tests that pass, unless this process is a worker."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Noting(config))
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what has passed."""
+    """Leave out the tests that have passed."""
     passed = set(file().read_text().splitlines()) if file().is_file() else set()
     config.hook.pytest_deselected(items=[x for x in items if x.nodeid in passed])
     items[:] = [x for x in items if x.nodeid not in passed]

@@ -1,12 +1,13 @@
-"""Profile a rank of every strategy: kernel launches, gaps between them, and memory.
+"""Profile a rank of every strategy: kernel launches, gaps between kernels, and memory.
 
 `python -m tests.tools.profiles --folder FOLDER` calls each strategy on one rank of 8 with 16K
-tokens, with one document and with 32, and writes profiles.json after each of them. No messages are
-sent: each message counts as received at once, and its memory keeps what it held before. A profile
-therefore has only the kernels of the rank and the work of the host that launches them. The first
-call of a strategy compiles kernels, and the second call is profiled, forward and backward.
+tokens, with one document and with 32 documents, and writes profiles.json after each strategy. No
+messages are sent. Each message counts as received at once, and its memory keeps its old content. A
+profile therefore has only the kernels of the rank and the work of the host that launches them. The
+first call of a strategy compiles kernels. The second call is profiled, forward and backward.
 
-Without a GPU, PyTorch's innermost operators take the place of kernels, and no memory is counted.
+Without a GPU, PyTorch's innermost operators are profiled in place of kernels, and no memory is
+counted.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
-SHOWN = 10  # kernels of a pass that are named: those with the longest total time
+SHOWN = 10  # the number of kernels with the longest total time that are named per pass
 
 
 def use(intervals):
-    """Return for how long a device works, and for how long it waits between kernels, in seconds.
+    """Return the seconds for which a device works, and the seconds for which it waits between
+    kernels.
 
     `intervals` has the (start, stop) of each kernel in µs. Kernels may overlap.
     """
@@ -49,7 +51,8 @@ def use(intervals):
 
 
 def launched(events):
-    """Return the events of a GPU: kernels, copies and fills; on a CPU the innermost operators."""
+    """Return the events of a GPU, which are kernels, copies and fills, or a CPU's innermost
+    operators."""
     if GPU:
         return [x for x in events if x.device_type == DeviceType.CUDA and not x.is_user_annotation]
     return [x for x in events if not x.cpu_children]
@@ -78,7 +81,7 @@ def profiled(function):
         by_name[event.name].append(event.time_range.elapsed_us() / 1e6)
     longest = sorted(by_name, key=lambda name: -sum(by_name[name]))[:SHOWN]
     found = {
-        "host_seconds": host,  # until all is launched; the profiler makes launches slower
+        "host_seconds": host,  # until all kernels are launched; the profiler slows this down
         "launches": len(events),
         **use([(x.time_range.start, x.time_range.end) for x in events]),
         "peak_bytes": peak,  # in addition to what was allocated before the pass
@@ -92,7 +95,7 @@ def profiled(function):
 
 
 def passes(strategy, documents, options):
-    """Return the profiles of forward and of backward in the second call of a layout."""
+    """Return the profiles of forward and backward in the second call of a layout."""
     total, rank = options.tokens * options.ranks, options.ranks // 2
     layout = Layout.zigzag([total * i // documents for i in range(documents + 1)], options.ranks)
     attn, n = module(strategy, SilentComm(rank, options.ranks)), layout.tokens_on(rank)
@@ -144,7 +147,7 @@ def main():
 
 
 def line(result):
-    """Say in one line what the passes of a strategy took."""
+    """Describe in one line what the passes of a strategy took."""
     said = f"{result['strategy']}, {result['documents']} documents: "
     if "refused" in result:
         return said + result["refused"]

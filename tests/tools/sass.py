@@ -1,4 +1,7 @@
-"""Read what ptxas made of a kernel: registers, spills, and which instructions it chose."""
+"""Read what ptxas made of a kernel: registers, spills, and instructions.
+
+SASS is the assembly of an NVIDIA GPU.
+"""
 
 import re
 import subprocess
@@ -11,10 +14,10 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 def usage(cubin):
-    """Return what a kernel takes of the hardware, by name.
+    """Return what a kernel uses of the hardware, by name.
 
-    That is registers, spilled bytes, instructions that touch local memory in innermost loops, and
-    HGMMA instructions.
+    The values are registers, spilled bytes, instructions that access local memory in innermost
+    loops, and HGMMA instructions.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
@@ -35,9 +38,9 @@ def spilled_bytes(sass, instruction):
 
 
 def spills_in_loops(sass):
-    """Return how many local loads and stores lie in innermost loops.
+    """Return how many local loads and stores are in innermost loops.
 
-    A loop is what a backward branch spans.
+    A loop is the code between a backward branch and its target.
     """
     local, loops = [], []
     for line in sass.splitlines():

@@ -1,7 +1,8 @@
-"""Draw what moves when: each strategy's schedule on 4 ranks, from traces of real ranks.
+"""Draw which rank sends what and when: each strategy's schedule on 4 ranks, from real traces.
 
-`python -m tests.tools.schedules` runs them, keeps the events without their times, which differ from
-run to run, in docs/images/schedules.json, and draws docs/images/schedule*.svg of that.
+`python -m tests.tools.schedules` runs the strategies. It writes their events to
+docs/images/schedules.json, without times, since times differ from run to run. Then it draws
+docs/images/schedule*.svg from this file.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from tests.support.ranks import Pool
 IMAGES = Path(__file__).parents[2] / "docs/images"
 DATA = IMAGES / "schedules.json"
 RANKS, PASSES = 4, ("forward", "backward")
-UNEVEN = [0, 2048, 2560, 3072, 4096]  # documents, for which tasks move
+UNEVEN = [0, 2048, 2560, 3072, 4096]  # documents of uneven lengths, so that tasks move
 MOVES = {
     "ring": "keys and values, one rank's a step",
     "all_gather": "keys and values, all at once",
@@ -33,9 +34,9 @@ MOVES = {
     "zeco": "states, rank to rank",
     "recurrent": "maps, along a tree",
 }
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # of ranks, as in other pictures
-BESIDE = {"zeco", "recurrent"}  # whose messages go beside computes
-HOP, LEAST = 0.3, 0.12  # of a message and of a compute, where the longest compute takes 1
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # colours of ranks, as in all pictures
+BESIDE = {"zeco", "recurrent"}  # strategies whose messages travel beside computes
+HOP, LEAST = 0.3, 0.12  # times of a message and of the shortest compute; the longest takes 1
 STYLE = """
 .card{fill:#fff}.title{font-weight:700;fill:#222}.dim{fill:#667}.lane{stroke:#c8ccd4}
 .hop{fill:none;stroke-linecap:round;stroke-dasharray:5 4;animation:go 1.2s linear infinite}
@@ -48,7 +49,7 @@ text{font:12px system-ui,"DejaVu Sans",sans-serif}
 
 
 def traced(group, name):
-    """Return what this rank did in a call and its backward, in order, without times."""
+    """Return the events of this rank in a call and its backward, in order, without times."""
     comm, mesh = group, None
     if name in ("usp", "mesh"):
         mesh = DeviceMesh("cpu", torch.arange(RANKS).view(2, 2), mesh_dim_names=("outer", "inner"))
@@ -74,7 +75,7 @@ def traced(group, name):
     with seqpar.trace() as trace:
         attn(q, k, v, layout, **options).sum().backward()
     events = sorted(trace.events, key=lambda event: event.start)
-    if name in BESIDE:  # which is first is chance
+    if name in BESIDE:  # the order of events is random
         events.sort(key=lambda event: (event.what, event.kind != "compute"))
         events.sort(key=lambda event: event.what.endswith("backward"))
     shown = [x for x in events if x.kind != "flight" or x.bytes]
@@ -87,7 +88,7 @@ def measured(pool):
 
 
 def written(data):
-    """Return the data as the file has them: a line an event."""
+    """Return the text of the file: one line for each event."""
     blocks = []
     for name, ranks in data.items():
         rows = [",\n".join(f"  {json.dumps(x)}" for x in events) for events in ranks]
@@ -96,19 +97,19 @@ def written(data):
 
 
 def of_pass(ranks, direction):
-    """Return the events of a pass."""
+    """Return the events of one pass."""
     return [[x for x in events if direction in x[1].split(",")[0]] for events in ranks]
 
 
 def timed(ranks, beside):
     """Return computes (rank, start, stop) and messages (from, start, to, stop, bytes).
 
-    A compute takes as long as it is large, and a message one hop. What a rank waits for holds up
-    what it does next. With `beside`, messages hold up nothing but the last compute.
+    The time of a compute is proportional to its size, and a message takes one hop. A wait delays
+    what the rank does next. With `beside`, messages delay only the last compute.
     """
     largest = max(x[5] for events in ranks for x in events)
     posts, arrivals = defaultdict(deque), {}
-    for _ in range(64):  # until nothing changes, which takes as many rounds as messages in a chain
+    for _ in range(64):  # repeat until nothing changes, once for each message of a chain
         before = dict(arrivals)
         computes, messages, posts = [], [], defaultdict(deque)
         waits = defaultdict(itertools.count)
@@ -150,7 +151,7 @@ def timed(ranks, beside):
 
 
 def panel(ranks, direction, title, words, x, y, width, beside):
-    """Draw a pass: a lane a rank, its computes, and what it sends."""
+    """Draw a pass: one lane for each rank, its computes, and what it sends."""
     computes, messages = timed(of_pass(ranks, direction), beside)
     ends = [stop for *_, stop in computes] + [stop for *_, stop, _ in messages]
     scale = (width - 44) / max(ends)
@@ -210,13 +211,13 @@ def legend(x, y, characters):
 
 
 def kib(ranks, direction):
-    """Return what all ranks send in a pass, in words."""
+    """Return as text what all ranks send in a pass."""
     sent = sum(x[4] for events in of_pass(ranks, direction) for x in events)
     return f"{sent / 1024:,.0f} KiB sent by all ranks"
 
 
 def pictures(data):
-    """Return the text of each picture, by its file's name."""
+    """Return {name of a file: text of its picture}."""
     found = {
         "schedules.svg": overview(data, 3, 290, 84),
         "schedules_narrow.svg": overview(data, 2, 200, 58),  # for phones
@@ -232,12 +233,12 @@ def pictures(data):
 
 
 def overview(data, columns, wide, characters):
-    """Return the picture of all strategies' forward; its panels are so wide."""
+    """Return the picture of all strategies' forward, with panels that are `wide` wide."""
     body = ""
     for i, (name, ranks) in enumerate(data.items()):
         x, y = 20 + i % columns * (wide + 20), 18 + i // columns * 196
         body += panel(ranks, "forward", name, MOVES[name], x, y, wide, name in BESIDE)
-    row, column = divmod(len(data), columns)  # of the legend, behind the last panel
+    row, column = divmod(len(data), columns)  # the position of the legend, behind the last panel
     body += legend(20 + column * (wide + 20), 18 + row * 196, characters)
     height = 18 + (row + 1) * 196
     label = "What moves when: the forward of each strategy on 4 ranks"

@@ -1,10 +1,11 @@
-"""Run a plan in steps of limited time, so that it can be stopped and started again.
+"""Run a plan in steps of limited time, so that the plan can be stopped and started again.
 
-Each step is a process. A state file in a folder says how each went; all that they print goes to one
-log. A start goes on where the last one stopped: it runs what was not begun, was cut off or ran out
-of time, and leaves alone what is done or failed. A step that fails, crashes or runs out of time is
-reported, and the next one goes on. A step that exits with `MORE` is begun again at once: it has
-written some of its results, and goes on behind them.
+Each step is a process. A state file in a folder says how each step went; everything that the steps
+print goes to one log. A start is one run of the plan, and it continues where the last start
+stopped. It runs the steps that were not begun, were cut off or ran out of time, and it does not
+repeat steps that are done or have failed. If a step fails, crashes or runs out of time, this is
+reported, and the next step begins. A step that exits with `MORE` has written only some of its
+results. It is begun again at once, and continues behind them.
 """
 
 import json
@@ -15,20 +16,23 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-STEP_SECONDS = 540.0  # that a step may take in one start
+STEP_SECONDS = 540.0  # the most that a step may take in one start
 MORE = os.EX_TEMPFAIL  # the exit status of a step that has more to do
-STARTS = 4  # after so many a step that never ends is given up
+STARTS = 4  # after this many starts, a step that does not end is given up
 _LEAST = 30.0  # a step is not begun if less time is left
-_TAIL = 4000  # characters of what a step printed last, kept in the state
+_TAIL = 4000  # characters at the end of a step's output that the state keeps
 
 DONE, FAILED, TIMED_OUT, CUT_OFF, SKIPPED = "done", "failed", "timed out", "cut off", "skipped"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A process; with `skipped`, why, it is not run. `environment` is added to this process's.
+    """A process to run.
 
-    With `shown`, the end of its output is also printed.
+    Attributes:
+        skipped: the reason for which the step is not run, or "".
+        shown: whether the end of its output is also printed.
+        environment: variables that are added to those of this process.
     """
 
     name: str
@@ -40,7 +44,7 @@ class Step:
 
 
 class Plan:
-    """Steps, and the folder with their state and results."""
+    """The steps, and the folder with their state and results."""
 
     def __init__(self, steps, folder):
         self.steps, self.folder = list(steps), Path(folder)
@@ -49,9 +53,11 @@ class Plan:
         self.state = json.loads(self._file.read_text()) if self._file.is_file() else {}
 
     def start(self, seconds=float("inf"), again=()):
-        """Run what is left, for at most so many seconds in all; return whether nothing is left.
+        """Run the steps that are left, for at most `seconds` in all; return whether no step is
+        left.
 
-        `again` names steps to run though they are done or failed; "failed" means all that failed.
+        `again` names steps to run even if they are done or have failed; "failed" means all steps
+        that have failed.
         """
         deadline = time.monotonic() + seconds
         for step in self.steps:
@@ -68,11 +74,11 @@ class Plan:
 
     @property
     def succeeded(self):
-        """Whether every step is done, or skipped."""
+        """Whether every step is done or skipped."""
         return all(self._status(step) in (DONE, SKIPPED) for step in self.steps)
 
     def table(self):
-        """Say how each step went, a line each."""
+        """Return a line for each step that says how it went."""
         lines = []
         for step in self.steps:
             found = self.state.get(step.name, {})
@@ -85,7 +91,10 @@ class Plan:
         return self.state.get(step.name, {}).get("status", "to do")
 
     def _is_left(self, step):
-        """Whether a start would run it. "running" is one that was killed with its runner."""
+        """Whether a start would run the step.
+
+        A step that is "running" was killed together with an earlier start.
+        """
         found = self.state.get(step.name, {})
         begun_again = found.get("starts", 0) < STARTS
         return self._status(step) in ("to do", CUT_OFF) or (
@@ -93,7 +102,8 @@ class Plan:
         )
 
     def _run(self, step, left):
-        """Run a step for at most so many seconds; return its exit status, if it ended."""
+        """Run a step for at most `left` seconds; return its exit status, or None if it did not
+        end."""
         found = self.state.get(step.name, {})
         if step.skipped:
             self._note(step, {"status": SKIPPED, "reason": step.skipped})
@@ -104,7 +114,9 @@ class Plan:
         began = time.monotonic()
         code, printed = self._call(step, limit)
         result = {"starts": starts, "seconds": before + time.monotonic() - began}
-        if code is None and limit < step.seconds:  # by this start's time, not by its own
+        if (
+            code is None and limit < step.seconds
+        ):  # the time of this start was up, not the time of the step
             result |= {"status": CUT_OFF, "starts": starts - 1, "reason": "start again to go on"}
         elif code is None:
             result |= {"status": TIMED_OUT, "reason": f"stopped after {limit:.0f} s"}
@@ -123,7 +135,7 @@ class Plan:
         return code
 
     def _call(self, step, limit):
-        """Return the exit status, None if time ran out, and the end of what was printed."""
+        """Return the exit status, or None if time ran out, and the end of what was printed."""
         log = self.folder / "log.txt"
         with log.open("ab") as file:
             file.write(f"\n=== {step.name}: {' '.join(step.command)}\n".encode())
@@ -135,7 +147,7 @@ class Plan:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=os.environ | step.environment,
-                process_group=0,  # so that it ends with all that it started
+                process_group=0,  # so that its whole process group can be ended
             )
             try:
                 code = process.wait(limit)
@@ -151,11 +163,11 @@ class Plan:
         self.state[step.name] = found
         written = self._file.with_suffix(".new")
         written.write_text(json.dumps(self.state, indent=1) + "\n")
-        written.replace(self._file)  # at once: a start may be killed at any time
+        written.replace(self._file)  # atomic, since a start may be killed at any time
 
 
 def _end(process):
-    """End a process and what it started: ask, then kill."""
+    """End a process and the processes that it started: first ask them, then kill them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -1,6 +1,6 @@
-"""Packages for a machine with a GPU that reaches no index: FlashAttention-4 and what it needs.
+"""Packages for a machine with a GPU that cannot reach an index: FlashAttention-4 and its needs.
 
-`make gpu-wheels` downloads their wheels to the folder gpu-wheels, has this module compress them
+`make gpu-wheels` downloads their wheels to the folder gpu-wheels. It lets this module compress them
 again, and compiles FlashAttention-4's kernels into gpu-wheels/cache. On the machine with the GPU,
 the first step of `make gpu` installs the wheels in gpu-wheels/site.
 
@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 def environment(folder):
-    """Return the paths of what is installed in a folder, and where its compiled kernels are."""
+    """Return environment variables that name the installed packages and the compiled kernels."""
     site = Path(folder).absolute() / "site"
-    # A file of nvidia-cutlass-dsl adds the second path, but only to an environment of Python's own.
+    # A file of nvidia-cutlass-dsl adds the second path, but only in Python's own environment.
     paths = [site, site / "nvidia_cutlass_dsl/dsl_packages"]
     return {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -28,7 +28,7 @@ def environment(folder):
 
 
 def pack(folder):
-    """Compress each wheel with LZMA, which pip reads too. Print its bytes before and after."""
+    """Compress each wheel with LZMA, which pip can read. Print its bytes before and after."""
     for wheel in sorted(Path(folder).glob("*.whl")):
         packed, before = wheel.with_suffix(".new"), wheel.stat().st_size
         with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(packed, "w") as new:
