@@ -1,4 +1,5 @@
-"""The shared Triton kernels, imported as `seqpar.kernels`. They import nothing of seqpar.
+"""The shared Triton kernels, imported as `seqpar.kernels`. They import nothing from seqpar.
 
-Start with the `reference.py` of a folder, which its kernels are tested against.
+In each folder, start with `reference.py`, the plain PyTorch code with which tests compare the
+kernels.
 """

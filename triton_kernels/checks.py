@@ -1,4 +1,5 @@
-"""Check the arguments of kernels. With a wrong shape, a kernel would read foreign memory."""
+"""Check the arguments of kernels. With a wrong shape, a kernel would read memory outside its
+tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ MAX_DIM = 256
 class Shapes:
     """The sizes of dimensions by their letters, collected while tensors are checked in order.
 
-    All tensors must be on the first one's device, and a letter has one size in all of them.
+    All tensors must be on the device of the first tensor, and a letter has one size in all tensors.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,10 @@ class Shapes:
                 raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
 
     def check_shared(self, name: str, many: str, few: str) -> None:
-        """Raise unless the heads of `name`, of the letter `many`, are a multiple of those `few`."""
+        """Raise a ValueError unless `name` has a multiple of the shared number of heads.
+
+        `many` and `few` are the letters of the two numbers of heads.
+        """
         heads, shared = self._sizes[many], self._sizes[few]
         if not shared or heads % shared:
             raise ValueError(f"{name} must have a multiple of {shared} heads, got {heads}")
@@ -62,7 +66,7 @@ def check_rows(name: str, x: Tensor) -> None:
 def check_operand(name: str, x: Any) -> None:
     """Raise a ValueError naming `x` unless the kernels support its shape and dtype."""
     if isinstance(x, Tensor) and x.dim() == 4 and x.dtype in DTYPES and 0 < x.shape[3] <= MAX_DIM:
-        return  # each call comes here
+        return  # fast path: this is checked in each call
     Shapes().check(name, x, "B T H D", DTYPES)
     check_dim(f"{name}: the head dim", x.shape[-1])
 
@@ -81,7 +85,8 @@ def check_type(name: str, value: Any, kind: type) -> None:
 
 
 def check_list(name: str, values: Any, kind: type) -> None:
-    """Raise a ValueError naming the argument unless it is a list or tuple of such instances."""
+    """Raise a ValueError naming the argument unless it is a list or tuple of instances of
+    `kind`."""
     if not isinstance(values, list | tuple) or not all(isinstance(x, kind) for x in values):
         raise ValueError(f"{name} must be a list of {kind.__name__}, got {type(values).__name__}")
 

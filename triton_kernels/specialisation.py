@@ -1,8 +1,8 @@
 """Arguments on which Triton must not specialise, so that one compilation serves every pack.
 
 Triton compiles a kernel again for each set of integers that are 1 or multiples of 16, and for each
-set of addresses that are multiples of 16. For operands this is useful: the model sets their
-strides, and multiples of 16 make loads wider. The arguments here change from pack to pack.
+set of addresses that are multiples of 16. For operands this is useful, because the model sets their
+strides, and multiples of 16 make loads wider. The arguments below change from pack to pack.
 """
 
 from __future__ import annotations

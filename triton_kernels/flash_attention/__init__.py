@@ -1,8 +1,9 @@
 """FlashAttention-2 over slices, in Triton.
 
-The forward continues partial results, and the backward adds to gradients.
+The forward can continue a partial result, and the backward adds to gradients.
 
-Start with `reference.py`, then `forward_kernels.py`. `tables.py` has the work of a launch.
+Start with `reference.py`, then `forward_kernels.py`. `tables.py` makes the tables that list the
+work of a launch.
 """
 
 from .backward import Queries, backward, backward_kv, backward_q, delta

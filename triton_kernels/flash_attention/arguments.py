@@ -19,13 +19,13 @@ ACCUMULATORS = torch.float32, torch.float64
 def check_launches(
     launches: Any, config: Any, name: str = "launches", config_name: str = "config"
 ) -> None:
-    """Check the types of launches and of their configuration, which have these names."""
+    """Check the types of launches and of their configuration; errors use the given names."""
     check_type(name, launches, Launches)
     check_type(config_name, config, Config)
 
 
 def score_key(scale: Any, softcap: Any, q: Any) -> Hashable:
-    """Check the options of scores, and return the part of a call's key that they determine."""
+    """Check the options of scores, and return their part of the key of a call."""
     check_number("scale", scale)
     check_number("softcap", softcap)
     return scale, softcap, precision(getattr(q, "dtype", None))
@@ -43,7 +43,7 @@ def check_slopes(shapes: Shapes, slopes: Tensor | None) -> int:
 def check_call(q: Tensor, k: Tensor, v: Tensor, shapes: Shapes | None = None) -> Shapes:
     """Check the operands of all kernels: q (B, T, H, D), k (B, K, G, D) and v (B, K, G, V).
 
-    Returns the sizes, added to `shapes`. Raises a ValueError that names a wrong argument.
+    Returns the sizes, which are added to `shapes`. Raises a ValueError that names a wrong argument.
     """
     shapes = Shapes() if shapes is None else shapes
     for name, x, dims in (("q", q, "B T H D"), ("k", k, "B K G D"), ("v", v, "B K G V")):

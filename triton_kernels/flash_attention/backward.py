@@ -36,7 +36,7 @@ _DELTA_CONFIG = Config(64, 0, 4, 1)
 class Queries:
     """The queries' side of a backward, which is the same for all blocks of keys.
 
-    It is checked once. Its parts are the arguments of `backward_kv` and `backward_q`.
+    It is checked only once. Its fields are the arguments of `backward_kv` and `backward_q`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Queries:
         softcap: float = 0.0,
         slopes: Tensor | None = None,
     ) -> None:
-        """Keep the tensors. Only dq, if it is given, may be written."""
+        """Keep the tensors. The kernels write only to dq, if it is given."""
         for name, x in (("lse", lse), ("delta", delta)):
             check_type(name, x, Tensor)
         lse, delta = lse.contiguous(), delta.contiguous()
@@ -73,7 +73,8 @@ def backward(
 ) -> None:
     """Add to dk and dv like `backward_kv`, and to dq like `backward_q` with `q_launches`.
 
-    Without `q_launches`, the first kernel adds to dq too. Both share one check of arguments.
+    Without `q_launches`, the kernel of dk and dv adds to dq too. The arguments are checked once for
+    both kernels.
     """
     check_type("queries", queries, Queries)
     check_launches(launches, config)
@@ -114,10 +115,10 @@ def backward_kv(
     """Add the gradients through a table to dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), fp32.
 
     The table is transposed: its rows are keys. q is (B, T, H, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv,
-    Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 belong to the whole row; lse must be
-    finite, with any value for a row without keys. If dq (B, T, H, D) fp32 is given, it gets its
-    gradients too, atomically. Strides are arbitrary, but rows of gradients are contiguous. `slopes`
-    are as in `forward`.
+    Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 belong to the whole row. lse must be
+    finite, and may have any value for a row without keys. If dq (B, T, H, D) fp32 is given, the
+    kernel adds the gradients of queries to dq atomically. Strides are arbitrary, but rows of
+    gradients are contiguous. `slopes` are as in `forward`.
     """
     queries = Queries(q, dout, lse, delta, dq, scale, softcap, slopes)
     backward(queries, k, v, launches, config, dk=dk, dv=dv)
@@ -155,14 +156,14 @@ def backward_q(
 class _Backward(NamedTuple):
     """A prepared call, without its tensors.
 
-    `copies` lists which of q, k, v and dout to copy first, and is empty if none is copied.
+    `copies` says which of q, k, v and dout must be copied first, and is empty if none must be.
     """
 
     launches: list[Prepared]
     copies: tuple[bool, ...]
 
 
-_Calls = tuple[_Backward, _Backward]  # of keys, and of queries
+_Calls = tuple[_Backward, _Backward]  # the call of keys, and the call of queries
 
 
 def _launch(
@@ -173,7 +174,7 @@ def _launch(
     v: Tensor,
     added: tuple[Any, ...],
 ) -> None:
-    """Launch one of the two kernels over a table, which adds to these gradients."""
+    """Launch one of the two kernels over a table. It adds to the gradients `added`."""
     q, dout, lse, delta = queries.q, queries.dout, queries.lse, queries.delta
     # without slopes, lse is a valid address that is not used
     slopes = lse if queries.slopes is None else queries.slopes.contiguous()
@@ -193,7 +194,6 @@ def _prepare(
     config: Config,
     gradients: dict[str, Any],
 ) -> _Backward:
-    """Check the arguments of a kernel; return the call without its tensors."""
     operands, lse = (queries.q, k, v, queries.dout), queries.lse
     scale, softcap = queries.scale, queries.softcap
     shapes = check_backward(operands, lse, queries.delta)
@@ -247,7 +247,8 @@ def _prepare(
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """Return out·dout − dlse (B, T, H) fp32.
 
-    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one.
+    out and dout are (B, T, H, Dv). `dlse` (B, T, H) is the gradient of lse, or None if lse has
+    none.
     """
     call: _Delta = kept_call("delta", (out, dout, dlse), _prepare_delta)
     result = torch.empty(call.shape, dtype=torch.float32, device=call.device)
@@ -258,7 +259,7 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 class _Delta(NamedTuple):
-    """A prepared call, without its tensors. An empty result has no launch."""
+    """A prepared call, without its tensors. For an empty result, there is no launch."""
 
     shape: tuple[int, ...]
     device: torch.device
@@ -267,7 +268,6 @@ class _Delta(NamedTuple):
 
 
 def _prepare_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> _Delta:
-    """Check the arguments of `delta`; return the call without its tensors."""
     shapes = Shapes()
     shapes.check("out", out, "B T H V")
     shapes.check("dout", dout, "B T H V")

@@ -26,10 +26,10 @@ from ..gpus import gpu_of
 class Config:
     """The sizes of a kernel's tiles, and its warps and stages.
 
-    A tile has `tile_rows` rows and walks blocks of `block_columns` columns: powers of two, at least
-    16. With `tma`, Hopper's tensor memory accelerator loads full blocks. With `cut_resources`
-    (warps, stages), cut blocks have a separate launch with these resources. With `host`, the host
-    makes the tensor descriptors, and not each program.
+    A tile has `tile_rows` rows and is computed over blocks of `block_columns` columns. Both are
+    powers of two, at least 16. With `tma`, Hopper's tensor memory accelerator loads full blocks.
+    With `cut_resources` (warps, stages), cut blocks have a separate launch with these resources.
+    With `host`, the host makes the tensor descriptors; otherwise each program makes them.
     """
 
     tile_rows: int
@@ -41,10 +41,11 @@ class Config:
     host: bool = False
 
     def __hash__(self) -> int:
-        return self._hash  # each call looks something up by its configuration
+        return self._hash  # computed once, since each call looks up its configuration
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_hash"}  # not in others
+        # The hash is left out, since it differs from process to process.
+        return {name: x for name, x in vars(self).items() if name != "_hash"}
 
     @cached_property
     def _hash(self) -> int:
@@ -52,21 +53,21 @@ class Config:
 
     @property
     def separate(self) -> bool:
-        """Whether full and cut blocks get a launch each."""
+        """Whether full blocks and cut blocks have separate launches."""
         return self.cut_resources is not None
 
     def described(self, has_full: bool, descriptors: bool, from_host: bool) -> str:
-        """Return the maker of tensor descriptors of full blocks, the kernels' TMA; "" for none.
+        """Return who makes the tensor descriptors of full blocks, the kernels' TMA; "" for nobody.
 
-        The arguments tell whether a launch has full blocks, whether the operands can have
-        descriptors, and whether the host could make them.
+        The arguments say whether a launch has full blocks, whether the operands can have
+        descriptors, and whether the host could make the descriptors.
         """
         if not (self.tma and has_full and descriptors):
             return ""
         return "host" if self.host and from_host else "device"
 
     def resources(self, has_cut: bool) -> tuple[int, int]:
-        """Return (warps, stages) of a launch with cut blocks, or without."""
+        """Return (warps, stages) of a launch, which depend on whether it has cut blocks."""
         if has_cut and self.cut_resources is not None:
             return self.cut_resources
         return self.warps, self.stages
@@ -76,7 +77,7 @@ class Config:
 VARIANTS: dict[str, dict[str, Any]] = {"host descriptors": {"host": True}}
 
 
-NO_DESCRIPTORS = ", no descriptors"  # added to the name of an architecture
+NO_DESCRIPTORS = ", no descriptors"  # suffix of the name of an architecture
 
 
 class KernelConfigs(NamedTuple):
@@ -184,8 +185,9 @@ for _width in _SINGLE:
 def architecture(device: torch.device) -> str:
     """Return the architecture whose configurations a device uses.
 
-    NVIDIA GPUs of compute capability 11 use those of sm_100. All others that are not in the table
-    use those of sm_80, which fit the 99 KiB of shared memory of sm_86 and sm_89.
+    NVIDIA GPUs of compute capability 11 use the configurations of sm_100. All other GPUs that are
+    not in the table use those of sm_80, which fit into the 99 KiB of shared memory of sm_86 and
+    sm_89.
     """
     if device.type != "cuda":
         return "interpreter"
@@ -195,15 +197,15 @@ def architecture(device: torch.device) -> str:
 
 
 def padded(dim: int) -> int:
-    """Return the least power of two of at least 16 that a head dim fits."""
+    """Return the least power of two that is at least 16 and at least the head dim."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def pieces(dim: int) -> tuple[int, int]:
-    """Return the dims of the two pieces of a tile, powers of two of at least 16.
+    """Return the dims of the two pieces of a tile, which are powers of two of at least 16.
 
-    Two pieces, of a half and a quarter of the padded head dim, serve a head dim that fits them: 192
-    is 128 and 64. Otherwise the second is 0.
+    A head dim that fits into a half and a quarter of its padded dim has two pieces of these sizes;
+    192 has pieces of 128 and 64. For all other head dims, the second piece is 0.
     """
     whole = padded(dim)
     two = whole >= 64 and dim <= 3 * whole // 4
@@ -211,7 +213,7 @@ def pieces(dim: int) -> tuple[int, int]:
 
 
 def width_of(*dims: int) -> int:
-    """Return the least width in `TABLE` that tiles of these head dims fit."""
+    """Return the least width in `TABLE` into which tiles of these head dims fit."""
     widest = max(sum(pieces(dim)) for dim in dims)
     return min(width for width in WIDTHS if width >= widest)
 
@@ -219,9 +221,9 @@ def width_of(*dims: int) -> int:
 def choose(kind: str, q: Tensor, v: Tensor, device: torch.device | None = None) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
-    A tuned configuration goes before the table's. The choice depends on the device, the dtype and
-    the head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv). By default the device is that
-    of the queries.
+    A tuned configuration takes precedence over the table's. The choice depends on the device, the
+    dtype, and the head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv). By default the
+    device is that of the queries.
     """
     check_kind(kind, KernelConfigs._fields)
     check_operand("q", q)
@@ -256,7 +258,7 @@ _variant: str | None = None
 def variant(name: str | None) -> Iterator[None]:
     """Make `choose` return a variant of its configuration within the context, to measure it.
 
-    None means no variant. It holds for all threads, since autograd has its own threads.
+    None means no variant. The variant holds for all threads, since autograd has its own threads.
     """
     global _variant
     before, _variant = _variant, name
@@ -267,7 +269,8 @@ def variant(name: str | None) -> Iterator[None]:
 
 
 def varied(config: Config, name: str) -> Config:
-    """Return a variant of a configuration, or itself if the variant is not for it."""
+    """Return a variant of a configuration, or the configuration itself if the variant does not
+    apply."""
     return replace(config, **VARIANTS[name]) if config.tma else config
 
 
@@ -294,9 +297,9 @@ def forget() -> None:
 
 @cache
 def tuned() -> dict[str, Config]:
-    """Return the tuned configurations by key, read once per process.
+    """Return the tuned configurations by key; the file is read once per process.
 
-    Leaves out configurations of other versions of the library with other fields.
+    Configurations of versions of the library whose fields differ are left out.
     """
     file = tuning_file()
     found = json.loads(file.read_text()) if file.is_file() else {}
@@ -308,6 +311,6 @@ def tuned() -> dict[str, Config]:
 
 
 def from_fields(fields: dict[str, Any]) -> Config:
-    """Return a configuration of fields that were read from JSON."""
+    """Make a configuration from fields that were read from JSON."""
     resources = fields["cut_resources"]
     return Config(**fields | {"cut_resources": resources and tuple(resources)})

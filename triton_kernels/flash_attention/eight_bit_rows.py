@@ -149,10 +149,10 @@ def encode_rows(
 ) -> None:
     """Write rows of one or two parts to a message, in 8 bits.
 
-    Parts are (B, T, H, D) and (B, T, H, Dv), in bf16, fp16 or fp32. The rows are index[0] …
-    index[N − 1], an int64 index (N,), or all rows if it is None. `code` is torch.int8 or
-    torch.float8_e4m3fn. The message (N, B, H, D + Dv + 8) is int8 and contiguous; with one part,
-    it is (N, B, H, D + 4).
+    Parts are (B, T, H, D) and (B, T, H, Dv), in bf16, fp16 or fp32. The rows are index[0] … index[N
+    − 1], where `index` is int64 (N,), or all rows if `index` is None. `code` is torch.int8 or
+    torch.float8_e4m3fn. The message is int8 and contiguous: (N, B, H, D + Dv + 8) for two parts,
+    and (N, B, H, D + 4) for one part.
     """
     check_list("parts", parts, Tensor)
     _check_code(code)
@@ -185,8 +185,8 @@ def _prepare_encoding(
 def decode_rows(message: Tensor, code: torch.dtype, parts: Sequence[Tensor]) -> None:
     """Write the rows of a message that `encode_rows` made to one or two parts.
 
-    Parts are (N, B, H, D) and (N, B, H, Dv), contiguous, in bf16, fp16 or fp32; each element is
-    rounded once to this dtype. The message (N, B, H, D + Dv + 8) is contiguous too.
+    Parts are (N, B, H, D) and (N, B, H, Dv), contiguous, in bf16, fp16 or fp32. Each element is
+    rounded once to the dtype of its part. The message (N, B, H, D + Dv + 8) is contiguous.
     """
     check_list("parts", parts, Tensor)
     _check_code(code)
@@ -219,7 +219,7 @@ def _check_code(code: torch.dtype) -> None:
 
 
 def _flags(parts: Sequence[Tensor], code: torch.dtype, message: Tensor) -> dict[str, int]:
-    """Return the kernels' compile-time arguments, after checks of what both kernels share."""
+    """Check what both kernels require, and return the kernels' compile-time arguments."""
     if not 1 <= len(parts) <= 2 or not all(part.shape[3] for part in parts):
         shown = [tuple(part.shape) for part in parts]
         raise ValueError(f"parts must be one or two tensors with columns, got shapes {shown}")

@@ -1,4 +1,4 @@
-"""Calling the forward kernels (`forward_kernels.py`) for one hop of a table."""
+"""Call the forward kernels (`forward_kernels.py`) for one hop of a table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MERGED_ELEMENTS = 2048  # of a program that merges parts: whole tiles spilled 1
 class Results:
     """The queries' side of a forward, which is the same for all blocks of keys.
 
-    It is checked once. Its parts are the arguments of `forward`.
+    It is checked only once. Its fields are the arguments of `forward`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Results:
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> None:
-        """Keep the tensors. Only the results may be written."""
+        """Keep the tensors. The kernels write only to the results."""
         results: Any = out, lse, partial_out, partial_lse
         self.key = Known(score_key(scale, softcap, q), signature(q, *results, sinks, slopes))
         self.q, self.results, self.sinks, self.slopes = q, results, sinks, slopes
@@ -74,12 +74,13 @@ def forward(
 ) -> None:
     """Write the attention of queries over keys and values, for one hop of a table.
 
-    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv). Tiles with the flag LAST
-    are written to `out` (B, T, H, Dv), in its dtype and with the `sinks` (H,) in the denominator,
-    and to `lse` (B, T, H) fp32, natural and without sinks. Other tiles continue in `partial_out`
-    (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64, which are None if there are none. Strides
-    are arbitrary, but rows of `out` and `partial_out` are contiguous. `slopes` (H,) or (B, H) fp32
-    times the distance of the two positions are subtracted from scores (ALiBi).
+    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv). Tiles with the flag LAST are
+    written to `out` (B, T, H, Dv) and `lse` (B, T, H) fp32. `out` may have any dtype of operands,
+    and the `sinks` (H,) are part of its denominator. `lse` is natural and does not include the
+    sinks. All other tiles continue in `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H)
+    fp64, which are None if there are no such tiles. Strides are arbitrary, but rows of `out` and
+    `partial_out` are contiguous. With `slopes` (H,) or (B, H) fp32, the slope times the distance of
+    the two positions is subtracted from scores (ALiBi).
     """
     results = Results(q, out, lse, partial_out, partial_lse, scale, softcap, sinks, slopes)
     forward_block(results, k, v, launches, config)
@@ -127,8 +128,8 @@ class _Step(NamedTuple):
 class _Forward(NamedTuple):
     """A prepared call of `forward`, without its tensors.
 
-    `copies` lists which of q, k and v to copy first, and is empty if none is copied. `nothing`
-    stands for partial results if no tile has any.
+    `copies` says which of q, k and v must be copied first, and is empty if none must be. `nothing`
+    replaces the partial results if no tile has one.
     """
 
     steps: list[_Step]
@@ -139,7 +140,6 @@ class _Forward(NamedTuple):
 def _prepare(
     results: Results, k: Tensor, v: Tensor, launches: Launches, config: Config
 ) -> _Forward:
-    """Check the arguments of `forward`; return the call without its tensors."""
     q, (out, lse, partial_out, partial_lse), sinks = results.q, results.results, results.sinks
     scale, softcap = results.scale, results.softcap
     shapes = Shapes()
@@ -214,9 +214,10 @@ def _prepare_merge(
 ) -> Prepared:
     """Return the launch that merges the parts of a launch's tiles into the results.
 
-    The parts are (P, B, T, H, Dv) and (P, B, T, H). The results are `out` (B, T, H, Dv) and `lse`
-    (B, T, H), which take finished tiles, and the running `partial_out` fp32 and `partial_lse` fp64
-    of the same shapes, which take all others. Its tensors are all these and the sinks (H,).
+    The parts are (P, B, T, H, Dv) and (P, B, T, H). Finished tiles go to the results `out` (B, T,
+    H, Dv) and `lse` (B, T, H). All other tiles go to the running `partial_out` fp32 and
+    `partial_lse` fp64, of the same shapes. The tensors of the launch are the parts, these four
+    results and the sinks (H,).
     """
     batch, _, heads, value_dim = results[0].shape
     tile_count, batch_heads = launch.tiles.shape[0], batch * heads

@@ -1,7 +1,7 @@
-"""Launch kernels. Everything in a call except its tensors is prepared once and kept.
+"""Launch kernels. Everything in a call except its tensors is prepared once and reused.
 
-The key of a prepared call contains the signatures of its tensors. Prepared calls are kept with
-their tables, so a repeated call only looks one up.
+The key of a prepared call contains the signatures of its tensors. The tables of a call keep its
+prepared calls, so a repeated call only needs one look-up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .configs import Config, padded, pieces
 CACHE_BYTES = 50 * 2**20
 
 
-_NO_DESCRIPTORS = None, None  # of the two operands that a kernel walks
+_NO_DESCRIPTORS = None, None  # of the two operands over whose blocks a kernel loops
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Prepared:
         arguments: the positional arguments after the tensors.
         flags: the compile-time arguments, `num_warps` and `num_stages`.
         blocks: the rows and dims of a block of each tensor with a descriptor from the host.
-        compiled: the compiled kernel's launcher, once there is one. One suffices: calls with
-            tensors of another alignment have another key, and thus another `Prepared`.
+        compiled: a list with the compiled kernel's launcher, or empty before the first launch. One
+            launcher is enough: tensors with other alignments have another key, and thus another
+            `Prepared`.
     """
 
     kernel: Any
@@ -51,7 +52,8 @@ class Prepared:
 
     @cached_property
     def all_arguments(self) -> tuple[Any, ...]:
-        """All arguments after the tensors. Compile-time ones come last, in the kernel's order."""
+        """All arguments after the tensors, in the kernel's order: the compile-time ones are
+        last."""
         constants = (self.flags[name] for name in self.kernel.arg_names if name in self.flags)
         return *self.arguments, *constants
 
@@ -61,7 +63,7 @@ class Prepared:
 
     @cached_property
     def makes_descriptors(self) -> bool:
-        """Whether programs make tensor descriptors, in memory that they are given."""
+        """Whether the programs make tensor descriptors, for which they need memory."""
         return bool(self.flags.get("TMA"))
 
     def described(self, *operands: Tensor) -> tuple[TensorDescriptor | None, ...]:
@@ -75,7 +77,7 @@ class Prepared:
 
 
 def run(launch: Prepared, *tensors: Any) -> None:
-    """Launch a kernel with its tensors; its device is current only during the launch."""
+    """Launch a kernel with its tensors. Their device is current only during the launch."""
     if launch.gpu_index is None or launch.gpu_index == torch.cuda.current_device():
         _run(launch, tensors)
     else:
@@ -92,11 +94,11 @@ def _run(launch: Prepared, tensors: tuple[Any, ...]) -> None:
         triton.set_allocator(_allocator(launch.device))
         _launch(launch, tensors)
 
-    contextvars.copy_context().run(launch_with_allocator)  # keeps the caller's own setting
+    contextvars.copy_context().run(launch_with_allocator)  # the caller keeps its allocator
 
 
 def _launch(launch: Prepared, tensors: tuple[Any, ...]) -> None:
-    """Launch the compiled kernel, which Triton looks up once."""
+    """Launch the compiled kernel, which Triton has to look up only once."""
     if launch.compiled:
         launch.compiled[0](*tensors, *launch.all_arguments)
         return
@@ -114,7 +116,7 @@ def _allocator(device: torch.device) -> Any:
 def signature(*tensors: Any) -> Hashable:
     """Return everything in tensors on which a launch depends, except values and addresses.
 
-    Other arguments are represented by their types.
+    The signature of an argument that is no tensor is its type.
     """
     return tuple([
         (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
@@ -125,12 +127,12 @@ def signature(*tensors: Any) -> Hashable:
 
 
 def alignments(*tensors: Tensor | None) -> Hashable:
-    """Return each tensor's address modulo 16, for which Triton compiles; None for None."""
+    """Return each tensor's address modulo 16, on which Triton specialises, or None for None."""
     return tuple([None if x is None else x.data_ptr() % 16 for x in tensors])
 
 
 class Known:
-    """A part of the keys of calls, whose hash is computed once."""
+    """A part of the key of a call, whose hash is computed only once."""
 
     def __init__(self, *parts: Hashable) -> None:
         self._parts, self._hash = parts, hash(parts)
@@ -143,9 +145,9 @@ class Known:
 
 
 def copied(config: Config, operands: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Return, for each operand (B, T, H, D), whether the kernels need a contiguous copy.
+    """Return, for each operand (B, T, H, D), whether the kernels need a contiguous copy of it.
 
-    These have tiles that span 2**31 elements, or strides that prevent a descriptor.
+    They need a copy if a tile spans 2**31 elements, or if the strides prevent a descriptor.
     """
     far = (max(x.stride(1), x.stride(3)) * 256 >= 2**31 for x in operands)
     full_lines = (x.shape[3] * x.element_size() % 16 == 0 for x in operands)
@@ -163,9 +165,10 @@ def ready(operands: Sequence[Tensor], copies: Sequence[bool]) -> list[Tensor]:
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Return whether a tensor descriptor can stand for x (B, T, H, D).
+    """Return whether a tensor descriptor can describe x (B, T, H, D).
 
-    Its rows must be contiguous, and its address and other strides positive multiples of 16 bytes.
+    The rows of x must be contiguous. Its address and its remaining strides must be positive
+    multiples of 16 bytes.
     """
     strides = [s * x.element_size() for s in x.stride()[0 if x.shape[0] > 1 else 1 : 3]]
     return (
@@ -174,9 +177,10 @@ def has_descriptor(x: Tensor) -> bool:
 
 
 def has_host_descriptor(x: Tensor) -> bool:
-    """Return whether a descriptor of rows (B · T, H · D) can stand for x (B, T, H, D).
+    """Return whether a descriptor of rows (B · T, H · D) can describe x (B, T, H, D).
 
-    Its dims must fill a block, and its heads lie side by side in each row.
+    The dims of x must fill a block, and its heads must lie one after another within each row,
+    without overlap.
     """
     batch, rows, heads, dim = x.shape
     of_batch, of_row, of_head, _ = x.stride()
@@ -187,17 +191,18 @@ def has_host_descriptor(x: Tensor) -> bool:
 def strides(x: Tensor, dims: int) -> tuple[int, ...]:
     """Return the strides of the first `dims` dims of x (B, …).
 
-    The batch stride of a batch of one is arbitrary. As 0 it needs only one compilation.
+    If B is 1, the batch stride is arbitrary. It is then returned as 0, so that one compilation is
+    enough.
     """
     found = x.stride()[:dims]
     return (0, *found[1:]) if x.shape[0] == 1 else found
 
 
 def head_block(x: Tensor, y: Tensor, group: int, heads: int) -> int:
-    """Return how many of all `heads`, counted over the batch, run together.
+    """Return how many of all `heads`, counted over the batch, are computed at the same time.
 
-    The cache holds the keys and values of that many. A `group` of heads shares a head of x (B, T,
-    H, D) and y (B, T, H, Dv).
+    The second-level cache can hold the keys and values of this many heads. A `group` of heads
+    shares a head of x (B, T, H, D) and y (B, T, H, Dv).
     """
     per_group = max(1, x.shape[1] * (x.shape[3] + y.shape[3]) * x.element_size())
     return min(heads, max(1, CACHE_BYTES // per_group) * group)
@@ -206,7 +211,7 @@ def head_block(x: Tensor, y: Tensor, group: int, heads: int) -> int:
 def constants(
     config: Config, dim: int, value_dim: int, dtype: torch.dtype, described: str
 ) -> dict[str, Any]:
-    """Return the kernels' compile-time arguments that follow from configuration and operands."""
+    """Return the kernels' compile-time arguments, which follow from configuration and operands."""
     return {
         **dims_of("D", dim), **dims_of("DV", value_dim),
         "TILE_ROWS": config.tile_rows, "BLOCK_COLUMNS": config.block_columns, "TMA": described,
@@ -215,13 +220,13 @@ def constants(
 
 
 def dims_of(name: str, dim: int) -> dict[str, int]:
-    """Return a head dim, and the dims of the pieces of its tiles, by the kernels' names of them."""
+    """Return a head dim and the dims of its pieces, by the names that the kernels give them."""
     block, rest = pieces(dim)
     return {name: dim, f"BLOCK_{name}": block, f"REST_{name}": rest}
 
 
 def precision(dtype: torch.dtype | None) -> str:
-    """Return the precision of products of a dtype's operands; torch's switch decides for fp32."""
+    """Return the precision of products of operands of a dtype; for fp32, torch's switch decides."""
     if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"

@@ -204,14 +204,15 @@ def merge_hops(
 ) -> None:
     """Write the merged results of 1 to `MOST_HOPS` hops, in their order, to out and lse.
 
-    out is (B, T, H, Dv) in bf16, fp16 or fp32, and lse (B, T, H) in fp32 or fp64; their rows are
-    contiguous. The merge continues partial_out (B, T, H, Dv) fp32 and partial_lse (B, T, H) fp64,
-    if they are given. These may be the tensors `out` and `lse`. The `sinks` (H,) are added to the
-    denominator of out, and are not part of lse. A row that no hop has gets the partial result or,
-    without a partial result, out 0 and lse −∞.
+    out is (B, T, H, Dv) in bf16, fp16 or fp32, and lse is (B, T, H) in fp32 or fp64. Their rows are
+    contiguous. If partial_out (B, T, H, Dv) fp32 and partial_lse (B, T, H) fp64 are given, the
+    merge continues this partial result. They may be the tensors `out` and `lse`. The `sinks` (H,)
+    are added to the denominator of out, and are not part of lse. A row that no hop has gets the
+    partial result. Without a partial result, it gets out 0 and lse −∞.
 
-    If lse is None, then partial_lse, the sinks and the lse of all hops are None too, and results
-    are added. A row that no hop has then gets the partial result or, without one, 0.
+    If lse is None, then partial_lse, the sinks and the lse of all hops are None too, and the
+    results are added. A row that no hop has then gets the partial result or, without a partial
+    result, 0.
     """
     check_list("hops", hops, HopResult)
     firsts = tuple(x.first for x in hops)
@@ -231,7 +232,7 @@ def merge_hops(
         )
         for x in hops
     ]
-    every += every[:1] * (MOST_HOPS - len(hops))  # for hops that there are not; never read
+    every += every[:1] * (MOST_HOPS - len(hops))  # fills the arguments of missing hops; never read
     outs, lses, of_rows = zip(*every, strict=True)
     before = (
         out if partial_out is None else partial_out,
@@ -342,8 +343,8 @@ def flash_add_to_rows(
 def add_to_rows(part: Tensor, total: Tensor, index: Tensor, sign: int) -> None:
     """Add sign · part (B, N, H, D) to the rows index[0] … index[N − 1] of a total, in place.
 
-    The total (B, T, H, D) is fp32, the part bf16, fp16 or fp32, and `index` int64 (N,) without
-    repetition.
+    The total (B, T, H, D) is fp32. The part is bf16, fp16 or fp32. `index` is int64 (N,) without
+    repeated rows.
     """
     check_int("sign", sign, -1)
     launch: Prepared | None = kept_call(
@@ -374,13 +375,14 @@ def _prepare_adding(part: Tensor, total: Tensor, index: Tensor, sign: int) -> Pr
 
 
 _MOST_KEPT = 1024
-_calls: dict[Hashable, Any] = {}  # prepared calls; there are no tables to keep them with
+_calls: dict[Hashable, Any] = {}  # prepared calls; no tables could keep them
 
 
 def kept_call(
     kind: Hashable, tensors: Sequence[Tensor | None], prepare: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """Return `prepare(*tensors, *arguments)`, kept for tensors of this signature."""
+    """Return `prepare(*tensors, *arguments)`; the result is reused for tensors of this
+    signature."""
     key = kind, signature(*tensors)
     call = _calls.get(key)
     if call is None:

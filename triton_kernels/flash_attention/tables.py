@@ -1,16 +1,18 @@
 """Tile tables: the tiles and blocks of a kernel launch, as flat arrays that the host builds.
 
-FlashAttention-2 (Dao 2023, section 3.1) cuts queries into tiles, and each tile walks all blocks of
-keys. Here a table lists the blocks of each tile, so that one kernel serves every layout and mask. A
-tile is a stretch of *rows*; it walks blocks of *columns*. In the kernels of forward and dq, rows
-are queries and columns are keys. In the kernel of dk and dv, rows are keys and columns are queries,
-and the same code builds its table from the transposed slices.
+FlashAttention-2 (Dao 2023, section 3.1) cuts queries into tiles, and the program of a tile loops
+over all blocks of keys: the tile *walks* the blocks. Here a table lists the blocks of each tile, so
+that one kernel serves every layout and mask. A tile is a stretch of *rows*, and it walks blocks of
+*columns*. In the kernels of forward and dq, rows are queries and columns are keys. In the kernel of
+dk and dv, rows are keys and columns are queries, and the same code builds its table from the
+transposed slices.
 
-The list `full` has the column blocks to which every row of the tile attends completely: they need
-neither mask nor bounds. Tiles share its entries, so tables grow linearly with a document's length.
-The list `cut` has all other blocks, each with the bounds and the band that determine its mask.
+The list `full` has the column blocks to which every row of the tile attends completely. They need
+neither a mask nor bounds. Tiles share entries of `full`, so tables grow linearly with a document's
+length. The list `cut` has all other blocks. Each entry has the bounds and the band that determine
+the block's mask.
 
-Tables are built by NumPy. Its time and memory are linear in the number of (tile, slice) pairs plus
+NumPy builds the tables. Its time and memory are linear in the number of (tile, slice) pairs plus
 the length of the lists.
 """
 
@@ -57,11 +59,14 @@ class SliceTable(Protocol):
     """The slices of a mask, over which attention is computed.
 
     Any object with these arrays is accepted. In slice i, the query rows `q_rows[i]` (start, stop)
-    attend to those of the key rows `k_rows[i]` for which `bands[i, 0] <= k_position -
-    q_position <= bands[i, 1]`. Slices are disjoint as sets of (query, key) pairs, and within the
-    rows of a slice positions ascend. q_rows, k_rows and bands are (n, 2); positions are int32, one
-    per row. The object may also have `q_aligned`, the positions of queries for distances, if not
-    `q_positions`: within a slice they differ by a constant.
+    attend to the key rows `k_rows[i]`, if a pair satisfies
+
+        bands[i, 0] <= k_position - q_position <= bands[i, 1]
+
+    Slices are disjoint as sets of (query, key) pairs. Positions ascend within the rows of a slice.
+    q_rows, k_rows and bands are (n, 2), and positions are int32, one for each row. The object may
+    also have `q_aligned`: the positions of queries from which distances are computed, if these are
+    not `q_positions`. Within a slice, the two differ by a constant.
     """
 
     q_rows: Ints
@@ -72,10 +77,10 @@ class SliceTable(Protocol):
 
 
 class Sides(NamedTuple):
-    """n slices, as rows and columns of the tiles.
+    """n slices, described as rows and columns of tiles.
 
-    `rows`, `columns` and `bands` of column position − row position are (n, 2); then the positions
-    of all rows and of all columns.
+    `rows` and `columns` are (n, 2). `bands` (n, 2) limit column position − row position. The
+    positions of all rows and of all columns follow.
     """
 
     rows: Ints
@@ -106,9 +111,9 @@ class Sides(NamedTuple):
 class Launch:
     """The tables of one kernel launch: int32 tensors on one device.
 
-    `tiles` (n, 8) and `cut` (C, 6) have the columns named above, and `full` (F,) is the first
-    column of each block. A list that the launch does not walk is empty. Positions of all rows (T,)
-    and of all columns (Tk,) count within their documents; launches share them.
+    `tiles` (n, 8) and `cut` (C, 6) have the columns named above. `full` (F,) has the first column
+    of each block. A list is empty if the launch does not walk it. Positions of all rows (T,) and of
+    all columns (Tk,) count within their documents. Launches share the tensors of positions.
     """
 
     tiles: Tensor
@@ -116,24 +121,25 @@ class Launch:
     cut: Tensor
     row_positions: Tensor
     column_positions: Tensor
-    has_full: bool  # whether it walks full blocks, and whether it walks cut blocks
+    has_full: bool  # whether the launch walks full blocks
     has_cut: bool
-    has_partial: bool  # some tile starts from a partial result, or leaves one
+    has_partial: bool  # whether a tile starts from a partial result, or leaves one
     may_continue: bool = False  # whether launches of this kind may, over other slices
     parts: int = 1  # the number of programs that share the columns of a tile
-    merges: int = 0  # the number of parts of the launch before that it merges; 0 if it computes
+    merges: int = 0  # if it merges: the number of parts per tile; else 0
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        """The tables, in the order in which the kernels take them."""
+        """The tables, in the order of the parameters of the kernels."""
         return self.tiles, self.full, self.cut, self.row_positions, self.column_positions
 
 
 class Launches(tuple[Launch, ...]):
-    """Launches in order, with their prepared calls.
+    """Launches in their order, with their prepared calls.
 
-    `prepared` has calls by everything on which they depend except values (`launching.py`). It holds
-    no reference to the launches, and is freed with them. Launches are equal only to themselves.
+    The keys of `prepared` contain everything on which a call depends, except values
+    (`launching.py`). `prepared` has no reference to the launches, and is freed with them. Launches
+    are equal only to themselves.
     """
 
     __eq__, __hash__ = object.__eq__, object.__hash__
@@ -145,7 +151,7 @@ class Launches(tuple[Launch, ...]):
         return Launches, (tuple(self),)
 
     def placed(self, place: Callable[[Tensor], Tensor]) -> Launches:
-        """Return the same launches with each table replaced by `place(table)`."""
+        """Return the same launches, where `place(table)` replaces each table."""
         return Launches(
             replace(
                 x, tiles=place(x.tiles), full=place(x.full), cut=place(x.cut),
@@ -165,16 +171,17 @@ def forward_launches(
 ) -> list[Launches]:
     """Return the launches of each hop, at most two.
 
-    Hops are slices of the same queries, computed one after another into one result. The last hop
-    that touches a tile finishes it, and the very last hop finishes tiles that no hop touches. If
-    the configuration requires it, full blocks have a separate launch. With `continued`, the result
-    begins before the first hop and continues after the last: every tile reads and writes a partial
-    result. If a hop has fewer than `programs` tiles, several programs share the columns of each
-    tile, and the second launch merges the parts.
+    Hops are slices of the same queries that are computed one after another into one result. The
+    last hop that touches a tile finishes the tile, and the very last hop finishes tiles that no hop
+    touches. If the configuration requires it, full blocks have a separate launch. With `continued`,
+    the result begins before the first hop and continues after the last hop, so every tile reads and
+    writes a partial result. If a hop has fewer than `programs` tiles, several programs share the
+    columns of each tile, and a second launch merges their parts.
 
-    With `most_runs` the launches only depend on it and on the numbers of rows and columns, and
-    their tables are padded (`_padded`). They then take any slices whose rows have at most this
-    number of runs, so that a CUDA graph can be replayed with other tables. `programs` must be 0.
+    With `most_runs`, the launches depend only on `most_runs` and on the numbers of rows and
+    columns, and their tables are padded (`_padded`). They then accept any slices whose rows have at
+    most `most_runs` runs, so that a CUDA graph can be replayed with different tables. `programs`
+    must then be 0.
     """
     check_list("hops", hops, SliceTable)
     if not hops:
@@ -216,7 +223,7 @@ def backward_launches(
 ) -> Launches:
     """Return the launches, at most two, of a kernel that adds to gradients.
 
-    They add to gradients of queries or, if `transposed`, of keys. `most_runs` is as in
+    The gradients are those of queries or, with `transposed`, those of keys. For `most_runs` see
     `forward_launches`.
     """
     check_type("slices", slices, SliceTable)
@@ -257,11 +264,11 @@ def _launches(
 
 
 def _padded(launch: Launch, config: Config, most_runs: int) -> Launch:
-    """Return the launch with tables of sizes that only depend on the numbers of rows and columns.
+    """Return the launch with tables whose sizes depend only on the numbers of rows and columns.
 
-    Additional tiles have no rows. They are at the end of the rows, because descriptors of 0 rows
-    are not defined. The sizes suffice if a row attends to one range of columns in its own run, as
-    in layouts that cut a pack into ranges. Raises a ValueError if they do not.
+    Additional tiles have no rows. They are placed at the end of the rows, because descriptors of 0
+    rows are not defined. The sizes are sufficient if a row attends to one range of columns in its
+    own run, as in layouts that cut a pack into ranges. If they are not, a ValueError is raised.
     """
     rows, columns = launch.row_positions.numel(), launch.column_positions.numel()
     tiles = rows // config.tile_rows + most_runs
@@ -298,9 +305,9 @@ def _split_launches(
     flags: Ints,
     parts: int,
 ) -> list[Launch]:
-    """Return two launches: one computes parts of each tile, the other merges them.
+    """Return two launches: one computes parts of each tile, and one merges the parts.
 
-    A part walks some of its tile's lists and writes its own partial result.
+    A part walks some of the blocks in its tile's lists, and writes a separate partial result.
     """
     steps = np.arange(parts + 1)
     ranges = lists.full_ranges, lists.cut_ranges
@@ -324,10 +331,11 @@ def _launch(
     full: NDArray[np.bool_] | None,
     cut: bool,
 ) -> Launch:
-    """Return a launch of the chosen tiles over the full blocks of some and all cut blocks.
+    """Return a launch of the chosen tiles over the full blocks of some tiles and the cut blocks of
+    all.
 
-    `full` (n,) selects the tiles whose full blocks it walks, or is None if another launch walks
-    them. Without `cut`, another launch walks the cut blocks.
+    `full` (n,) selects the tiles whose full blocks the launch walks. It is None if another launch
+    walks them. Without `cut`, another launch walks the cut blocks.
     """
     table = np.zeros((len(tiles), TILE_WIDTH), np.int64)
     table[:, TILE_START], table[:, TILE_STOP] = tiles.T
@@ -347,7 +355,8 @@ def _table_launch(
     has_full: bool,
     has_cut: bool,
 ) -> Launch:
-    """Return the launch of a table of tiles (n, 8), with the longest lists first, on the CPU."""
+    """Return the launch of a table of tiles (n, 8), on the CPU; tiles with the longest lists come
+    first."""
     full_blocks = table[:, FULL_STOP] - table[:, FULL_START]
     cut_blocks = table[:, CUT_STOP] - table[:, CUT_START]
     return Launch(
@@ -372,9 +381,9 @@ _positions: dict[int, tuple[weakref.ref[NDArray[np.int32]], Tensor]] = {}  # by 
 def _positions_of(positions: NDArray[np.int32]) -> Tensor:
     """Return positions as a tensor.
 
-    All launches over the same array share one tensor, forward and backward: positions are the
-    largest part of a long document's tables. It is a copy, because Triton's interpreter finds the
-    memory of a tensor by its address, which views of an array may share.
+    All launches over the same array share one tensor, in forward and in backward, because positions
+    are the largest part of a long document's tables. The tensor is a copy. Triton's interpreter
+    finds the memory of a tensor by its address, and views of an array may have the same address.
     """
     key = id(positions)
     array, copy = _positions.get(key, (None, None))
@@ -386,10 +395,11 @@ def _positions_of(positions: NDArray[np.int32]) -> Tensor:
 
 @dataclass(frozen=True)
 class ColumnLists:
-    """The column blocks of n tiles: full ones (F,) and cut ones (C, 6).
+    """The column blocks of n tiles: full blocks (F,) and cut blocks (C, 6).
 
-    Tile i has the entries full_ranges[i] (start, stop) of `full` and cut_ranges[i] of `cut`. Tiles
-    share entries of `full`, so its length does not grow with the square of a document's length.
+    Tile i has the entries full_ranges[i] (start, stop) of `full`, and the entries cut_ranges[i] of
+    `cut`. Tiles share entries of `full`, so its length does not grow with the square of a
+    document's length.
     """
 
     full_ranges: Ints
@@ -416,9 +426,9 @@ class ColumnLists:
 def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
     """Return (n, 2) tiles of at most `tile_rows` rows that cover rows 0 … total − 1.
 
-    A tile starts at the start of each component of the (m, 2) row intervals; overlapping intervals
-    are one component. The cuts of a document then do not depend on its neighbours in the pack. Rows
-    outside all intervals have tiles too.
+    Overlapping row intervals (m, 2) form a component. A tile begins where a component begins, so
+    the cuts of a document do not depend on its neighbours in the pack. Rows outside all intervals
+    have tiles too.
     """
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
@@ -433,9 +443,10 @@ def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
 def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
     """Return the blocks of at most `block_columns` columns that each of the (n, 2) tiles walks.
 
-    In a slice, a row attends to an interval of columns, whose two ends never decrease as rows
-    ascend. All rows of a tile therefore attend to the columns from the last row's first column to
-    the first row's last column. Whole blocks of these are full; the columns on either side are cut.
+    In a slice, each row attends to an interval of columns, and the two ends of the interval never
+    decrease from row to row. All rows of a tile therefore attend to the columns from the first
+    column of the last row to the last column of the first row. Whole blocks of these columns are
+    full. The columns on either side are cut.
     """
     tile, index = _pairs(sides.rows, tiles)
     row = np.maximum(tiles[tile, 0], sides.rows[index, 0])
@@ -444,7 +455,7 @@ def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
     first_row = sides.row_positions[row].astype(np.int64)
     last_row = sides.row_positions[row_stop - 1].astype(np.int64)
     positions = first_row + low, first_row + high + 1, last_row + low, last_row + high + 1
-    # One search for all four: in packs, the number of NumPy's calls decides the time.
+    # One search finds all four, because in packs the time depends on the number of NumPy calls.
     columns = _bisect(sides, np.tile(index, 4), np.concatenate(positions))
     start, common_stop, common, stop = columns.reshape(4, -1)
     stop = np.maximum(start, stop)
@@ -452,7 +463,7 @@ def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
     count = np.where(covers_tile, np.maximum(common_stop - common, 0) // block_columns, 0)
     common = np.where(
         count > 0, common, start
-    )  # without a full block, all columns are one cut stretch
+    )  # without a full block, all columns are one range of cut blocks
 
     full_ranges, full = _full_lists(tile, common, count, len(tiles), block_columns)
     bands = np.clip(np.stack([low, high], 1), -_UNLIMITED, _UNLIMITED)
@@ -472,11 +483,11 @@ def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
 def _full_lists(
     tile: Ints, start: Ints, count: Ints, tiles: int, block_columns: int
 ) -> tuple[Ints, Ints]:
-    """Return the entries (start, stop) of each tile in a list of full blocks, and that list.
+    """Return the entries (start, stop) of each tile in a list of full blocks, and the list.
 
-    A run is `count` adjacent blocks from column `start` on; run i belongs to tile[i]. Almost all
-    tiles have one run, or runs that differ from those of the tile before in the last count only.
-    Such tiles share entries.
+    A run is `count` adjacent blocks from column `start` on, and run i belongs to tile[i]. Almost
+    all tiles have one run, or have runs that differ from the runs of the tile before only in the
+    last count. Such tiles share entries.
     """
     used = np.flatnonzero(count)
     order, edges = _grouped(tile[used], tiles)
@@ -495,7 +506,7 @@ def _full_lists(
 
 
 def _shared_runs(start: Ints, count: Ints, block_columns: int) -> tuple[Ints, Ints]:
-    """Return the first entry of each run in a list of full blocks, and that list.
+    """Return the first entry of each run in a list of full blocks, and the list.
 
     Runs that overlap share entries if their starts differ by a multiple of a block. The list
     therefore has at most one entry per column.
@@ -516,10 +527,10 @@ def _shared_runs(start: Ints, count: Ints, block_columns: int) -> tuple[Ints, In
 def _shared_chains(
     start: Ints, count: Ints, runs: Ints, block_columns: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the first entry and the stop of each tile in a list of full blocks, and that list.
+    """Return the first entry and the stop of each tile in a list of full blocks, and the list.
 
-    Tile i has the next runs[i] runs, at least two: its chain. If chains of consecutive tiles differ
-    in the last count only, the tiles share the longest chain.
+    The chain of tile i consists of the next runs[i] runs, at least two. Consecutive tiles whose
+    chains differ only in the last count share the longest of these chains.
     """
     stops = np.cumsum(runs)
     firsts, last = stops - runs, stops - 1
@@ -542,7 +553,7 @@ def _shared_chains(
 def _components(starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the start and stop of each component of overlapping intervals.
 
-    The intervals are in the order of their starts. Also returns the component of each interval.
+    The intervals must be in the order of their starts. Also returns the component of each interval.
     """
     reached = np.maximum.accumulate(stops)
     opens = np.r_[True, starts[1:] >= reached[:-1]][: len(starts)]
@@ -563,7 +574,7 @@ def _pairs(rows: Ints, tiles: Ints) -> tuple[Ints, Ints]:
 def _bisect(sides: Sides, index: Ints, position: Ints) -> Ints:
     """Return the first column of slice `index` at or after `position`, for each pair.
 
-    If there is none, it is the slice's end.
+    If a slice has no such column, the stop of the slice is returned.
     """
     start, stop = (x.copy() for x in sides.columns[index].T)
     while (unknown := start < stop).any():

@@ -1,13 +1,13 @@
-"""Find faster configurations for this device than the table's.
+"""Find configurations that are faster on this device than those of the table.
 
 `python -m seqpar.kernels.flash_attention.tune --dim 128` times candidates on a causal sequence, one
-kernel at a time, and keeps the fastest in `configs.tuning_file()`. `configs.choose` uses it from
-the next process on. Only users run this.
+kernel at a time. It writes the fastest ones to `configs.tuning_file()`, and `configs.choose` uses
+them from the next process on. Only users run this program.
 
-Candidates are the shipped configuration, its variants, and those of candidates.json. This file has
-configurations that were compiled ahead of time: no launch that is timed spilled registers in loops.
-Where it has none for an architecture, dtype and head dim, candidates are a few configurations that
-differ from the shipped one in one respect.
+Candidates are the shipped configuration, its variants, and the configurations in candidates.json.
+The latter were compiled ahead of time: none of the launches that are timed spilled registers in
+loops. If candidates.json has no configuration for an architecture, dtype and head dim, candidates
+are a few configurations that differ from the shipped one in one respect.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Causal:
 
 
 def candidates(name: str, precision: str, width: int, kind: str) -> list[Config]:
-    """Return the configurations to time, first the shipped one and its variants.
+    """Return the configurations to time, beginning with the shipped configuration and its variants.
 
-    A version of Triton without a section in the file gets the section of the newest version.
+    If the file has no section for the version of Triton, the section of the newest version is used.
     """
     shipped: Config = getattr(configs.TABLE[name, precision, width], kind)
     sections = json.loads(FILE.read_text())
@@ -130,7 +130,7 @@ def tune(
 ) -> dict[str, Config]:
     """Return the fastest configuration of each kernel for this head dim and dtype, by tuning key.
 
-    It also adds each of them to the tuning file as soon as it is found.
+    Each configuration is added to the tuning file as soon as it is found.
     """
     check_dim("dim", dim)
     q, k, v = (torch.randn(1, tokens, heads, dim, dtype=dtype, device=device) for _ in range(3))
@@ -144,7 +144,9 @@ def tune(
             try:
                 times[config] = seconds(call(kind, config, q, k, v), device, repeats)
                 print(f"{kind}: {times[config] * 1e3:.3f} ms with {config}", flush=True)
-            except Exception as error:  # it does not compile, or needs more than the device has
+            except (
+                Exception
+            ) as error:  # the candidate does not compile, or needs more than the device has
                 print(f"{kind}: {type(error).__name__} with {config}", flush=True)
         key = configs.tuning_key(kind, device, precision, width)
         best[key] = min(times, key=times.__getitem__)
@@ -154,7 +156,6 @@ def tune(
 
 
 def _keep(key: str, config: Config) -> None:
-    """Add a configuration to the tuning file."""
     file = configs.tuning_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(file.read_text()) if file.is_file() else {}
@@ -164,7 +165,6 @@ def _keep(key: str, config: Config) -> None:
 
 
 def main() -> None:
-    """Tune for the current GPU and print the configurations."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
@@ -174,7 +174,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    elif triton.knobs.runtime.interpret:  # which only tests this program
+    elif triton.knobs.runtime.interpret:  # a test of this program
         device = torch.device("cpu")
     else:
         parser.error("there is no GPU to tune for")

@@ -15,7 +15,7 @@ from .tables import SegmentTables
 
 
 class Walk(NamedTuple):
-    """How a call walks its segments."""
+    """The arguments of a call that say how it walks its segments (`tables.py` defines a walk)."""
 
     tables: SegmentTables
     config: Config
@@ -23,10 +23,10 @@ class Walk(NamedTuple):
 
 
 def call_key(known_by: Hashable, walk: Walk, scale: float, *tensors: Any) -> Hashable:
-    """Return the key of a call among its tables' prepared calls.
+    """Return the key of a call among the prepared calls of its tables.
 
-    If `known_by` is given, it stands for everything but the tensors' alignment. Calls that differ
-    only in their scale have one key.
+    If `known_by` is given, it represents everything except the alignments of the tensors. Calls
+    that differ only in their scale have the same key.
 
     Raises a ValueError that names an argument of a wrong type.
     """
@@ -39,7 +39,7 @@ def call_key(known_by: Hashable, walk: Walk, scale: float, *tensors: Any) -> Has
 
 
 def signature(*tensors: Any) -> Hashable:
-    """Return everything in the tensors on which a call depends, except values."""
+    """Return everything in the tensors on which a call depends, except their values."""
     return flash.precision(getattr(tensors[0], "dtype", None)), flash.signature(*tensors)
 
 

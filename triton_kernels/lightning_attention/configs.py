@@ -35,9 +35,9 @@ STATE = torch.float32  # the dtype of states
 class Config:
     """The sizes of a kernel's chunks and blocks, and its warps and stages.
 
-    A chunk has `chunk_rows` rows, and a cut head dim has blocks of `block_dims`: powers of two, at
-    least 16. The recurrence contracts at most `depth` dims per launch, and another launch adds the
-    next ones. This is only for results in fp32, since each addition rounds.
+    A chunk has `chunk_rows` rows, and a cut head dim has blocks of `block_dims` dims. These are
+    powers of two, at least 16. The recurrence contracts at most `depth` dims per launch, and
+    further launches add the remaining dims. Results must then be fp32, since each addition rounds.
     """
 
     chunk_rows: int
@@ -100,8 +100,8 @@ for _width in _SINGLE:
 def choose(kind: str, x: Tensor, dim: int, device: torch.device | None = None) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
-    It depends on the device, dtype and head dim of an operand (B, T, H, D), and on `dim`, the head
-    dim of the other operands. By default the device is that of the operand.
+    The choice depends on the device, the dtype and the head dim of an operand `x` (B, T, H, D), and
+    on `dim`, the head dim of the remaining operands. By default the device is that of `x`.
     """
     check_kind(kind, KernelConfigs._fields)
     check_operand("x", x)
@@ -117,5 +117,5 @@ def _chosen(kind: str, device: torch.device, dtype: torch.dtype, dim: int) -> Co
 
 
 def constants(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the kernels' compile-time arguments that follow from configuration and dtype."""
+    """Return the kernels' compile-time arguments, which follow from configuration and dtype."""
     return {"CHUNK_ROWS": config.chunk_rows, "PRECISION": precision(dtype)}

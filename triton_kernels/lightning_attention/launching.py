@@ -15,7 +15,8 @@ __all__ = ["Call", "launches", "must_copy", "ready", "run", "signature", "stride
 
 
 class Call(NamedTuple):
-    """A prepared call, without its tensors; `copies` lists the operands to copy first."""
+    """A prepared call without its tensors. `copies` lists the operands that must be copied
+    first."""
 
     launches: list[Prepared]
     copies: tuple[bool, ...]
@@ -24,7 +25,8 @@ class Call(NamedTuple):
 def must_copy(*operands: Tensor, members: int = 1) -> tuple[bool, ...]:
     """Return, for each operand (B, T, H, D), whether it must be copied.
 
-    A chunk, or the `members` heads that a program walks, would span 2**31 elements.
+    It must be copied if a chunk, or the `members` heads that one program reads, spans 2**31
+    elements.
     """
     far = copied(flash.Config(64, 0, 4, 1), operands)
     apart = ((members - 1) * x.stride(2) >= 2**31 for x in operands)
@@ -39,7 +41,7 @@ def launches(
     arguments: tuple[Any, ...],
     flags: dict[str, Any],
 ) -> list[Prepared]:
-    """Return a launch of `programs` programs per entry of a table (n, ·), or none if n = 0."""
+    """Return a launch of `programs` programs per entry of a table (n, ·), or no launch if n = 0."""
     if not (grid := table.shape[0] * programs):
         return []
     flags = flags | {"num_warps": config.warps, "num_stages": config.stages}

@@ -126,15 +126,20 @@ def recurrence(
 ) -> None:
     """Write scale · Σ_j λ^|i−j| (x_i·y_j) z_j to out (B, T, H, Dv) for each row i.
 
-    out is fp32 or of z's dtype. The sum is over the rows j of the span up to i, or `reverse`, from
-    i on. x is (B, T, H, D); y (B, T, Hy, D) and z (B, T, Hy, Dv) have fewer heads, which heads of x
-    share, or more, which are summed. `between` (slots, B, Hkv, D, Dv) are the states before each
-    segment, from `states`, and `initial` (n, B, Hkv, D, Dv) the states that enter spans. The
-    forward walk multiplies states by the scale; for the walk from the end, they include it already.
-    Both are fp32, contiguous or the transpose (`mT`) of contiguous. log_decay (Hkv,) is fp64.
+    The sum is over the rows j of the span up to i. With `reverse`, it is over the rows from i on.
+    out is fp32 or has z's dtype. x is (B, T, H, D), y (B, T, Hy, D) and z (B, T, Hy, Dv). If Hy is
+    smaller than H, heads of x share a head of y and z. If Hy is larger, the results of heads of y
+    and z are summed.
 
-    The prepared call is kept with the tables, for calls with the same arguments and signatures of
-    tensors or, if `known_by` is given, for calls with the same `known_by` and alignments.
+    `between` (slots, B, Hkv, D, Dv) are the states before each segment, from `states`. `initial`
+    (n, B, Hkv, D, Dv) are the states that enter spans. The forward walk multiplies states by the
+    scale. For the walk from the end, the states already include the scale. `between` and `initial`
+    are fp32, and contiguous or the transpose (`mT`) of a contiguous tensor. log_decay (Hkv,) is
+    fp64.
+
+    The tables keep the prepared call, and later calls reuse it. Without `known_by`, a later call
+    needs the same arguments and the same signatures of tensors. With `known_by`, it needs the same
+    `known_by` and the same alignments.
     """
     walk = Walk(tables, config, reverse)
     tensors = x, y, z, out, between, initial, log_decay
@@ -161,7 +166,6 @@ def _check(
     initial: Tensor | None,
     log_decay: Tensor,
 ) -> None:
-    """Raise a ValueError that names a wrong argument of `recurrence`."""
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T Y D", DTYPES)
@@ -177,7 +181,6 @@ def _check(
 def _prepare(
     walk: Walk, x: Tensor, y: Tensor, z: Tensor, out: Tensor, between: Tensor, *, has_initial: bool
 ) -> Call:
-    """Return the call of `recurrence` without its tensors."""
     tables, config, reverse = walk
     dim, value_dim, members = x.shape[-1], z.shape[-1], max(1, y.shape[2] // x.shape[2])
     copies = must_copy(x, y, z, members=members)

@@ -1,8 +1,9 @@
 """The states of segments and spans, and the contribution of an entering state to a span's rows.
 
 Qin et al., "Lightning Attention-2" (2024), section 3.2, carries one state KV through a sequence,
-block by block. Here the state before a segment is a scan over the states of earlier segments: these
-are computed in parallel, each from zero, and then joined span by span.
+block by block. Here the states of all segments are first computed in parallel, each from zero. A
+scan then joins them, span by span, to the state before each segment. `tables.py` defines segments,
+spans and slots.
 
 Sizes: B batch, T rows, H heads, Hkv heads of states, D and DV (Dv) the two head dims of a state.
 
@@ -177,10 +178,12 @@ def states(
 ) -> tuple[Tensor, Tensor]:
     """Return the state before each segment, and the state of each span whose state leaves.
 
-    States start from zero. They are (slots, B, Hkv, D, Dv) and (leaving, B, Hkv, D, Dv), fp32. The
-    state of some rows is Σ_j λ^n xᵀ_j y_j, with n rows after j. With `reverse`, it is scale · Σ_i
-    λ^n x_iᵀ y_i, with n counting i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is
-    a multiple of the Hkv heads of log_decay (Hkv,) fp64. For `known_by` see `recurrence`.
+    States start from zero. They are (slots, B, Hkv, D, Dv) and (leaving, B, Hkv, D, Dv), fp32. x is
+    (B, T, H, D) and y (B, T, H, Dv). H is a multiple of Hkv, the heads of log_decay (Hkv,) fp64.
+
+    The state of some rows is Σ_j λ^n xᵀ_j y_j, where n is the number of rows after j. With
+    `reverse`, it is scale · Σ_i λ^n x_iᵀ y_i, where n is the number of rows up to and including i.
+    For `known_by` see `recurrence`.
     """
     walk = Walk(tables, config, reverse)
     key = "states", call_key(known_by, walk, scale, x, y, log_decay)
@@ -200,7 +203,6 @@ def states(
 
 
 def _prepare_states(walk: Walk, x: Tensor, y: Tensor, log_decay: Tensor) -> Call:
-    """Check the arguments of `states`; return the call without its tensors."""
     tables, config, reverse = walk
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
@@ -241,10 +243,10 @@ def carry(
 ) -> None:
     """Write before + scale · λ^n x_i · initial to out (B, T, H, Dv).
 
-    n counts i and the span's rows before it. `reverse`: n counts the rows after i. x is (B, T, H,
-    D); `initial` (n, B, Hkv, D, Dv) is contiguous or the transpose of contiguous. `before` has the
-    strides of `out`. If it is `out` itself, only spans that a state enters change. For `known_by`
-    see `recurrence`.
+    n is the number of the span's rows up to and including i. With `reverse`, n is the number of the
+    span's rows after i. x is (B, T, H, D). `initial` (n, B, Hkv, D, Dv) is contiguous, or the
+    transpose of a contiguous tensor. `before` has the strides of `out`. If `before` is `out`
+    itself, only spans that a state enters change. For `known_by` see `recurrence`.
     """
     walk = Walk(tables, config, reverse)
     tensors = x, before, out, initial, log_decay
@@ -265,7 +267,6 @@ def _prepare_carry(
     initial: Tensor,
     log_decay: Tensor,
 ) -> Call:
-    """Check the arguments of `carry`; return the call without its tensors."""
     tables, config, reverse = walk
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)

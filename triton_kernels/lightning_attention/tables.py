@@ -1,8 +1,10 @@
-"""Cut spans into segments, the stretches of rows that one program walks, and list them in tables.
+"""Cut spans into segments, the rows of which one program computes in order, and list them in
+tables.
 
-A span is a stretch of rows of one document. A recurrence walks a span's segments in one direction,
-forward or from the end. A state may enter the span at the beginning of the walk, and the span's own
-state may leave at its end. Each state between segments has a slot, numbered along the rows.
+A span is a stretch of adjacent rows of one document, and a segment is a stretch of adjacent rows of
+a span. A walk is the order in which a recurrence computes the segments of a span: forward or from
+the end. A state may enter the span where the walk begins, and the span's state may leave where the
+walk ends. The state between two segments has a slot. Slots are numbered along the rows.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class SegmentTables:
     """
 
     leaving: int  # the number of states that leave their spans
-    segments: Tensor  # all
-    summed: Tensor  # segments whose state is needed after them
+    segments: Tensor  # all segments
+    summed: Tensor  # segments whose state a later segment or the caller needs
     carried: Tensor  # segments of spans that a state enters
     chains: Tensor  # (n, 3): the spans that have slots, with the columns named above
     lengths: Tensor  # (slots,) the rows of each slot's segment
@@ -51,7 +53,7 @@ class SegmentTables:
     prepared: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def placed(self, place: Callable[[Tensor], Tensor]) -> SegmentTables:
-        """Return the same tables, each replaced by `place(table)`."""
+        """Return the same tables, where `place(table)` replaces each table."""
         return SegmentTables(
             self.leaving, place(self.segments), place(self.summed), place(self.carried),
             place(self.chains), place(self.lengths),
@@ -59,7 +61,10 @@ class SegmentTables:
 
     def __reduce__(self) -> tuple[Any, ...]:
         tables = self.segments, self.summed, self.carried, self.chains, self.lengths
-        return SegmentTables, (self.leaving, *tables)  # prepared calls belong to this process
+        return SegmentTables, (
+            self.leaving,
+            *tables,
+        )  # without prepared calls, which belong to this process
 
 
 def segment_length(tokens: int, count: int) -> int:
