@@ -1,5 +1,4 @@
-"""Check the arguments of kernels. With a wrong shape, a kernel would read memory outside its
-tensors."""
+"""Check the arguments of kernels. A kernel with a wrong shape would read outside its tensors."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ def check_type(name: str, value: Any, kind: type) -> None:
 
 
 def check_list(name: str, values: Any, kind: type) -> None:
-    """Raise a ValueError naming the argument unless it is a list or tuple of instances of
-    `kind`."""
+    """Raise a ValueError naming the argument unless it is a list or tuple of `kind` objects."""
     if not isinstance(values, list | tuple) or not all(isinstance(x, kind) for x in values):
         raise ValueError(f"{name} must be a list of {kind.__name__}, got {type(values).__name__}")
 

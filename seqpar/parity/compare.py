@@ -316,9 +316,9 @@ def _scale_of_losses(evidence: Evidence, depths: _Depths) -> float:
 
     A run that averages gradients over ranks multiplies each rank's loss by the number of ranks, or
     by the number of ranks that share a sequence. The function returns the ratio of two such
-    numbers, one from each run, and this ratio is no difference between the runs. Any other ratio is
-    a difference, for which the function returns 1. The comparison of the parameters' gradients
-    shows later whether the ratio fits the average.
+    numbers, one from each run. The comparison divides by this ratio, so it is not reported as a
+    difference. Any other ratio is a difference, for which the function returns 1. The comparison of
+    the parameters' gradients shows later whether the ratio fits the average.
     """
     a, b = evidence.a, evidence.b
     for key in reversed(depths.order):

@@ -148,8 +148,11 @@ class Recording:
         return [_without_padding(part) for part in found]
 
     def joined(self, parts: list[Part]) -> Floats:
-        """Return (rows · tokens, columns): the values of all parts, NaN for tokens without a
-        part."""
+        """Return (rows · tokens, columns): the values of all parts at the places of their tokens.
+
+        Tokens that no part has are NaN. If several parts have a token, the value is the first
+        rank's.
+        """
         width = parts[0].values.shape[1] if parts else COLUMNS
         whole = np.full((self.tokens, width), np.nan)
         for part in reversed(parts):  # of several copies of a token, the first rank's remains

@@ -278,8 +278,11 @@ class Recorder:
             return _Output(description, _summary(rows.detach(), by_token), full=kept)
 
     def _rows(self, x: Tensor) -> tuple[Tensor, bool]:
-        """Return (rows, tokens, features) and True, or `x` itself and False if `x` has no
-        tokens."""
+        """Return `x` as (rows, tokens, features), and True.
+
+        If no dimensions of `x` are the tokens, return `x` itself and False; a DTensor becomes its
+        local tensor.
+        """
         if is_dtensor(x):
             block = local_block(x)
             x = x.to_local() if block is None else block[0]  # type: ignore[attr-defined]

@@ -67,8 +67,7 @@ def distances(cu, kv_cu):
 
 @st.composite
 def cu_seqlens(draw, max_tokens, documents=None):
-    """Draw document boundaries: most documents are short and of odd length, some have one token,
-    and some are empty."""
+    """Draw the boundaries of 1 to 4 documents, or of `documents`. Documents may be empty."""
     count = draw(st.integers(1, 4)) if documents is None else documents
     lengths = [draw(st.integers(0, max_tokens // count)) for _ in range(count)]
     return [0, *np.cumsum(lengths).tolist()]

@@ -5,8 +5,7 @@ import contextlib
 
 @contextlib.contextmanager
 def changed(owner, **values):
-    """Within this context, attributes of `owner` have these values; then they get their old values
-    back."""
+    """Within this context, attributes of `owner` have these values instead of their own."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -138,8 +138,7 @@ def _environments(ranks):
 
 
 def _output(kind, text):
-    """Return the caller's end and the process's end of an output; an end that is not needed is
-    None."""
+    """Return the caller's end and the process's end of an output; None replaces an unused end."""
     if kind is None:
         return None, None
     if kind == subprocess.PIPE:

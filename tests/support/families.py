@@ -1,5 +1,4 @@
-"""The smallest possible model of every family in transformers' lists of models with a head for each
-token."""
+"""The smallest possible model of every family with a head for each token in transformers' lists."""
 
 import copy
 

@@ -16,8 +16,10 @@ LIMIT = 90.0  # seconds for a test that needs a few on an idle machine
 
 
 def connect(rank, ranks, address, timeout=TIMEOUT):
-    """Make a process group. `address` is the port of a TCPStore on rank 0, or the path of a
-    FileStore."""
+    """Make a process group.
+
+    `address` is the port of a TCPStore on rank 0, or the path of a FileStore.
+    """
     if isinstance(address, int):
         store = dist.TCPStore("127.0.0.1", address, ranks, rank == 0, timedelta(seconds=LIMIT))
     else:

@@ -1,8 +1,7 @@
-"""What each strategy should send: arithmetic on the numbers of tokens, ranks, heads and
-dims alone.
+"""Formulas for what each strategy should send, from the numbers of tokens, ranks, heads and dims.
 
-FORMULAS has an entry a strategy; a new strategy adds its own. `test_scale.py` holds the strategies
-to them.
+The formulas share no code with the library. FORMULAS has an entry for each strategy, and a new
+strategy adds its entry. `test_scale.py` compares what the strategies send with these formulas.
 """
 
 import dataclasses
@@ -11,7 +10,10 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """N tokens laid out contiguously on P ranks, in bf16; `full` or causal, as rank r sees it."""
+    """N tokens, laid out contiguously on P ranks, in bf16, as rank `rank` sees them.
+
+    Attention is `full` or causal.
+    """
 
     rank: int
     ranks: int
@@ -29,60 +31,72 @@ class Setting:
 
     @property
     def rows(self):
-        """A rank's query rows, times heads."""
+        """The number of the rank's query rows, counted once for each head."""
         return self.local * self.heads
 
     @property
     def keys(self):
-        """Elements in a rank's own keys and values."""
+        """The number of elements in the rank's keys and values."""
         return self.local * self.kv_heads * (self.dim + self.value_dim)
 
     @property
     def sources(self):
-        """How many other ranks' keys this rank's queries see: with causal, those of all ranks
-        before it."""
+        """The number of other ranks whose keys this rank's queries see.
+
+        With causal attention, these are all ranks before this rank.
+        """
         return self.ranks - 1 if self.full else self.rank
 
     @property
     def targets(self):
-        """How many other ranks' queries see this rank's keys: with causal, all rows of all ranks
-        behind it."""
+        """The number of other ranks whose queries see this rank's keys.
+
+        With causal attention, these are all ranks behind this rank.
+        """
         return self.ranks - 1 if self.full else self.ranks - 1 - self.rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Formulas:
-    """Of a setting, each as (forward, backward): bytes and messages that are sent."""
+    """The bytes and the messages that a rank sends in a setting, each as (forward, backward)."""
 
     sent: Callable[[Setting], tuple[int, int]]
     messages: Callable[[Setting], tuple[int, int]]
 
 
 def moved_keys(sent, received, of_one_call=0):
-    """Bytes: bf16 keys and values go one way in both passes, and in backward their gradients the
-    other way: in fp32, or in bf16 if one kernel call returned them, as on a GPU."""
+    """Return the bytes of a strategy that sends keys and values, and their gradients back.
+
+    Keys and values are sent in bf16 in both passes. In backward, their gradients are sent in fp32.
+    Gradients that a single kernel call returned, as on a GPU, are sent in bf16.
+    """
     return 2 * sent, 2 * sent + 4 * received - 2 * of_one_call
 
 
 def head_groups(s):
-    """In how many groups heads travel: one for each 4,096 rows of a rank."""
+    """Return the number of groups in which heads are sent: one for each 4,096 tokens of a rank."""
     return max(1, min(s.kv_heads, s.local // 4096))
 
 
 def one_a_peer(s):
-    """Of each group of heads, keys and values to each rank that sees them; in backward their
-    gradients to each owner."""
+    """Return the messages of a strategy that sends one message per group of heads to each peer.
+
+    In both passes, keys and values go to each rank that sees them. In backward, gradients also go
+    to each owner of keys.
+    """
     groups = head_groups(s)
     return groups * s.targets, groups * (s.targets + s.sources)
 
 
 def single_sources(s):
-    """How many other ranks' keys arrive alone in an exchange of AllGather: in the first and in the
-    last one."""
+    """Return the number of exchanges of AllGather in which the keys of one other rank arrive alone.
+
+    These are the first exchange and the last exchange.
+    """
     return len({1, s.ranks - 1} & {*range(1, s.sources + 1)})
 
 
-# Ring and AllGather, in other steps.
+# Ring and AllGather send the same keys, but in different steps.
 RING = Formulas(
     sent=lambda s: moved_keys(s.keys * s.targets, s.keys * s.sources, s.keys * s.sources),
     messages=one_a_peer,
@@ -95,12 +109,14 @@ ALL_GATHER = Formulas(
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Tokens for heads in a row of I ranks: each has 1/I of the query heads and of the KV heads, or
-    one of these if there are fewer, in two groups if there are two. `group` is one group's
-    attention, in which all rows take part.
+    """An exchange of tokens for heads in a row of I ranks.
 
-    KV heads are cut too, or come with the first group and leave with the last. Their gradients are
-    fp32 on the way (4 bytes) if several ranks have the same.
+    Each rank gets 1/I of the query heads and 1/I of the KV heads, but at least one KV head. If a
+    rank has two or more query heads, they are exchanged in two groups, and KV heads likewise.
+    `group` is the setting of one group's attention, in which all rows of ranks take part. If there
+    is only one group of KV heads, it arrives with the first group of query heads, and its gradients
+    leave with the last group. If several ranks have the same KV head, its gradients are sent in
+    fp32 (4 bytes).
     """
 
     s: Setting
@@ -128,16 +144,21 @@ class Exchange:
         return 4 if self.heads[1] * self.row > self.s.kv_heads else 2
 
     def sent(self):
-        """Of each head its owner needs all tokens: (I − 1)/I of q, out, dout and dq travel, keys to
-        each that needs them."""
+        """Return the bytes. The rank that computes a head needs all tokens of this head.
+
+        Each rank sends (I − 1)/I of q, out, dout and dq, and keys to each rank that needs them.
+        """
         queries, keys = (
             self.s.local * (self.row - 1) * n * (self.s.dim + self.s.value_dim) for n in self.heads
         )
         return 2 * queries + 2 * keys, 2 * queries + self.contribution * keys
 
     def messages(self):
-        """To each peer, of each group, q with k and v, and out; or dout, and dq with dk and dv, or
-        beside them where they are sums."""
+        """Return the messages to all peers.
+
+        In forward, each group sends q with k and v, and out. In backward, each group sends dout,
+        and dq with dk and dv. If dk and dv are sums over ranks, they are separate messages.
+        """
         sums = self.groups[1] if self.contribution == 4 else 0
         forward, backward = 2 * self.groups[0], 2 * self.groups[0] + sums
         return forward * (self.row - 1), backward * (self.row - 1)
@@ -148,8 +169,10 @@ def both(x, y):
 
 
 def exchange_formulas(ring, row):
-    """Heads within rows of `row(setting)` ranks and, for each group of them, the formulas of `ring`
-    between the rows."""
+    """Return the formulas of a strategy that exchanges heads in rows of `row(setting)` ranks.
+
+    Between the rows, each group of heads adds what the formulas `ring` give.
+    """
 
     def total(what, exchanged):
         def formula(s):
@@ -166,37 +189,53 @@ def exchange_formulas(ring, row):
 
 
 def token_ring_blocks(s, size):
-    """Bytes of a rank's visiting rows (q; q, dout, lse and delta) and of their results (out and
-    fp32 lse; dq). Elements of out and dq have this size: 2 if one kernel call returned them."""
+    """Return the bytes of a rank's visiting rows, and of their results, each as (forward,
+    backward).
+
+    The rows are q in forward, and q, dout, lse and delta in backward. The results are out and lse
+    (fp32) in forward, and dq in backward. An element of out and dq has `size` bytes: 2 if one
+    kernel call returned it.
+    """
     visitors = s.rows * 2 * s.dim, s.rows * (2 * (s.dim + s.value_dim) + 8)
     return visitors, (s.rows * (size * s.value_dim + 4), s.rows * size * s.dim)
 
 
 def token_ring_moved(visits, results):
-    """Rows visit the ranks whose keys they see, and results leave for the ranks whose rows see the
-    keys here."""
+    """Return the formula of bytes for rows that visit the ranks whose keys they see.
+
+    Results leave for the ranks whose rows see the keys here.
+    """
     return lambda s: tuple(
         v * visits(s) + r * results(s) for v, r in zip(*token_ring_blocks(s, 2), strict=True)
     )
 
 
 def token_ring_messages(s):
-    """Tensors are messages of their own where they are sent without a copy: of all heads."""
+    """Return the messages. Each group of heads is one message to each rank.
+
+    In backward, rows of a single group are sent without a copy, so their tensors are three
+    messages.
+    """
     groups = head_groups(s)
     queries = groups if groups > 1 else 3
     return groups * (s.sources + s.targets), queries * s.sources + groups * s.targets
 
 
 def mesh_shape(s):
-    """Rows and columns of the mesh that tests put ranks on: powers of two, about square."""
+    """Return (rows, columns) of the mesh in tests, which is about square. Columns are a power of
+    two."""
     columns = 1 << s.ranks.bit_length() // 2
     return s.ranks // columns, columns
 
 
 def mesh_counts(s):
-    """How many other ranks a rank's queries visit, and how many visit it; to how many it sends
-    keys, and from how many it has them. With causal, queries see keys of a column whose first rank
-    is before theirs, and keys are seen by rows behind their own."""
+    """Return four numbers of other ranks, in the order in which they are described here.
+
+    They are the ranks that this rank's queries visit, the ranks whose queries visit this rank, the
+    ranks to which it sends keys, and the ranks from which it receives keys. With causal attention,
+    queries visit a column if its first rank is before theirs, and keys go to the rows behind their
+    row.
+    """
     rows, columns = mesh_shape(s)
     row, column = divmod(s.rank, columns)
     if s.full:
@@ -207,7 +246,9 @@ def mesh_counts(s):
 
 def mesh_sent(s):
     visits, guests, to, sources = mesh_counts(s)
-    (query, row), (result, dq) = token_ring_blocks(s, 4)  # over the keys of several ranks
+    (query, row), (result, dq) = token_ring_blocks(
+        s, 4
+    )  # fp32, since a result is over the keys of several ranks
     forward = query * visits + result * guests + 2 * s.keys * to
     return forward, row * visits + dq * guests + s.keys * (2 * to + 4 * sources)
 
@@ -220,7 +261,12 @@ def mesh_messages(s):
 
 
 def half_moved(s):
-    """Bytes of a plan in which the second half of each rank's queries goes to the next rank."""
+    """Return numbers for a plan in which the second half of each rank's queries goes to the next
+    rank.
+
+    They are the rows that move, the two results of `half_moved_keys`, and the bytes of the rows and
+    their results in forward and in backward.
+    """
     half = s.rows // 2
     sources, targets = half_moved_keys(s)
     forward = half * (2 * s.dim + 4 * s.value_dim + 4)
@@ -229,8 +275,11 @@ def half_moved(s):
 
 
 def half_moved_keys(s):
-    """From how many ranks a rank has keys, and to how many it sends them. With causal those behind
-    it need them, and rank 0, to which the last rank's queries go."""
+    """Return from how many ranks a rank receives keys, and to how many ranks it sends keys.
+
+    With causal attention, the ranks behind a rank need its keys. Rank 0 needs them too, because the
+    queries of the last rank go to rank 0.
+    """
     if s.full:
         return s.ranks - 1, s.ranks - 1
     return s.rank or s.ranks - 1, s.ranks - 1 - s.rank + (s.rank > 0)
@@ -242,8 +291,11 @@ def tasks_sent(s):
 
 
 def tasks_messages(s):
-    """Queries, in backward beside their statistics; results; keys, and their gradients. In backward
-    heads travel in groups."""
+    """Return the messages of the plan of `half_moved`.
+
+    In forward, these are queries, results and keys. In backward, they are queries, their
+    statistics, results, keys and gradients of keys, once for each group of heads.
+    """
     sources, targets = half_moved_keys(s)
     return 2 + targets, head_groups(s) * (3 + targets + sources)
 

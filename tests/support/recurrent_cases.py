@@ -60,8 +60,7 @@ class RecurrentCase:
         return SpanStates(np.array(self.edges), numbered(self.entered), numbered(self.left))
 
     def tensors(self):
-        """Return inputs, dout, the states that enter, and the gradients of the states that
-        leave."""
+        """Return the inputs, dout, entering states, and the gradients of leaving states."""
         generator = torch.Generator().manual_seed(self.seed)
         this, tokens, spans = kind(self.kind), self.edges[-1], self.spans
         heads = max(self.k_heads, self.v_heads)
@@ -153,8 +152,10 @@ def _oracle(case):
 
 
 def errors(found, expected):
-    """Return the RMS error of each result that is not empty, divided by the RMS of what is
-    expected."""
+    """Return the RMS error of each result, divided by the RMS of the oracle's result.
+
+    Results that are empty, or zero in the oracle, are left out.
+    """
     return {
         name: float((found[name].double() - y).square().mean().sqrt() / y.square().mean().sqrt())
         for name, y in expected.items()

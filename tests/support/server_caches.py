@@ -31,8 +31,7 @@ QUICK = {"connect": 0.3, "request": 0.7, "hedge": 6.0, "give_up": 8.0}
 
 
 def drawn(tokens=TOKENS, batch=(2,), dtype=torch.float32, seed=0):
-    """Return q, k and v of each layer, (batch, tokens, heads, dim), with fewer KV heads than
-    heads."""
+    """Return q, k and v of each layer, (batch, tokens, heads, dim), with 4 query and 2 KV heads."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(4, 8), (2, 8), (2, 6)] * len(LAYERS)
     x = [torch.randn(*batch, tokens, *size, generator=generator).to(dtype) for size in sizes]

@@ -116,8 +116,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _rows_to_leave_out(items):
-    """Yield the rows that `few_rows` drops, and mark `exhaustive` the rows that `make test`
-    drops."""
+    """Yield the rows that `few_rows` drops.
+
+    Rows that only `make test` drops are marked `exhaustive` instead.
+    """
     tests = collections.defaultdict(list)
     for item in items:
         if hasattr(getattr(item, "obj", None), "few_rows"):

@@ -102,8 +102,7 @@ def simulated(found, strategy):
 
 
 def relative_to_all(found, strategy):
-    """Yield how often a strategy is near the fastest, and its median time relative to the
-    fastest."""
+    """Yield how often a strategy is near the fastest strategy, and its median relative time."""
     groups = defaultdict(list)
     for row, result in zip(found["rows"], found["results"], strict=True):
         seconds = result["measured"]

@@ -146,8 +146,7 @@ class World:
         self.clients.append(session)
 
     def round(self):
-        """Let a client make some calls and check their outcomes; then check the server's
-        numbers."""
+        """Let a client make some calls, check their outcomes, and check the server's numbers."""
         weights = np.array(list(KINDS.values())) / sum(KINDS.values())
         for _ in range(int(self.random.integers(1, 16))):
             caller = choose(self.random, self.clients)
@@ -203,7 +202,7 @@ class World:
         return session if session is not None and session.name == caller.name else None
 
     def _compute(self, caller, messages):
-        """Make a call of Compute. The outcome of a step is checked now; others may be checked
+        """Make a call of Compute. The outcome of a step is checked now, other outcomes may be
         later."""
         call = caller.client.compute(messages)
         expected, left, are_tasks = [], messages, True

@@ -87,8 +87,7 @@ IN_MINIATURE = {
 
 
 def environment(device, folder=WHEELS):
-    """Return the environment variables of the steps' processes, which find seqpar and the
-    wheels."""
+    """Return the environment variables that let the steps find seqpar and the wheels."""
     installed = wheels.environment(folder)
     paths = [str(ROOT), installed["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
     found = installed | {

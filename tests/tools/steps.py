@@ -102,8 +102,10 @@ class Plan:
         )
 
     def _run(self, step, left):
-        """Run a step for at most `left` seconds; return its exit status, or None if it did not
-        end."""
+        """Run a step for at most `left` seconds; return its exit status.
+
+        The status is None if the step did not end.
+        """
         found = self.state.get(step.name, {})
         if step.skipped:
             self._note(step, {"status": SKIPPED, "reason": step.skipped})

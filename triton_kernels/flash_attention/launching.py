@@ -52,7 +52,7 @@ class Prepared:
 
     @cached_property
     def all_arguments(self) -> tuple[Any, ...]:
-        """All arguments after the tensors, in the kernel's order: the compile-time ones are
+        """All arguments after the tensors, in the kernel's order, with compile-time arguments
         last."""
         constants = (self.flags[name] for name in self.kernel.arg_names if name in self.flags)
         return *self.arguments, *constants

@@ -355,8 +355,10 @@ def _table_launch(
     has_full: bool,
     has_cut: bool,
 ) -> Launch:
-    """Return the launch of a table of tiles (n, 8), on the CPU; tiles with the longest lists come
-    first."""
+    """Return the launch of a table of tiles (n, 8), on the CPU.
+
+    Tiles with the longest lists come first.
+    """
     full_blocks = table[:, FULL_STOP] - table[:, FULL_START]
     cut_blocks = table[:, CUT_STOP] - table[:, CUT_START]
     return Launch(
