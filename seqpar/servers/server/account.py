@@ -16,8 +16,8 @@ from typing import NamedTuple
 class Client(NamedTuple):
     """A session, and the name in the certificate that opened it.
 
-    A server stores everything of a client under both. So a client that knows the session of a
-    different name still cannot reach what is stored for that name.
+    Whatever a server stores for a client can be found only with both the session and the name. So a
+    client that knows the session of a different name cannot use what is stored for that name.
     """
 
     session: bytes

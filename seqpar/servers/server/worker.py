@@ -104,7 +104,7 @@ class ThreadsByName:
                 self.start()
 
     def waiting(self, clients: Iterable[Client]) -> dict[str, Client]:
-        """Return the first of these clients for each name, without names that a thread serves."""
+        """Return the first of these clients for each name that no thread serves."""
         firsts: dict[str, Client] = {}
         for client in clients:
             if client.name not in self.served:

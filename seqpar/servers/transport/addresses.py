@@ -100,7 +100,7 @@ def target(address: str) -> str:
 
 
 def bound(address: str, port: int) -> str:
-    """Return an address in which `port`, the port that gRPC has bound, replaces the port."""
+    """Return an address with the port that gRPC has bound. A Unix socket has no port."""
     return address if is_own(address) else f"{address.rpartition(':')[0]}:{port}"
 
 
