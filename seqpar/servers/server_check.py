@@ -81,7 +81,7 @@ def check(address: str, transport: str, keys: Path | None, timeout: float) -> Fi
         if server.state != "ready":
             return Finding(address, transport, server.reason)
         if server.transport != transport:
-            return Finding(address, transport, f"it offers {server.transport} alone")
+            return Finding(address, transport, f"it offers only {server.transport}")
         try:
             return _compare(pool, address, transport)
         except ServersError as error:

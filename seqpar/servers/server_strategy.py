@@ -121,10 +121,12 @@ class OnServers(SplitStrategy[Submitted, Submitted]):
 
     def check(self, call: ResolvedCall) -> None:
         if call.options.slopes is not None:
-            raise ValueError("alibi_slopes must be None: requests to servers carry no slopes")
+            how = "call a strategy on a process group"
+            raise ValueError(f"alibi_slopes must be None: servers do not compute ALiBi; {how}")
         if call.options.backend != DEFAULT:
             found = f"use_backend({call.options.backend!r})"
-            raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {found}")
+            why = "each server chooses its backend; make the call outside of use_backend"
+            raise ValueError(f"backend must be {DEFAULT!r}, got {found}: {why}")
         s = call.shape
         for name, size, most in (
             ("q must have at most {} heads", s.heads, MAX_HEADS),
@@ -135,8 +137,10 @@ class OnServers(SplitStrategy[Submitted, Submitted]):
                 raise ValueError(f"{name.format(most)} on servers, got {size}")
         slices = max((len(task.slices) for task in self._tasks(call)), default=0)
         if slices > MAX_SLICES:
-            reason = f"documents that make at most {MAX_SLICES} slices a task, or more tasks"
-            raise ValueError(f"layout must have {reason}, got {slices}")
+            how = "pass a larger number of `tasks`"
+            raise ValueError(
+                f"layout: a task may have at most {MAX_SLICES} slices, got {slices}; {how}"
+            )
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         return [task.slices.area * call.shape.heads for task in self._tasks(call)]

@@ -59,7 +59,8 @@ class AttendOptions(NamedTuple):
             raise ValueError(f"sinks must be ({heads},) floats, one per query head, got {given}")
         if (backend := current_backend("softmax")) != DEFAULT:
             given = f"use_backend({backend!r})"
-            raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {given}")
+            why = "each server chooses its backend; make the call outside of use_backend"
+            raise ValueError(f"backend must be {DEFAULT!r}, got {given}: {why}")
         scale = shape.dim**-0.5 if softmax_scale is None else softmax_scale
         numbers = as_float("softmax_scale", scale), parse_softcap("softcap", softcap)
         scores = CallOptions(*numbers, DEFAULT, deterministic=True)

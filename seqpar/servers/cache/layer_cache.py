@@ -192,7 +192,7 @@ class Segment:
 
     @property
     def held(self) -> tuple[str, int] | None:
-        """The address of the server that stores the segment, and the stored bytes; else None."""
+        """The server's address and the stored bytes, or None if no server stores the segment."""
         if self._held is None:
             return None
         return self._held.place.address, self._own_rows.shape.nbytes(self._held.rows)
@@ -250,7 +250,7 @@ class Segment:
         return result
 
     def _result(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
-        start, reason = time.monotonic(), "no server has room for a cache"
+        start, reason = time.monotonic(), "no ready server has enough free memory for a cache"
         if begun is not None:
             try:
                 return self._answer(begun)
@@ -428,7 +428,7 @@ class ServerAnswer:
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
         """Wait for the result, and return it as `ServerCache.attend` does. Call this only once."""
         if not self._end.alive:
-            raise ValueError("result() was called before: it returns once")
+            raise ValueError("result() was called before: keep what the first call returned")
         q, options = self._q, self._options
         total = Partial.nothing(q, q.new_empty(self._layer.shape.value_dim))
         try:

@@ -83,8 +83,8 @@ class ServerCache:
 
         dispatcher = pool.dispatcher()
         if sample := dispatcher.options.sample:
-            reason = f"caches are not checked, got {sample}"
-            raise ValueError(f"pool must have sample=0: {reason}")
+            reason = "results of caches are not checked; connect another pool"
+            raise ValueError(f"pool must have sample=0, got sample={sample}: {reason}")
         if not (rebuild is None or callable(rebuild)):
             raise ValueError(f"rebuild must be a function or None, got {shown(rebuild)}")
         self._rebuild = rebuild
@@ -280,10 +280,14 @@ class ServerCache:
             check_tensor(name, x)
             if x.dtype not in DTYPES or x.is_meta:
                 given = f"{x.dtype} on {x.device}"
-                raise ValueError(f"{name} must be one of {DTYPES}, with data, got {given}")
+                expected = f"one of the dtypes {DTYPES} and not be on the meta device"
+                raise ValueError(f"{name} must have {expected}, got {given}")
             if x.dim() not in (3, 4) or x.shape[-3] != tokens:
-                expected = f"the {tokens} tokens there are to store, (…, {tokens}, H, D)"
-                raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
+                expected = f"({tokens}, H, D) or (B, {tokens}, H, D)"
+                given = str(tuple(x.shape))
+                raise ValueError(
+                    f"{name} must have the {tokens} tokens to store, {expected}, got {given}"
+                )
 
     def _check_all_answered(self) -> None:
         for name, layer in self._layers.items():
@@ -292,4 +296,4 @@ class ServerCache:
 
 def _check_answered(name: Hashable, layer: LayerCache) -> None:
     if layer.is_busy:
-        raise ValueError(f"layer {name!r} was asked before: take the result() of that first")
+        raise ValueError(f"layer {name!r} has an answer already: call its result() first")

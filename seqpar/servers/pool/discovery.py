@@ -21,7 +21,8 @@ def parse(addresses: object) -> list[str]:
     if isinstance(addresses, str):
         addresses = [addresses]
     if not isinstance(addresses, Sequence) or not addresses:
-        raise ValueError(f"addresses must be one or more of them, got {shown(addresses)}")
+        expected = "an address such as tcp://HOST:PORT, or a list of addresses"
+        raise ValueError(f"addresses must be {expected}, got {shown(addresses)}")
     for i, address in enumerate(addresses):
         if not isinstance(address, str) or not _is_looked_up(address):
             check_peer(f"addresses[{i}]", address)

@@ -410,7 +410,7 @@ class Dispatcher:
             if connection is None:
                 self._lose_step(work, blame=False)
             elif not connection.accepts(work):
-                work.reason = "it is above the caps of its server (--max-tokens, --max-bytes)"
+                work.reason = "it is above the limits of its server (--max-tokens, --max-bytes)"
                 self._lose_step(work)
             elif connection.is_free(_MAX_STEPS_AT_ONCE, now):
                 connection.start(work)

@@ -79,7 +79,7 @@ class KnownServers:
         ready = [connection for connection in self if connection.state == "ready"]
         able = [connection for connection in ready if connection.accepts(work)]
         if ready and not able:
-            work.reason = "it is above the caps of all servers (--max-tokens, --max-bytes)"
+            work.reason = "it is above the limits of all servers (--max-tokens, --max-bytes)"
         return any(connection.address not in work.avoid for connection in able)
 
     def choose(self, work: PendingWork, now: float, but: str = "") -> ServerConnection | None:

@@ -112,7 +112,8 @@ class ServerPool:
             within = Deadlines() if deadlines is None else Deadlines(**deadlines)
         except TypeError:
             known = [field.name for field in fields(Deadlines)]
-            raise ValueError(f"deadlines must be among {known}, got {shown(deadlines)}") from None
+            given = shown(deadlines)
+            raise ValueError(f"deadlines must have names among {known}, got {given}") from None
         options = PoolOptions(
             within, quantile, depth, has_home, home_depth if has_home else 0, sample
         )
@@ -143,7 +144,7 @@ class ServerPool:
     def dispatcher(self) -> Dispatcher:
         """Return the object that sends tasks, or raise a ServersError in a forked process."""
         if os.getpid() != self._process:
-            raise ServersError("the pool is another process's: make a pool in this one")
+            raise ServersError("the pool was made by a different process: call connect in this one")
         return self._dispatcher
 
     def report(self) -> PoolReport:

@@ -111,19 +111,19 @@ class Caches:
         cache = own.get(step.cache)
         if cache is None:
             if step.start or step.writes:
-                raise CacheLost("cache: there is none of this number")
+                raise CacheLost("cache: the server has none with this number")
             cache = ClientCache(Pages(shape, self._device))
         elif cache.writes != step.writes or cache.length < step.start:
-            raise CacheLost("cache: it is another one")
+            raise CacheLost("cache: the server has a different one with this number")
         elif cache.pages.shape != shape:
-            raise RequestError("cache: its rows have other heads, head dims, batch or dtype")
+            raise RequestError("cache: its rows have a different dtype, batch, heads or head dim")
         q, k, v = form_of(task).request.tensors(buffers)
         more = max(0, shape.nbytes(length) - cache.pages.nbytes)
         if step.cache not in own:
             more += _OVERHEAD
         if more and not self.account.fits(client.name, more):
             free = self.account.room_of(client.name)
-            raise RequestError(f"cache: {more} bytes more are not free, {free} are")
+            raise RequestError(f"cache: the step needs {more} more bytes, and {free} are free")
         cache.pages.reserve(length)
         self.account.count(client.name, more)
         self._caches.setdefault(client, own)[step.cache] = cache

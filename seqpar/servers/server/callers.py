@@ -45,4 +45,4 @@ class Callers:
         if is_own(self.address):
             return
         if user_of(context.peer(), self.address) not in (0, os.geteuid()):
-            raise UntrustedError("without keys, a server on TCP serves its own user alone")
+            raise UntrustedError("without keys, a server on TCP serves only its own user")

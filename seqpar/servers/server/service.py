@@ -214,7 +214,7 @@ class Service:
         async with self._first_turns.turn(name), asyncio.timeout(self._deadlines.handshake):
             raw: bytes = await context.read()
         if raw is grpc.aio.EOF:
-            raise RequestError("request: there is none")
+            raise RequestError("request: the call has ended without one")
         return raw
 
     # --- Sessions ---
@@ -322,7 +322,7 @@ class Service:
                 requests.append(version.read_request(more))
                 del more
                 if requests[0][0].session != session.client.session:
-                    raise RequestError("session: a call has requests of one session")
+                    raise RequestError("session: all requests of a call must be of one session")
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[bool]:
@@ -380,7 +380,8 @@ class Service:
     def _check_memory(self, needed: int) -> None:
         """Raise a RequestError if a request needs more bytes than all requests together may."""
         if needed > (most := self.account.most):
-            raise RequestError(f"memory: all requests may have {most} bytes, this needs {needed}")
+            reason = f"this request needs {needed} bytes, and all requests together may have {most}"
+            raise RequestError(f"memory: {reason}")
 
     async def _take_room(self, name: str, size: int) -> Callable[[], None]:
         """Wait until enough memory is free for a request, and take it.
@@ -391,7 +392,7 @@ class Service:
             async with asyncio.timeout(self._deadlines.request):
                 return await self.account.wait_and_take(name, size)
         except TimeoutError:
-            raise FullError("memory: other requests have it") from None
+            raise FullError("memory: other requests still use it") from None
 
     def _until(self, size: int) -> asyncio.Timeout:
         """Return a timeout for sending or receiving `size` bytes."""

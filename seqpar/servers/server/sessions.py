@@ -83,7 +83,8 @@ class Sessions:
         own, most = self._of(name), self._limits.clients
         free = most - len(self) - 1
         if free < 0 or (name and own and own + 1 > free):
-            raise FullError(f"clients: the server has {len(self)} already of {most}")
+            reason = f"the server has {len(self)} of at most {most} sessions, {own} of this name"
+            raise FullError(f"clients: {reason}")
         # The more sessions a name has, the fewer requests a new session may have. Otherwise, the
         # payloads of a name with many sessions would delay the payloads of other names.
         share = max(1, self._limits.requests // (1 + own)) if name else self._limits.requests

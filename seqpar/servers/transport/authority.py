@@ -120,7 +120,8 @@ def revoke(folder: Path, name: str) -> list[Path]:
         files = _issued(folder, name)
         if name == "server" or not files:
             how = "make new certificates with --rotate and remove the old authority"
-            why = f"clients ask for no list; {how}" if name == "server" else "no client has it"
+            why = f"clients do not read a list of revoked servers; {how}"
+            why = why if name == "server" else "no client has this name"
             raise ValueError(f"revoke: {printable(name)} is no name of a client: {why}")
         files = [x for x in files if not os.path.lexists(folder / "revoked" / x.name)]
         if not files:

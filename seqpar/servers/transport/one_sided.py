@@ -146,7 +146,7 @@ class OneSided:
         places, total = placed([part.nbytes for part in parts])
         agent, target = (None, None) if known is None else (known.agent, known.target)
         if agent is None or target is None or not 0 <= place <= target.size - total:
-            raise TransportError("nixl: the peer has no room at that place")
+            raise TransportError("nixl: the payload would not lie in the peer's arena")
         base = target.address + place
         pairs = [(base + x, part) for x, part in zip(places, parts, strict=True) if part.size]
         if pairs:
@@ -203,7 +203,7 @@ class OneSided:
         known = self._peers.get(peer)
         places, total = placed(sizes)
         if known is None or not 0 <= place <= known.size - total:
-            raise TransportError("place: it is not in this peer's arena")
+            raise TransportError("place: the payload does not lie in this peer's arena")
         block = self._bytes[known.start + place : known.start + place + total]
         pairs = zip(places, sizes, strict=True)
         return [block[start : start + size].copy() for start, size in pairs]

@@ -95,7 +95,7 @@ class Form:
                 return f"{name} must be from {least} to {most} here, got {value}"
         for name in ("q_rows", "k_rows"):
             if (rows := task.batch * getattr(task, name)) > tokens:
-                return f"{name}: a batch must have at most {tokens} in all, got {rows}"
+                return f"{name} of all sequences in the batch must be at most {tokens}, got {rows}"
         if task.heads % task.kv_heads:
             return f"heads must be a multiple of kv_heads: {task.heads}, {task.kv_heads}"
         if not math.isfinite(task.scale):
@@ -104,7 +104,7 @@ class Form:
             return "softcap must be finite and not negative"
         for kind, payload in (("payload", self.request), ("result", self.result)):
             if payload.room > limits.bytes:
-                return f"{kind}: {limits.bytes} bytes at most are taken here, got {payload.room}"
+                return f"{kind} must have at most {limits.bytes} bytes here, got {payload.room}"
         return None
 
 

@@ -80,8 +80,8 @@ class Deadlines:
             raise ValueError(f"connect must be above 0 seconds, got {values[0]}")
         for i, (before, after) in enumerate(pairwise(values)):
             if not before < after:
-                order = f"{names[i]} < {names[i + 1]}"
-                raise ValueError(f"{names[i + 1]}: deadlines are ordered, {order}, got {values}")
+                order = f"{names[i + 1]} must be longer than {names[i]}"
+                raise ValueError(f"{order}, got {after:g} and {before:g} seconds: change one")
 
 
 @dataclass(frozen=True)

@@ -50,18 +50,19 @@ class Request:
         kv_batch, keys, kv_heads, kv_dim = self.k.shape
         if (kv_batch, kv_dim) != (batch, dim) or kv_heads < 1 or heads % kv_heads:
             found = f"{tuple(self.q.shape)} and {tuple(self.k.shape)}"
-            raise ValueError(f"k must have q's batch, head dim and a divisor of its heads, {found}")
+            expected = "q's batch size and head dim, and a number of heads that divides q's"
+            raise ValueError(f"k must have {expected}, got q and k {found}")
         if self.v.shape[:3] != self.k.shape[:3]:
             found = f"{tuple(self.k.shape)} and {tuple(self.v.shape)}"
-            raise ValueError(f"v must have k's batch, rows and heads, got {found}")
+            raise ValueError(f"v must have k's batch size, rows and heads, got k and v {found}")
         rows = self.slices.query_rows, self.slices.key_rows
         if rows != (self.q.shape[1], keys):
-            found = f"{rows} for {(self.q.shape[1], keys)} rows of q and k"
-            raise ValueError(f"slices must have a position for each row, got {found}")
+            expected = f"{self.q.shape[1]} query positions and {keys} key positions, one per row"
+            raise ValueError(f"slices must have {expected}, got {rows[0]} and {rows[1]}")
         for name, default in CallOptions._field_defaults.items():
             given = getattr(self.options, name)
             if given is not default and (isinstance(given, Tensor) or given != default):
-                reason = f"requests to servers carry no {name}"
+                reason = f"a request to a server cannot have {name}; use a process group"
                 raise ValueError(f"options.{name} must be {default!r}: {reason}")
         if self.output is not None:
             self._check_output(self.output)
@@ -122,7 +123,10 @@ class Request:
 
 
 class ServersError(RuntimeError):
-    """No server computed a task within its deadline, and the pool has `home=False`."""
+    """A task has no result: no server computed it in time, or its pool cannot be used.
+
+    A pool cannot be used if it was closed, has failed, or was made before a fork.
+    """
 
 
 def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

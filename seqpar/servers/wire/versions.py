@@ -63,7 +63,7 @@ class Version:
         if message.HasField("step"):
             step = Step(*(getattr(message.step, name) for name in Step._fields))
         if (step is not None) != (task.operation == "step"):
-            raise RequestError("step: it goes with the operation STEP")
+            raise RequestError("step: the operation STEP must have one, and no other may")
         if message.HasField("places"):
             places = Places(message.places.request, message.places.result)
         checksum = message.checksum ^ digest(message)

@@ -112,7 +112,7 @@ def test_an_open_call_belongs_to_one_session(server, opened):
         (call := opened.open()).send()
         assert call.hear()
         call.send(other.session)
-        with pytest.raises(Exception, match="requests of one session"):
+        with pytest.raises(Exception, match="must be of one session"):
             next(call.call)
 
 

@@ -257,7 +257,7 @@ REFUSED = {  # arguments of the module, of the call, and what the error says
     "a large head dim": ({}, {"dim": 1025}, "q must have a head dim of at most 1024"),
     "a large value dim": ({}, {"value_dim": 1025}, "v must have a head dim of at most 1024"),
     "max logits": ({}, {"return_max_logits": True}, "return_max_logits must be False: servers"),
-    "slopes": ({}, {"alibi_slopes": torch.ones(2)}, "alibi_slopes must be None: requests"),
+    "slopes": ({}, {"alibi_slopes": torch.ones(2)}, "alibi_slopes must be None: servers do not"),
     "dropout": ({}, {"dropout_p": 0.5}, "dropout_p must be 0"),
     "a softcap below 0": ({}, {"softcap": -1.0}, "softcap must be finite"),
     "keys of other documents": ({}, {"kv_layout": Layout.contiguous([0, 1, 40], 1)}, "kv_layout"),
@@ -281,7 +281,7 @@ def test_inexact_calls_are_refused_before_sending(pool, name):
 
 def test_a_backend_is_the_servers_choice(pool):
     attn, q = DisaggregatedAttention(pool), torch.zeros(4, 1, 8)
-    with use_backend("reference"), pytest.raises(ValueError, match="servers choose theirs"):
+    with use_backend("reference"), pytest.raises(ValueError, match="each server chooses its"):
         attn(q, q, q, Layout.contiguous(4, 1), causal=True)
 
 

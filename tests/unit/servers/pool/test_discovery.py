@@ -166,7 +166,7 @@ def test_a_fault_that_comes_again_is_logged_again(listed, caplog):
     ("ipc:///tmp/s", {"transports": ["rdma"]}, "^transports must"),
     ("ipc:///tmp/s", {"transports": "grpc"}, "^transports must"),
     ("ipc:///tmp/s", {"deadlines": {"connect": 50}}, "^request"),
-    ("ipc:///tmp/s", {"deadlines": {"patience": 50}}, "^deadlines must be among"),
+    ("ipc:///tmp/s", {"deadlines": {"patience": 50}}, "^deadlines must have names among"),
     ("ipc:///tmp/s", {"hedge_quantile": 0}, "^hedge_quantile"),
     ("ipc:///tmp/s", {"sample": -1}, "^sample"),
     ("ipc:///tmp/s", {"depth": 0}, "^depth"), ("ipc:///tmp/s", {"home": 1}, "^home"),

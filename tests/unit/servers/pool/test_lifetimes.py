@@ -79,7 +79,7 @@ PROGRAMS = {
             try:
                 pool.submit(requests[0])
             except ServersError as error:
-                assert "another process's" in str(error)
+                assert "made by a different process" in str(error)
             pool.close()
             try:
                 connect(sys.argv[1])

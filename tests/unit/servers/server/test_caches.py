@@ -120,7 +120,7 @@ def test_steps_continue_what_is_there_and_nothing_else():
     ):  # fmt: skip
         with pytest.raises(CacheLost):
             admit(caches, session, step(3, **change))
-    for change, said in (({"offset": 2**31}, "offset"), ({"kv_heads": 4}, "other heads")):
+    for change, said in (({"offset": 2**31}, "offset"), ({"kv_heads": 4}, "heads or head dim")):
         with pytest.raises(RequestError, match=said):
             admit(caches, b"a", step(3, **{"writes": 2, "start": 10} | change))
     assert caches.account.held == before and len(caches) == 1
@@ -184,7 +184,7 @@ def test_an_oversized_request_evicts_nothing():
     assert caches.account.room_of("") == 0
     admit(caches, b"a", step(100, writes=1, start=9)).compute()  # in the page that it has
     for changes in ({"cache": 3}, {"writes": 2, "start": 109}):
-        with pytest.raises(RequestError, match=r"cache: \d+ bytes more are not free, 0 are"):
+        with pytest.raises(RequestError, match=r"needs \d+ more bytes, and 0 are free"):
             admit(caches, b"a", step(200, **changes))
     caches.free(peer(b"a"), 2)
     admit(caches, b"a", step(200, writes=2, start=109)).compute()

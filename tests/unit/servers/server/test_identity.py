@@ -91,7 +91,7 @@ def test_one_name_cannot_take_all_sessions(folder, keys):
         for _ in range(3):
             stack.enter_context(Client(server.address, keys["a"]))
         for _ in range(5):
-            with pytest.raises(grpc.RpcError, match="clients: the server has 3 already of 6"):
+            with pytest.raises(grpc.RpcError, match="clients: the server has 3 of at most 6"):
                 Client(server.address, keys["a"])
         with Client(server.address, keys["b"]) as honest:
             assert same(honest.ask(pack(REQUEST)), REQUEST)

@@ -84,10 +84,10 @@ def test_few_and_odd_rows(client, rows):
     ({"dim": 9}, "bytes are missing"),
     ({"heads": 3}, "heads must be a multiple of kv_heads"),
     ({"slices": 2}, "bytes are missing"),
-    ({"q_rows": 4096, "heads": 512}, "payload: 1048576 bytes"),
+    ({"q_rows": 4096, "heads": 512}, "payload must have at most 1048576 bytes"),
     ({"operation": "backward"}, "bytes are missing"),
-    ({"operation": "step"}, "step: it goes with the operation STEP"),
-    ({"step": Step(1, 0, 0, 0, 0, 0)}, "step: it goes with the operation STEP"),
+    ({"operation": "step"}, "step: the operation STEP must have one"),
+    ({"step": Step(1, 0, 0, 0, 0, 0)}, "step: the operation STEP must have one"),
     ({"dtype": "float64"}, "bytes are missing"),
     ({"dtype": "bfloat16"}, "bytes were missing"),
     ({"checksum": 5}, "checksum"),
@@ -143,7 +143,7 @@ def test_bytes_that_are_no_message_are_refused(client, tmp_path, name):
 
 
 def test_requests_that_are_missing_or_empty_are_refused(client):
-    for requests, said in (([], "there is none"), ([b""], "task"), ([b"", b""], "task")):
+    for requests, said in (([], "without one"), ([b""], "task"), ([b"", b""], "task")):
         call = client.compute(requests)
         assert client.hear(call, pack(REQUEST)) == StatusCode.INVALID_ARGUMENT
         assert said in call.details()
@@ -221,7 +221,7 @@ def test_more_clients_than_a_server_takes_are_refused(server):
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(Client(server.address))
-        with pytest.raises(grpc.RpcError, match="clients: the server has 3 already of 3"):
+        with pytest.raises(grpc.RpcError, match="clients: the server has 3 of at most 3"):
             Client(server.address)
 
 

@@ -154,7 +154,7 @@ def test_another_user_cannot_use_a_server():
             refused = other.communicate()[0].splitlines()
         with python_of_nobody("", target, first=first + ASK) as own:  # before it is nobody's
             served = own.communicate()[0].splitlines()
-    reason = "UNAUTHENTICATED without keys, a server on TCP serves its own user alone"
+    reason = "UNAUTHENTICATED without keys, a server on TCP serves only its own user"
     assert refused == [f"Status {reason}", f"Session {reason}"]
     assert served == ["Status True", "Session True"]
 
