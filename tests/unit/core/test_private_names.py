@@ -79,7 +79,7 @@ def foreign(source, ours):
     for node in nodes:
         if isinstance(node, ast.Attribute) and private(node.attr):
             root, *names = dotted(node).split(".")
-            if root in roots:
+            if root in roots and node.attr not in OF_NAMEDTUPLE:
                 yield ".".join([roots[root], *names])
             elif node.attr not in ours:
                 yield node.attr

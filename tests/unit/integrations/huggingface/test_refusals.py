@@ -363,7 +363,7 @@ def test_a_fault_on_one_rank_raises_on_all(llama, where):
         sp.model(**batch)
 
     expected = {
-        "shard": "padding between tokens",
+        "shard": "padding only on the left or the right, got some between tokens of row 0",
         "model": "output_attentions must not be given",
         "layer": "model.layers.1.self_attn: its mask is a tensor (1, 1, 4, 4)",
     }

@@ -262,7 +262,7 @@ WRONG = [
         lambda own, sp: own(
             input_ids=TOKEN, logits_to_keep=torch.tensor([0]), past_key_values=filled(own, sp)
         ),
-        "logits_to_keep must be a number",
+        "logits_to_keep must be an int with past_key_values, got a tensor",
     ),
     (lambda own, sp: own(TOKEN, past_key_values=sp.cache()), "called with keywords only"),
     (lambda own, sp: filled(own, sp).crop(1), "tokens_to_remove must be a negative number"),
@@ -273,7 +273,7 @@ WRONG = [
             sp.make_linear([1]),
             own(input_ids=TOKEN, past_key_values=cache),
         ),
-        "layers.1.self_attn is linear",
+        "model must have no linear layers for a cache, got model.layers.1.self_attn",
     ),
     (lambda own, sp: generated(own, prompts(), max_time=9.0), "max_time must be None"),
     (
@@ -300,7 +300,7 @@ WRONG = [
     (lambda own, sp: sp.cache().update(TOKEN, TOKEN, 0), "must be filled by calls of the enabled"),
     (
         lambda own, sp: (sp.make_linear([1]), generated(own, prompts())),
-        "layers.1.self_attn is linear",
+        "model must have no linear layers for a cache, got model.layers.1.self_attn",
     ),
 ]
 
