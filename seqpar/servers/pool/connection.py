@@ -179,7 +179,8 @@ class TaskCall:
 
     def __init__(self, stream: Any) -> None:
         self.stream, self._since = stream, time.monotonic()
-        self._early: asyncio.Task[bytes] | None = None  # waits for a reply while the call rests
+        self._rests = False
+        self._early: asyncio.Task[bytes] | None = None  # waits for a reply from the rest on
 
     async def write(self, message: bytes) -> None:
         await self.stream.write(message)
@@ -189,22 +190,26 @@ class TaskCall:
             raw: bytes = await self.stream.read()
             return raw
         self._early = None
-        early.remove_done_callback(self._spoil)
         return await early
 
     def rest(self) -> None:
         """Keep the call open for another task. If the server sends anything, the call ends."""
+        self._rests = True
         self._early = asyncio.ensure_future(self.stream.read())
         self._early.add_done_callback(self._spoil)
 
     def _spoil(self, early: asyncio.Task[bytes]) -> None:
-        """End the call, because the server sent something while the call rested, or ended it."""
-        self.stream.cancel()
+        """End the call if the server sent something while the call rested, or ended the call."""
         if not early.cancelled():
             early.exception()  # asyncio logs an error that nobody has asked for
+        # A reply may arrive before gRPC reports that the request has been written. Then this is
+        # called during a task, or during the next rest.
+        if self._rests and early is self._early:
+            self.stream.cancel()
 
-    def may_go_on(self) -> bool:
-        """Return whether a resting call may send another task."""
+    def resume(self) -> bool:
+        """End the rest, and return whether the call may send another task."""
+        self._rests = False
         is_new = time.monotonic() - self._since < _MAX_OPEN_SECONDS
         return is_new and self._early is not None and not self._early.done()
 
@@ -334,6 +339,10 @@ class ServerConnection:
             failure = Failure(str(error), blame=True)
         except TransportError as error:
             failure = Failure(str(error), lost=True)
+        except asyncio.CancelledError:
+            if attempt.call is None or attempt.call.cancelling():
+                raise
+            failure = Failure("its call has ended", blame=True)  # gRPC has cancelled the call
         except Exception as error:
             failure = Failure(f"its result cannot be read: {type(error).__name__}", blame=True)
         else:
@@ -381,7 +390,7 @@ class ServerConnection:
         assert self._channel is not None
         while self._resting:
             call = self._resting.pop()
-            if call.may_go_on():
+            if call.resume():
                 return call
             call.cancel()
         path = f"/{self._service.service}/Compute"

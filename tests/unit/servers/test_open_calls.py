@@ -11,9 +11,12 @@ from grpc import StatusCode
 from seqpar.servers.pool import connection
 from seqpar.servers.pool.connection import TaskCall
 from seqpar.servers.server import service
+from seqpar.servers.server.service import Service
 from seqpar.servers.wire.codec import pack
+from seqpar.servers.wire.messages import ReplyHeader
+from seqpar.servers.wire.payload import RequestError
 from tests.support.requests import random_request
-from tests.support.servers import Client, connect, running, same, wait_until
+from tests.support.servers import LONG_DEADLINES, Client, connect, running, same, wait_until
 
 REQUEST = random_request(0)
 PACKED = pack(REQUEST)
@@ -133,6 +136,10 @@ class Stream:
 
     def __init__(self):
         self.messages, self.cancelled = asyncio.Queue(), False
+        self.written = asyncio.Event()
+
+    async def write(self, message):
+        await self.written.wait()
 
     async def read(self):
         if isinstance(message := await self.messages.get(), Exception):
@@ -149,13 +156,64 @@ def test_a_call_ends_if_its_server_sends_before_it_is_asked(message):
         call = TaskCall(stream := Stream())
         call.rest()
         await asyncio.sleep(0)
-        assert call.may_go_on()
+        assert call.resume()
         stream.messages.put_nowait(b"an answer")
         assert await call.read() == b"an answer" and not stream.cancelled
         call.rest()
         stream.messages.put_nowait(message)
         for _ in range(5):
             await asyncio.sleep(0)
-        assert stream.cancelled and not call.may_go_on()
+        assert stream.cancelled and not call.resume()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("first", ["read", "written"])
+def test_a_reply_may_arrive_before_its_request_is_written(first):
+    """In one pass of the event loop, in either order."""
+
+    async def check():
+        async def exchange():
+            await call.write(b"a task")
+            answer = await call.read()
+            call.rest()
+            return answer
+
+        call = TaskCall(stream := Stream())
+        call.rest()
+        await asyncio.sleep(0)
+        assert call.resume()
+        task = asyncio.create_task(exchange())
+        await asyncio.sleep(0)
+        if first == "read":
+            stream.messages.put_nowait(b"an answer")
+            stream.written.set()
+        else:
+            stream.written.set()
+            stream.messages.put_nowait(b"an answer")
+        assert await task == b"an answer"
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not stream.cancelled and call.resume()
+
+    asyncio.run(check())
+
+
+def test_an_early_reply_to_a_later_task_loses_no_time(server, monkeypatch):
+    """The server answers the first task of a call, and replies to the second before it has it."""
+    answers = Service._answer
+
+    async def answer(self, version, session, header, data, is_open, context):
+        if not server.totals.tasks:
+            return await answers(self, version, session, header, data, is_open, context)
+        await context.write(version.reply(ReplyHeader(0, 0.0, True), [b"x"]))
+        await asyncio.sleep(0.2)  # until the reply has arrived
+        await self._receive(session.client.name, header, data, context)
+        raise RequestError("no more")
+
+    monkeypatch.setattr(Service, "_answer", answer)
+    large = random_request(1, 2**14, 64, dim=64)
+    with connect(server.address, depth=1, deadlines=LONG_DEADLINES) as pool:
+        assert same(pool.submit(REQUEST).result(20), REQUEST)
+        assert same(pool.submit(large).result(40), large)
+        assert pool.report().retried == 1
