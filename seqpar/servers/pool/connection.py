@@ -54,6 +54,7 @@ _BUSY_SECONDS = 0.05  # the pause before a busy server is asked again
 _PAYLOAD_MARGIN = 2.0  # deadlines are extended by this multiple of the time that payloads need
 _BANDWIDTH_FADING = 0.8  # with each result, earlier bandwidths count this fraction
 _MAX_OPEN_SECONDS = MAX_CALL_SECONDS / 6  # a call that has been open for longer gets no more tasks
+_MAX_REST_SECONDS = 60.0  # a call that has rested for longer ends, so that others may stay open
 _MAX_REASON = 200  # the most characters that are kept of a server's text
 # With these statuses a server refuses a session.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -179,7 +180,7 @@ class TaskCall:
 
     def __init__(self, stream: Any) -> None:
         self.stream, self._since = stream, time.monotonic()
-        self._rests = False
+        self._rests, self._rested = False, 0.0  # whether the call rests, and since when
         self._early: asyncio.Task[bytes] | None = None  # waits for a reply from the rest on
 
     async def write(self, message: bytes) -> None:
@@ -194,7 +195,7 @@ class TaskCall:
 
     def rest(self) -> None:
         """Keep the call open for another task. If the server sends anything, the call ends."""
-        self._rests = True
+        self._rests, self._rested = True, time.monotonic()
         self._early = asyncio.ensure_future(self.stream.read())
         self._early.add_done_callback(self._spoil)
 
@@ -207,11 +208,16 @@ class TaskCall:
         if self._rests and early is self._early:
             self.stream.cancel()
 
+    def may_go_on(self) -> bool:
+        """Return whether a resting call may send another task."""
+        now = time.monotonic()
+        is_new = now < min(self._since + _MAX_OPEN_SECONDS, self._rested + _MAX_REST_SECONDS)
+        return is_new and self._early is not None and not self._early.done()
+
     def resume(self) -> bool:
         """End the rest, and return whether the call may send another task."""
         self._rests = False
-        is_new = time.monotonic() - self._since < _MAX_OPEN_SECONDS
-        return is_new and self._early is not None and not self._early.done()
+        return self.may_go_on()
 
     def cancel(self) -> None:
         self.stream.cancel()
@@ -247,7 +253,7 @@ class ServerConnection:
         self._welcome: Any = None  # the server's welcome, while there is a session
         self._route: Route | None = None  # the route to the server of the session
         self._channel: grpc.aio.Channel | None = None  # the connection for payloads
-        self._resting: list[TaskCall] = []
+        self._resting: list[TaskCall] = []  # the call that has rested longest comes first
         self._bytes_per_second = 0.0  # the measured bandwidth of payloads
         # With NIXL, the server writes into the first arena, and this pool into the second.
         self._own_arena = self._server_arena = Arena(0)
@@ -562,6 +568,8 @@ class ServerConnection:
     def _take_state(self, event: Any) -> None:
         if not event.HasField("state"):
             raise RequestError("it answered the handshake a second time")
+        while self._resting and not self._resting[0].may_go_on():
+            self._resting.pop(0).cancel()
         self.cache_room = event.state.cache_room
         if event.state.draining and self.state == "ready":
             self.state, self.reason = "draining", "it is about to leave"

@@ -16,7 +16,7 @@ from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.messages import ReplyHeader
 from seqpar.servers.wire.payload import RequestError
 from tests.support.requests import random_request
-from tests.support.servers import LONG_DEADLINES, Client, connect, running, same, wait_until
+from tests.support.servers import LONG_DEADLINES, Client, Gate, connect, running, same, wait_until
 
 REQUEST = random_request(0)
 PACKED = pack(REQUEST)
@@ -87,6 +87,20 @@ def test_a_pool_makes_a_new_call_long_before_the_deadline(server, monkeypatch):
         for _ in range(3):
             assert same(pool.submit(REQUEST).result(20), REQUEST)
         wait_until(lambda: calls_of(server) == [1])
+
+
+def test_a_pool_ends_calls_that_rest_for_long(server, monkeypatch):
+    with connect(server.address, depth=2, home=False) as pool:
+        gate = Gate(monkeypatch)
+        futures = [pool.submit(REQUEST) for _ in range(2)]
+        wait_until(lambda: calls_of(server) == [2])
+        gate.open.set()
+        assert all(same(x.result(20), REQUEST) for x in futures)
+        assert same(pool.submit(REQUEST).result(20), REQUEST)
+        assert calls_of(server) == [2]
+        monkeypatch.setattr(connection, "_MAX_REST_SECONDS", 0.0)
+        wait_until(lambda: calls_of(server) == [0])
+        assert same(pool.submit(REQUEST).result(20), REQUEST)
 
 
 def test_few_calls_of_a_name_may_have_several_tasks(server, opened):
