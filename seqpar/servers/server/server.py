@@ -158,4 +158,4 @@ class Server:
         if self._keys is not None:
             for fault in self._keys.look():
                 self._service.audit.write(logging.WARNING, "keys", "", "", fault)
-            self._service.tell()
+            self._service.end_untrusted()

@@ -241,10 +241,12 @@ class Service:
                     await context.write(event.SerializeToString())
                 if event.HasField("state"):  # the first state follows the welcome at once
                     await self.wait_for_beat()
-                if not self.callers.trusts(caller):
-                    reason = "its certificate is no longer trusted"
-                    raise UntrustedError(reason)
                 event = version.messages.SessionEvent(state=self._state(version, session))
+        except asyncio.CancelledError:
+            if self.callers.trusts(caller):
+                raise
+            reason = "its certificate is no longer trusted"
+            raise UntrustedError(reason) from None
         except TimeoutError:
             reason = f"it has taken no event for {self._deadlines.idle:g} s"
             raise
@@ -290,9 +292,18 @@ class Service:
                 await self._news.wait()
 
     def tell(self) -> None:
-        """Send each session an event now. A session whose certificate is not trusted now ends."""
+        """Send each session an event now."""
         self._news.set()
         self._news.clear()
+
+    def end_untrusted(self) -> None:
+        """End the sessions of certificates that are no longer trusted, and all of their calls.
+
+        A session may be writing an event that its client does not accept, so it is cancelled.
+        """
+        for session in self.sessions:
+            if not self.callers.trusts(Caller(session.client.name, session.certificate)):
+                session.task.cancel()
 
     def close(self) -> None:
         """End all threads, and the NIXL agent. All calls must have ended."""
@@ -319,6 +330,8 @@ class Service:
                 await self._answer(version, session, *requests.pop(), is_open, context)
                 if not is_open or (more := await context.read()) is grpc.aio.EOF:
                     return
+                if not self.callers.trusts(caller):  # the session may have another certificate
+                    raise UntrustedError("the client's certificate is no longer trusted here")
                 requests.append(version.read_request(more))
                 del more
                 if requests[0][0].session != session.client.session:

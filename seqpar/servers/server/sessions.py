@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from seqpar.servers.server.account import Client
 from seqpar.servers.wire.limits import Limits
@@ -45,6 +46,7 @@ class Session:
 
     client: Client
     certificate: bytes  # in PEM format; b"" if the server uses no certificates
+    task: asyncio.Task[Any]  # answers the client's call `Session`
     most: int  # how many requests without a result the session may have
     requests: int = 0  # how many requests without a result the session has
     calls: set[asyncio.Task[None]] = field(default_factory=set)
@@ -75,7 +77,9 @@ class Sessions:
         return iter(list(self._sessions.values()))
 
     def begin(self, name: str, certificate: bytes) -> Session:
-        """Begin a session, or raise a FullError if there are too many sessions.
+        """Begin a session, whose call the current asyncio task answers.
+
+        Raises a FullError if there are too many sessions.
 
         A name that has sessions gets one more only if, afterwards, the server can still begin at
         least as many sessions as the name then has.
@@ -89,7 +93,9 @@ class Sessions:
         # payloads of a name with many sessions would delay the payloads of other names.
         share = max(1, self._limits.requests // (1 + own)) if name else self._limits.requests
         client = Client(secrets.token_bytes(SECRET_BYTES), name)
-        self._sessions[client.session] = session = Session(client, certificate, share)
+        task = asyncio.current_task()
+        assert task is not None
+        self._sessions[client.session] = session = Session(client, certificate, task, share)
         return session
 
     def _of(self, name: str) -> int:

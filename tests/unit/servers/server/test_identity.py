@@ -14,6 +14,7 @@ from seqpar.servers.transport.authority import add_client, generate, revoke, rot
 from seqpar.servers.transport.certificates import ClientIdentity, ServerIdentity
 from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.versions import joined
 from tests.support.requests import random_request
 from tests.support.servers import (
     Client,
@@ -25,6 +26,7 @@ from tests.support.servers import (
     wait_until,
 )
 from tests.unit.servers.server.test_caches import step
+from tests.unit.servers.test_open_calls import Open
 
 REQUEST = random_request(0)
 
@@ -197,6 +199,52 @@ def test_revocation_ends_calls_that_run(folder, keys, monkeypatch):
         wait_until(lambda: not held["b"])
         assert same(a.hear(own, packed), REQUEST)
         ended.set()
+
+
+def test_a_client_that_takes_no_events_is_cut_too(folder, keys, monkeypatch):
+    """It gives the events of its session no room, so that the server waits to write one."""
+    with (
+        serving(folder) as server,
+        Client(server.address, keys["b"]) as b,
+        contextlib.closing(Open(b)) as call,
+    ):
+        call.send()
+        assert call.hear()
+        writing = threading.Event()
+
+        def large(version, session):
+            writing.set()
+            return version.messages.ServerState.FromString(joined(b"", [bytes(2**21)]))
+
+        monkeypatch.setattr(server._service, "_state", large)
+        assert writing.wait(20)
+        time.sleep(1)  # until no more events fit into the connection
+        assert server.status().clients == 1
+        revoke(folder, "b")
+        start = time.monotonic()
+        wait_until(lambda: not server.status().clients)
+        assert time.monotonic() - start < 2  # a beat takes 0.25 s, and `idle` is 10 s
+        call.send()
+        with pytest.raises(grpc.RpcError, match="session: it has ended"):
+            next(call.call)
+
+
+def test_a_revoked_certificate_has_no_task_in_an_open_call(folder, keys, monkeypatch):
+    """Although the session of the call goes on: it may have another certificate of the name."""
+    with (
+        serving(folder) as server,
+        Client(server.address, keys["b"]) as b,
+        contextlib.closing(Open(b)) as call,
+    ):
+        call.send()
+        assert call.hear()
+        monkeypatch.setattr(server._service, "end_untrusted", lambda: None)
+        revoke(folder, "b")
+        wait_until(lambda: b.free(1) == StatusCode.UNAUTHENTICATED)
+        call.send()
+        with pytest.raises(grpc.RpcError, match="no longer trusted"):
+            next(call.call)
+        assert call.call.code() == StatusCode.UNAUTHENTICATED
 
 
 def test_certificates_are_rotated_without_a_lost_task(folder):
