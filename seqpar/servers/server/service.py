@@ -53,7 +53,10 @@ from seqpar.servers.wire.versions import Version, data_of, joined
 Context: TypeAlias = Any  # a grpc.aio.ServicerContext, which has no type hints
 BEAT_SECONDS = 0.25  # a session has an event at least this often
 _CHUNKS_AT_ONCE = 2  # how many chunks of payloads the server receives from a name at a time
-_FIRST_REQUESTS_AT_ONCE = 1  # how many first requests it receives from a name at a time
+_FIRST_REQUESTS_AT_ONCE = (
+    1  # how many first requests of `Compute` it receives from a name at a time
+)
+_CONTROL_REQUESTS_AT_ONCE = 4  # how many requests of its other calls
 _OPEN_CALLS = 8  # the most open calls of a name
 _PATIENCE_SECONDS = 0.25  # how long a call keeps its turn while no chunk arrives
 _PAUSE_SECONDS = 0.005  # the delay of refused calls, and of `Session`, `Free` and `Status`
@@ -117,7 +120,11 @@ class Service:
         self.caches = Caches(limits.cache_bytes, device, DEFAULT)
         self._limits, self._deadlines = limits, deadlines
         self._started = time.monotonic()
-        self._turns, self._first_turns = Turns(_CHUNKS_AT_ONCE), Turns(_FIRST_REQUESTS_AT_ONCE)
+        self._turns = Turns(_CHUNKS_AT_ONCE)
+        # Calls whose first request does not come keep their turns for seconds. A call `Session`
+        # that waited for a turn of a `Compute` would then be too late for the client.
+        self._first_turns = Turns(_FIRST_REQUESTS_AT_ONCE)
+        self._control_turns = Turns(_CONTROL_REQUESTS_AT_ONCE)
         self._pauses = Turns(1)
         self._open_calls: Counter[str] = Counter()  # the number of open calls, by name
         self._kept = KeptSlices()
@@ -159,6 +166,7 @@ class Service:
         self, call: Callable[..., Awaitable[None]], version: Version
     ) -> Callable[[object, Context], Awaitable[None]]:
         """Return a handler that identifies the caller, makes the call, and reports an error."""
+        turns = self._first_turns if call == self._compute else self._control_turns
 
         async def handle(_: object, context: Context) -> None:
             name = _STRANGER
@@ -166,7 +174,8 @@ class Service:
                 caller = self.callers.identify(context)
                 name = caller.name
                 self._calls.take(name, 1)
-                await call(caller, version, await self._first_request(name, context), context)
+                raw = await self._first_request(turns, name, context)
+                await call(caller, version, raw, context)
                 return
             except TooManyError:
                 code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "calls: the server has too many"
@@ -209,9 +218,9 @@ class Service:
         async with self._pauses.turn(name):
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    async def _first_request(self, name: str, context: Context) -> bytes:
+    async def _first_request(self, turns: Turns, name: str, context: Context) -> bytes:
         """Read a call's first request. Its bytes do not count in an account while it arrives."""
-        async with self._first_turns.turn(name), asyncio.timeout(self._deadlines.handshake):
+        async with turns.turn(name), asyncio.timeout(self._deadlines.handshake):
             raw: bytes = await context.read()
         if raw is grpc.aio.EOF:
             raise RequestError("request: the call has ended without one")

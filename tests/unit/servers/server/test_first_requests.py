@@ -3,6 +3,8 @@
 import contextlib
 import socket
 import struct
+import threading
+import time
 from collections import defaultdict
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from seqpar.servers.server import service
 from seqpar.servers.transport import options
 from seqpar.servers.wire.limits import MAX_MESSAGE_BYTES
-from tests.support.servers import Client, running
+from tests.support.servers import Client, running, wait_until
 from tests.tools.hostile_connections import (
     ACK,
     DATA,
@@ -96,7 +98,8 @@ def test_few_long_first_requests_are_received_at_a_time(tmp_path, method):
         flood = Flood(str(tmp_path / "server"), method)
         with flood.socket:
             sent = flood.sent()
-    read = service._FIRST_REQUESTS_AT_ONCE * MAX_MESSAGE_BYTES
+    computes, others = service._FIRST_REQUESTS_AT_ONCE, service._CONTROL_REQUESTS_AT_ONCE
+    read = (computes if method == "Compute" else others) * MAX_MESSAGE_BYTES
     assert read / 2 < sent <= read + STREAMS * options._UNREAD_BYTES
 
 
@@ -106,3 +109,18 @@ def test_calls_are_answered_after_a_flood(tmp_path):
         with flood.socket:
             flood.sent()
         assert Client(server.address).session
+
+
+def test_a_session_begins_beside_calls_that_send_nothing(tmp_path):
+    """Each such call of `Compute` keeps its name's turn for 5 s; no call waits for an event."""
+    with running(f"ipc://{tmp_path}/server") as server, Client(server.address) as client:
+        more, silent = threading.Event(), []
+        for _ in range(4):
+            silent.append(client.compute(iter(more.wait, True)))
+        wait_until(lambda: server._service._first_turns._users[""] == 4)
+        start = time.monotonic()
+        with Client(server.address):
+            client.status()
+        assert time.monotonic() - start < 4
+        assert all(call.is_active() for call in silent)
+        more.set()
