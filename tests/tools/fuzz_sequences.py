@@ -125,7 +125,9 @@ class World:
         self._address = f"ipc://{folder}/s"
         with (
             changed(AUDIT, disabled=True),
-            changed(service, _OPEN_CALLS=2**20),  # so that the server reads all requests of a call
+            changed(
+                service, _OPEN_CALLS=2**20, _ALL_OPEN_CALLS=2**20
+            ),  # so that the server reads all requests of a call
             running(self._address, limits=LIMITS, deadlines=deadlines, **options) as self.server,
         ):
             try:

@@ -57,7 +57,7 @@ _FIRST_REQUESTS_AT_ONCE = (
     1  # how many first requests of `Compute` it receives from a name at a time
 )
 _CONTROL_REQUESTS_AT_ONCE = 4  # how many requests of its other calls
-_OPEN_CALLS = 8  # the most open calls of a name
+_OPEN_CALLS, _ALL_OPEN_CALLS = 8, 128  # the most open calls of a name, and of all names
 _PATIENCE_SECONDS = 0.25  # how long a call keeps its turn while no chunk arrives
 _PAUSE_SECONDS = 0.005  # the delay of refused calls, and of `Session`, `Free` and `Status`
 _READERS = 8  # the number of threads that check payloads
@@ -350,10 +350,11 @@ class Service:
     def _opened(self, name: str) -> Iterator[bool]:
         """Yield whether a call may be open, and count open calls.
 
-        Only a few calls of a name may be open, because the server begins to receive the next
-        request of an open call before an account counts the bytes of this request.
+        Only a few calls may be open, because the server begins to receive the next request of an
+        open call before an account counts the bytes of this request.
         """
-        is_open = self._open_calls[name] < _OPEN_CALLS
+        of_name, of_all = self._open_calls[name], self._open_calls.total()
+        is_open = of_name < _OPEN_CALLS and of_all < _ALL_OPEN_CALLS
         self._open_calls[name] += is_open
         try:
             yield is_open

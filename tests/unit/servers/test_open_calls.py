@@ -115,6 +115,14 @@ def test_few_calls_of_a_name_may_have_several_tasks(server, opened):
     assert again.hear()
 
 
+def test_few_calls_of_all_names_may_have_several_tasks(opened, monkeypatch):
+    monkeypatch.setattr(service, "_ALL_OPEN_CALLS", 3)
+    calls = [opened.open() for _ in range(4)]
+    for call in calls:
+        call.send()
+    assert sorted(call.hear() for call in calls) == [False, True, True, True]
+
+
 def test_an_open_call_ends_with_its_session(opened):
     (call := opened.open()).send()
     assert call.hear()
