@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import Ints
+from seqpar.core.memo import Memo
 from seqpar.core.ranges import UNLIMITED
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
@@ -121,7 +122,7 @@ class KeyPlan:
             build = partial(tables.slices_over, owners or source[begin : begin + 1])
             has_one_owner = len(distances[number - 1]) == 1
             pairs = ([(call.rank, x) for x in owners], [(x, call.rank) for x in leaving[0]])
-            calls = [cache(partial(tables.are_one_call, x if has_one_owner else [])) for x in pairs]
+            calls = [partial(tables.are_one_call, x if has_one_owner else []) for x in pairs]
             step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build, *calls)
             self.steps.append(step)
         last = self.steps[-1].number if self.steps else 0
@@ -152,6 +153,7 @@ class KeyTables:
         self._queries, self._keys = weakref.ref(call.layout), weakref.ref(call.kv_layout)
         self._mask, self._rank = call.mask, call.rank
         self._known: dict[bytes, Rows] = {}
+        self._kept = Memo()  # what `are_one_call` has found
 
     @property
     def _geometry(self) -> tuple[Geometry, Geometry]:
@@ -181,11 +183,15 @@ class KeyTables:
         A block is a pair of ranks, the first with queries and the second with keys. Return False if
         there are no blocks.
         """
-        queries, keys = self._geometry
-        if not pairs or hops_are_one_call(queries, keys, self._mask):
-            return bool(pairs)
-        slices = (slices_between(queries, x, keys, y, self._mask) for x, y in pairs)
-        return all(is_one_call(x, backward=True) for x in slices)
+
+        def find() -> bool:
+            queries, keys = self._geometry
+            if not pairs or hops_are_one_call(queries, keys, self._mask):
+                return bool(pairs)
+            slices = (slices_between(queries, x, keys, y, self._mask) for x, y in pairs)
+            return all(is_one_call(x, backward=True) for x in slices)
+
+        return self._kept(("one call", *pairs), find)
 
 
 def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:

@@ -201,9 +201,14 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
         leaving = with_rows([receiver], [int(sent[tiles.row_number(receiver)])])
         arriving = with_rows([owner], [int(received[owner])])
         build = partial(tiles.slices, rank, owner, rank)
-        several = (lambda: False,) * 2  # halves of own queries, and received queries
-        steps.append(KeyStep(number, *leaving, *arriving, rows_for, build, *several))
+        calls = (_are_one_call,) * 2
+        steps.append(KeyStep(number, *leaving, *arriving, rows_for, build, *calls))
     return steps
+
+
+def _are_one_call() -> bool:
+    """Several kernel calls compute with keys: for halves of own queries and received queries."""
+    return False
 
 
 def _rows_for(tiles: Tiles, rank: int, known: dict[bytes, Rows], receiver: int) -> Rows:
