@@ -10,6 +10,7 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
+from seqpar.softmax.attend import choose_backend
 from seqpar.softmax.backends import aten, aten_cuda, kernel_order, reference, triton
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
@@ -35,11 +36,12 @@ def call(device="meta", mask=CAUSAL, dim=16, dtype=torch.bfloat16, dlse=False, *
     chosen = CallOptions(0.25, **defaults | options)
     q, k, v = (torch.zeros(1, 100, n, dim, dtype=dtype, device=device) for n in (4, 2, 2))
     partial = Partial.nothing(q, v)
-    aten.forward(q, k, v, slices, partial, chosen)
+    backend = choose_backend(q, k, v, slices, chosen)
+    backend.forward(q, k, v, slices, partial, chosen)
     out, lse = partial.finish(None, dtype)
     output = OutputGradient.of(out, lse if dlse else None, out, lse, None)
     gradients = PartialGradients.zeros(q, k, v)
-    aten.backward(output, q, k, v, slices, gradients, chosen)
+    backend.backward(output, q, k, v, slices, gradients, chosen)
     return out, lse, gradients.dq
 
 
