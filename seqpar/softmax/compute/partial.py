@@ -401,6 +401,12 @@ class QuerySums(WaitingResults):
     def allocate(self) -> None:
         _ = self.sums
 
+    def request_tables(self, rows: slice | Rows) -> None:
+        if self.waits:
+            self._place(rows)
+        elif isinstance(rows, Rows):
+            rows.local(self._device)
+
     def add(
         self,
         rows: slice | Rows,
@@ -418,7 +424,9 @@ class QuerySums(WaitingResults):
         if sign != 1 and self._may_wait:
             part, sign = part.mul_(sign), 1
         result = Result(rows, part, None, is_owned, heads)
-        if self.waits:
+        if rehearsing():
+            self.request_tables(rows)
+        elif self.waits:
             self._wait(result)
         elif not self._keep(result):
             local = rows.local(self._device) if isinstance(rows, Rows) else rows

@@ -6,19 +6,29 @@ The meta device stands in for a GPU."""
 import itertools
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Mask, use_backend
 from seqpar.core import device_tables
-from seqpar.core.device_tables import UploadedTables, kept_on, on_device, on_stream, upload
+from seqpar.core.device_tables import (
+    UploadedTables,
+    kept_on,
+    on_device,
+    on_stream,
+    rehearse,
+    upload,
+)
 from seqpar.core.memo import Memo
 from seqpar.layout import handle
 from seqpar.softmax.backends import aten_cuda, kernel_order
 from seqpar.softmax.compute import waiting_results
+from seqpar.softmax.compute.partial import QuerySums
 from seqpar.softmax.keys import rank_invariant_plan
 from seqpar.softmax.softmax_operator import ATTENTION
+from seqpar.softmax.wire.row_messages import Rows
 from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.same_bits import STRATEGIES as SAME_BITS
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
@@ -234,3 +244,18 @@ def test_prepared_tables_of_backward_travel_with_a_forward(fresh):
         layout = prepare(fresh("zigzag"))
         assert copies(attn, layout, backward=False, causal=True) == ONE_COPY
         assert copies(attn, layout, causal=True) == {}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rehearsal_requests_what_adding_gradients_of_queries_reads(waits):
+    """A kernel that adds several results reads the places of their rows; PyTorch reads indices."""
+    rows = Rows(np.array([[0, 2], [4, 6]]))
+    with rehearse(torch.device("cuda")) as rehearsal:
+        sums = QuerySums(torch.empty(1, 8, 2, 4, device="meta"), torch.float32)
+        if not waits:
+            sums.allocate()
+        for _ in range(2):
+            sums.add(rows, torch.empty(1, 4, 2, 4, device="meta"))
+        sums.add_up()  # launches no kernel
+    expected = [0, 1, -1, -1, 2, 3, -1, -1] if waits else [0, 1, 4, 5]
+    assert [x.tolist() for x in rehearsal.tables.values()] == [expected]
