@@ -265,7 +265,8 @@ class Client:
             self.details = error.details()
             return error.code()
         assert not incoming.missing
-        packed.form.result.check(incoming.parts, reply.checksum)
+        of_request = self.version.checksum(packed.header(self.session))
+        packed.form.result.check(incoming.parts, reply.checksum ^ of_request)
         return packed.form.result.tensors(incoming.parts)
 
     def refusal(self, packed, **changes):

@@ -122,7 +122,6 @@ class Replies:
     def __init__(self, relay, method):
         self._relay, self._method = relay, method
         self._share = SHARE_OF_EVENTS if method == "Session" else SHARE
-        self._has_foreign = False  # two foreign messages could be a forged result
         self.held = []  # messages that are sent after later messages
 
     async def change(self, raw, random):
@@ -159,8 +158,7 @@ class Replies:
             raise Ended(STATUSES[int(random.integers(len(STATUSES)))])
         if kind == 8:
             raise Ended(grpc.StatusCode.OK)
-        if kept and not self._has_foreign:
-            self._has_foreign = True
+        if kept:
             other = kept[int(random.integers(len(kept)))]
             if kind == 9:
                 return [[other], [other, raw], [raw, other]][int(random.integers(3))]

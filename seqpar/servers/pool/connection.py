@@ -377,7 +377,7 @@ class ServerConnection:
                 for chunk in pieces:
                     await call.write(joined(b"", chunk))
                 reply, parts = await self._receive(call, attempt)
-            payload.check(parts, reply.checksum)
+            payload.check(parts, reply.checksum ^ self._service.checksum(header))
         except asyncio.InvalidStateError:  # a write after the server has ended the call
             await self._raise_status(call.stream)
             raise

@@ -397,7 +397,7 @@ class Service:
             self.totals.tasks += 1
             self.totals.tokens += header.task.batch * header.task.q_rows
             self.totals.bytes += size
-            await self._reply(version, job, header.places, is_open, context)
+            await self._reply(version, job, header, is_open, context)
         give()
 
     def _check_memory(self, needed: int) -> None:
@@ -522,7 +522,7 @@ class Service:
         self,
         version: Version,
         job: ComputeJob,
-        places: Places | None,
+        request: RequestHeader,
         is_open: bool,
         context: Context,
     ) -> None:
@@ -530,7 +530,8 @@ class Service:
         assert job.result is not None
         # A client would wait forever for the rest of a result that is too short.
         form_of(job.task).result.check_sizes(job.result)
-        header = ReplyHeader(job.checksum, job.seconds, is_open)
+        checksum = job.checksum ^ version.checksum(request)
+        header, places = ReplyHeader(checksum, job.seconds, is_open), request.places
         pieces = chunks(job.result)
         async with self._until(job.size):
             if places is not None and (direct := self.direct) is not None:

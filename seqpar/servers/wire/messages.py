@@ -73,6 +73,6 @@ class RequestHeader(NamedTuple):
 class ReplyHeader(NamedTuple):
     """A result, without the bytes of its tensors."""
 
-    checksum: int  # the checksum of the result's tensors
+    checksum: int  # of the result's tensors, XOR the checksum of the request (`Version.checksum`)
     seconds: float  # the time that the server has computed
     open: bool  # whether the client may send another task in the same call

@@ -39,13 +39,21 @@ class Version:
 
     def request(self, header: RequestHeader, data: Sequence[Buffer] = ()) -> bytes:
         """Encode the first request of a task."""
-        message = self.messages.ComputeRequest(session=header.session, task=self.task(header.task))
-        if header.step is not None:
-            message.step.MergeFrom(self.messages.Step(**header.step._asdict()))
+        message = self._unplaced(header)
         if header.places is not None:
             message.places.MergeFrom(self.messages.Places(**header.places._asdict()))
         message.checksum = header.checksum ^ digest(message)
         return joined(message.SerializeToString(), data)
+
+    def checksum(self, header: RequestHeader) -> int:
+        """Return the checksum with which a request is sent; it ties the reply to the request."""
+        return header.checksum ^ digest(self._unplaced(header))
+
+    def _unplaced(self, header: RequestHeader) -> Any:
+        message = self.messages.ComputeRequest(session=header.session, task=self.task(header.task))
+        if header.step is not None:
+            message.step.MergeFrom(self.messages.Step(**header.step._asdict()))
+        return message
 
     def task(self, task: Task) -> Any:
         operation = self.messages.Operation.Value(task.operation.upper())

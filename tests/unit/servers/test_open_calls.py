@@ -15,6 +15,7 @@ from seqpar.servers.server.service import Service
 from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.messages import ReplyHeader
 from seqpar.servers.wire.payload import RequestError
+from seqpar.servers.wire.versions import Version
 from tests.support.requests import random_request
 from tests.support.servers import LONG_DEADLINES, Client, Gate, connect, running, same, wait_until
 
@@ -219,6 +220,23 @@ def test_a_reply_may_arrive_before_its_request_is_written(first):
         assert not stream.cancelled and call.resume()
 
     asyncio.run(check())
+
+
+def test_a_repeated_reply_is_no_answer_to_the_next_task(server, monkeypatch):
+    """The server sends the first reply of a call again, for a task of the same shapes."""
+    encode, sent = Version.reply, []
+
+    def repeats(version, header, data):
+        sent.append(encode(version, header, data))
+        return sent[0]
+
+    monkeypatch.setattr(Version, "reply", repeats)
+    following = random_request(1)
+    assert pack(following).form.result.sizes == PACKED.form.result.sizes
+    with connect(server.address, depth=1, deadlines=LONG_DEADLINES) as pool:
+        assert same(pool.submit(REQUEST).result(20), REQUEST)
+        assert same(pool.submit(following).result(20), following)
+        assert pool.report().retried == 1 and len(sent) == 2
 
 
 def test_an_early_reply_to_a_later_task_loses_no_time(server, monkeypatch):
