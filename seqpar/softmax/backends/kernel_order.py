@@ -7,6 +7,7 @@ measured, and our forward only with warp specialisation. No other order has been
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -136,8 +137,11 @@ def _first_kernel(q: Tensor, v: Tensor, options: CallOptions, major: int) -> Var
 def described_kernels(device: torch.device) -> str:
     """Return a text that is the same on ranks where `preferred_kernel` returns the same kernels."""
     major = gpu_major(device)
-    kernels = [load_package(name, major) for name in PACKAGES]
-    return str([major, torch.version.hip, [None if isinstance(x, str) else x[2:] for x in kernels]])
+    described: dict[str, object] = {"major": major, "hip": torch.version.hip}
+    for name in PACKAGES:
+        kernel = load_package(name, major)
+        described[name] = None if isinstance(kernel, str) else kernel.limits()
+    return json.dumps(described)
 
 
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:

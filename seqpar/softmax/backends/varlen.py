@@ -359,6 +359,10 @@ class VarlenKernel(NamedTuple):
     # compiles nothing, or cannot compile without data.
     variant: Callable[[VarlenTables, CallOptions], Hashable] | None = None
 
+    def limits(self) -> dict[str, int]:
+        """Return by name the fields that are numbers, which can be compared between processes."""
+        return {name: x for name, x in self._asdict().items() if isinstance(x, int)}
+
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
         if q.dtype not in _HALF or options.slopes is not None:
