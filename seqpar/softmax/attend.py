@@ -105,10 +105,10 @@ def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: Ca
     """
     if options.rank_invariant:  # `rank_invariant_refusal` has checked the call
         return "triton" if is_on_cuda(q) else "aten"
-    if not aten_cuda.computes(q):
+    if not is_on_cuda(q):
         return "aten"
-    if slices.most_runs:  # no other kernel's launches are the same for all documents
-        return "triton"
+    if slices.most_runs and aten_cuda.computes(q):
+        return "triton"  # no other kernel's launches are the same for all documents
     return best_backend(q, v, slices, options)
 
 

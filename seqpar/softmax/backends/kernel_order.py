@@ -80,13 +80,13 @@ def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> 
 
     It also computes them with a gradient of lse.
     """
-    major = gpu_major(device_of(q))
-    for name in ("triton",) if torch.version.hip else ORDERS.get(major, ORDERS[12]).names:
+    device = device_of(q)
+    for name in _order(device):
         if name == "triton":
             if triton_refusal(q, v) is None:
                 return "triton"
             continue
-        kernel = _load(name, major)
+        kernel = _load(name, gpu_major(device))
         if not isinstance(kernel, str) and kernel.computes_all(q, v, slices, options):
             return "flash_attn" if name in PACKAGES else "aten"
     return "aten"
@@ -113,7 +113,7 @@ def preferred_kernel(
     if options.backend == "flash_attn":
         kernel = flash_attn.kernel_for(q, v, options, True, device)
     elif options.backend == DEFAULT and device.type == "cuda":
-        kernel = _first_kernel(q, v, options, gpu_major(device))
+        kernel = _first_kernel(q, v, options, device)
         if kernel is aten_cuda.KERNEL:
             return kernel
     else:
@@ -122,9 +122,19 @@ def preferred_kernel(
     return kernel if kernel is without_dlse else None
 
 
-def _first_kernel(q: Tensor, v: Tensor, options: CallOptions, major: int) -> VarlenKernel | None:
+def _order(device: torch.device) -> tuple[str, ...]:
+    """Return the names of a GPU's kernels, or none if plain PyTorch computes on the GPU."""
+    if not aten_cuda.is_recent(device):
+        return ()
+    return ("triton",) if torch.version.hip else ORDERS.get(gpu_major(device), ORDERS[12]).names
+
+
+def _first_kernel(
+    q: Tensor, v: Tensor, options: CallOptions, device: torch.device
+) -> VarlenKernel | None:
     """Return the first kernel of a GPU's order, unless it computes only some of the masks."""
-    for name in () if torch.version.hip else ORDERS.get(major, ORDERS[12]).names:
+    major = gpu_major(device)
+    for name in _order(device):
         is_aten = name == "aten" and isinstance(load_cudnn(major), str)
         if name not in PACKAGES and not is_aten:
             return None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from seqpar.kernels.gpus import Gpu
 
 from seqpar import Layout
 from seqpar.attention.backend import DEFAULT
@@ -16,8 +17,8 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.softmax import result_dtypes as rules
-from seqpar.softmax.backends import kernel_order
-from seqpar.softmax.backends.kernel_order import preferred_kernel
+from seqpar.softmax.backends import aten_cuda, kernel_order
+from seqpar.softmax.backends.kernel_order import best_backend, preferred_kernel
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.result_dtypes import hops_are_one_call, is_one_call, result_dtypes
 from tests.support.cases import cu_seqlens, layouts
@@ -110,7 +111,7 @@ def test_only_a_kernel_that_computes_all_blocks_is_preferred(monkeypatch, major,
     found = lambda *_: next(iter(kernels.values()), None)  # noqa: E731
     monkeypatch.setattr(kernel_order, "load_package", load)
     monkeypatch.setattr(kernel_order.flash_attn, "kernel_for", found)
-    monkeypatch.setattr(kernel_order, "gpu_major", lambda device: major)
+    monkeypatch.setattr(aten_cuda, "gpu_of", lambda device: Gpu("stand-in", major, 132))
     monkeypatch.setattr(
         kernel_order, "load_cudnn", lambda x: "no" if x == 8 else kernel_order._ON_META
     )
@@ -120,3 +121,14 @@ def test_only_a_kernel_that_computes_all_blocks_is_preferred(monkeypatch, major,
         assert kernel is kernel_order.aten_cuda.KERNEL
     else:
         assert (kernel and kernel.max_head_dim - 128) == expected
+
+
+@pytest.mark.parametrize("backend", [DEFAULT, "aten", "flash_attn"])
+def test_no_kernel_is_preferred_on_old_gpus(monkeypatch, backend):
+    """Plain PyTorch computes there, in fp32."""
+    monkeypatch.setattr(aten_cuda, "gpu_of", lambda device: Gpu("T4", 7, 40))
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16, device="meta")
+    assert preferred_kernel(q, q, OPTIONS._replace(backend=backend), CUDA) is None
+    monkeypatch.setattr(kernel_order, "device_of", lambda x: CUDA)
+    slices = slices_between(*[Layout.zigzag([0, 64], 2).geometry, 0] * 2, Mask(UNLIMITED, 0))
+    assert best_backend(q, q, slices, OPTIONS) == "aten"
