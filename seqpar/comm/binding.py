@@ -165,14 +165,16 @@ class BoundStrategy(Generic[S]):
     def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
         """Return the Comm of one pass of a call, which relays messages as `routing` says.
 
-        The tensors are on `device`. `shared` has everything that determines the messages, and is
-        the same on all ranks.
+        The tensors are on `device`, whose type and `shared` determine all messages: results of a
+        GPU's kernels may travel in half precision, those of a CPU travel in fp32. The type and
+        `shared` are the same on all ranks.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)
         if relays is None:
             return comm
-        return relays.in_pass(comm, device, json.dumps([str(self.strategy), direction, shared]))
+        kind = json.dumps([str(self.strategy), direction, device.type, shared])
+        return relays.in_pass(comm, device, kind)
 
     def announce(self, direction: str) -> None:
         if (trace := hooks().trace) is not None:

@@ -155,3 +155,14 @@ def test_on_nccl_hops_run_async_compute(compute, expected):
     """Each of three hops takes a second; ranks that compute relay meanwhile."""
     seconds, _ = nccl(4, compute_meanwhile, compute, speeds=Speeds(latency=1.0))
     assert max(seconds) == expected
+
+
+def test_calls_on_cpus_and_gpus_share_no_routes():
+    """Their results may travel in different dtypes."""
+    with fake_group(0, 4) as group:
+        bound = RingAttention(group, routing=PAIRS)._bound
+        known = [
+            bound.routed(bound.comm.call(), torch.device(x), "forward", {})._router.__self__._known
+            for x in ("cpu", "cuda", "cpu")
+        ]
+    assert known[0] is known[2] and known[0] is not known[1]
