@@ -8,8 +8,8 @@ results of our Triton kernels and of kernels on CPUs, which compute in fp32.
 
 The receiver must know the dtype before the message arrives. It follows from the mask and the layout
 (`is_one_call`), which are the same on all ranks, and from the kernel (`result_dtypes`). Ranks
-compare their kernels once. If GPUs or installed packages differ, all results travel in the
-accumulator's dtype.
+compare their kernels once, in the first forward on GPUs in half precision. If GPUs or installed
+packages differ, all results travel in the accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -48,20 +48,15 @@ def result_dtypes(
 ) -> ResultDtypes:
     """Return the dtypes of partial results or, with `backward`, of gradients.
 
-    They are the same on all ranks of `comm`, which compare their kernels in the first call. Without
-    `comm`, the ranks are assumed to have the same kernels. `chosen` is the dtype that the user has
-    chosen for all results, if any.
+    They are the same on all ranks of `comm`. Without `comm`, the ranks are assumed to have the same
+    kernels. `chosen` is the dtype that the user has chosen for all results, if any.
     """
     exact = accumulator_dtype(call.shape.dtype)
+    may_be_half = ranks_have_equal_kernels(comm, call)
     if chosen is not None:
         return ResultDtypes(chosen, chosen)
-    # Triton computes layouts with `most_documents`.
-    if call.shape.dtype == exact or call.layout.cut.most_documents:
+    if not may_be_half:
         return ResultDtypes(exact, exact)
-    if comm is not None and call.device.type == "cuda":
-        kernels = described_kernels(call.device)
-        if not comm.have_equal("kernels of attention", kernels):
-            return ResultDtypes(exact, exact)
     has_slopes = call.options.slopes is not None
 
     def find() -> torch.dtype:
@@ -73,6 +68,22 @@ def result_dtypes(
         return dtype
 
     return ResultDtypes(call.once(("result dtype", backward, has_slopes), find), exact)
+
+
+def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
+    """Return whether all ranks compute the call with equal kernels that may return half precision.
+
+    Every forward calls this function, whatever dtypes the user has chosen, so that only the first
+    forward on a group sends messages for the comparison. A CUDA graph that captures a later pass
+    could not contain the comparison, because the CPU reads its result.
+    """
+    dtype = call.shape.dtype
+    # Triton computes layouts with `most_documents`.
+    if dtype == accumulator_dtype(dtype) or call.layout.cut.most_documents:
+        return False
+    if comm is None or call.device.type != "cuda":
+        return True
+    return comm.have_equal("kernels of attention", described_kernels(call.device))
 
 
 def is_one_call(slices: Slices, backward: bool) -> bool:

@@ -35,7 +35,7 @@ from seqpar.softmax.keys.key_plan import (
 )
 from seqpar.softmax.keys.rank_invariant_attention import TileCall
 from seqpar.softmax.keys.rank_invariant_plan import tile_areas, tile_traffic
-from seqpar.softmax.result_dtypes import ResultDtypes, result_dtypes
+from seqpar.softmax.result_dtypes import ResultDtypes, ranks_have_equal_kernels, result_dtypes
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.message_buffers import MessageBuffers
 from seqpar.softmax.wire.message_dtypes import (
@@ -96,6 +96,7 @@ class KeyStrategy(Strategy):
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         if self.rank_invariant:
             return self._tiles(comm, call, "forward").forward(operands)
+        ranks_have_equal_kernels(comm, call)  # so that backward, which needs it, does not ask
         groups = self.groups(call, comm.is_routed)
         buffers = self._key_buffers(comm, call, operands, len(groups))
         if len(groups) == 1:

@@ -132,3 +132,13 @@ def test_no_kernel_is_preferred_on_old_gpus(monkeypatch, backend):
     monkeypatch.setattr(kernel_order, "device_of", lambda x: CUDA)
     slices = slices_between(*[Layout.zigzag([0, 64], 2).geometry, 0] * 2, Mask(UNLIMITED, 0))
     assert best_backend(q, q, slices, OPTIONS) == "aten"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_are_compared_whatever_dtypes_are_chosen(monkeypatch, backward):
+    """A graph may capture a later pass, for which none is chosen."""
+    names, comm = [], Comm("alone", 0, 2)
+    monkeypatch.setattr(rules, "described_kernels", lambda device: "kernels")
+    monkeypatch.setattr(comm, "have_equal", lambda name, text: names.append(name))
+    assert result_dtypes(comm, call_on(CUDA), backward, torch.float16).of_several is torch.float16
+    assert names == ["kernels of attention"]
