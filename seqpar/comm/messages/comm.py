@@ -34,7 +34,7 @@ from seqpar.comm.messages.message_header import (
     Message,
 )
 from seqpar.core.arguments import shown
-from seqpar.core.hooks import hooks
+from seqpar.core.hooks import hooks, set_hooks
 from seqpar.core.torch_private import flat_mesh
 
 WaitContext = Callable[[], AbstractContextManager[None]]
@@ -431,14 +431,17 @@ class Comm:
         """Return whether this text is the same on all ranks.
 
         Ranks exchange their texts in the first call with this name on the group. All ranks must
-        make that call at the same point of their programs. Later texts are not read.
+        make that call at the same point of their programs. Later texts are not read. The messages
+        are not counted and not traced, because later calls do not send them again.
         """
         if self._group() is None:  # all ranks are in this process
             return True
         if name not in self._equal:
             straight = copy(self)
             straight._router = None  # which knows only the messages of the call
-            self._equal[name] = len({*straight.all_gather_text(text, label=name)}) == 1
+            straight._sent = Counter()
+            with set_hooks(traces=()):
+                self._equal[name] = len({*straight.all_gather_text(text, label=name)}) == 1
         return self._equal[name]
 
     def maximum(self, x: Tensor, *, label: str) -> Tensor:
