@@ -26,7 +26,7 @@ from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices
 from seqpar.softmax.backends.kernel_order import described_kernels, preferred_kernel
-from seqpar.softmax.backends.varlen import varlen_work
+from seqpar.softmax.backends.varlen import HeadDims, varlen_work
 from seqpar.softmax.call import ResolvedCall
 
 
@@ -61,8 +61,7 @@ def result_dtypes(
 
     def find() -> torch.dtype:
         (dtype, *_, dim, value_dim), options = call.shape, call.options
-        q, v = (torch.empty(1, 1, 1, x, dtype=dtype, device="meta") for x in (dim, value_dim))
-        kernel = preferred_kernel(q, v, options, call.device)
+        kernel = preferred_kernel(HeadDims(dtype, dim, value_dim), options, call.device)
         if kernel is None or (backward and options.deterministic and not kernel.deterministic):
             return exact  # our Triton kernels or several kernels compute
         return dtype

@@ -36,7 +36,7 @@ from seqpar.softmax.backends.kernel_operands import (
 )
 from seqpar.softmax.backends.kernel_order import aten_kernel
 from seqpar.softmax.backends.pieces import Piece
-from seqpar.softmax.backends.varlen import VarlenBlock, VarlenKernel
+from seqpar.softmax.backends.varlen import HeadDims, VarlenBlock, VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -77,7 +77,7 @@ def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> Varl
         return None
     kernel = aten_kernel(q, v, slices, options)
     kernels: dict[bool, VarlenKernel | None] = {
-        has_dlse: kernel if kernel.takes(q, v, options, has_dlse) else None
+        has_dlse: kernel if kernel.takes(HeadDims.of(q, v), options, has_dlse) else None
         for has_dlse in (False, True)
     }
     return VarlenBlock(kernels, q, v, slices)

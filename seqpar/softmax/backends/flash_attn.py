@@ -31,6 +31,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends.aten_cuda import gpu_major
 from seqpar.softmax.backends.varlen import (
     BackwardRows,
+    HeadDims,
     VarlenBlock,
     VarlenKernel,
     VarlenTables,
@@ -361,17 +362,17 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock:
     """Return the backend of a block of keys with these slices, for tensors like q and v."""
     device = device_of(q)
-    kernels = {x: kernel_for(q, v, options, x, device) for x in (False, True)}
+    kernels = {x: kernel_for(HeadDims.of(q, v), options, x, device) for x in (False, True)}
     return VarlenBlock(kernels, q, v, slices)
 
 
 def kernel_for(
-    q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool, device: torch.device
+    operands: HeadDims, options: CallOptions, has_dlse: bool, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the kernel that computes operands of these dtypes and head dims on a device."""
+    """Return the kernel that computes operands with this dtype and these head dims on a device."""
     major = gpu_major(device)
     for name in PACKAGES:
         kernel = load_package(name, major)
-        if not isinstance(kernel, str) and kernel.takes(q, v, options, has_dlse):
+        if not isinstance(kernel, str) and kernel.takes(operands, options, has_dlse):
             return kernel
     return None

@@ -20,7 +20,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten_cuda, flash_attn
 from seqpar.softmax.backends.aten_cuda import gpu_major, load_cudnn
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.varlen import VarlenKernel
+from seqpar.softmax.backends.varlen import HeadDims, VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 
 
@@ -101,24 +101,24 @@ def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> V
 
 
 def preferred_kernel(
-    q: Tensor, v: Tensor, options: CallOptions, device: torch.device
+    operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
     """Return the kernel that computes each block whose segments varlen kernels can compute.
 
-    Only the dtypes and head dims of q and v are read, not their devices. Return None if other
-    kernels may compute some of these blocks. A meta device stands for a GPU with FlashAttention-4.
+    Return None if other kernels or plain PyTorch may compute some of these blocks. A meta device
+    stands for a GPU with FlashAttention-4.
     """
     if device.type == "meta":
-        return _ON_META if _ON_META.takes(q, v, options, True) else None
+        return _ON_META if _ON_META.takes(operands, options, True) else None
     if options.backend == "flash_attn":
-        kernel = flash_attn.kernel_for(q, v, options, True, device)
+        kernel = flash_attn.kernel_for(operands, options, True, device)
     elif options.backend == DEFAULT and device.type == "cuda":
-        kernel = _first_kernel(q, v, options, device)
+        kernel = _first_kernel(operands, options, device)
         if kernel is aten_cuda.KERNEL:
             return kernel
     else:
         return None
-    without_dlse = flash_attn.kernel_for(q, v, options, False, device)
+    without_dlse = flash_attn.kernel_for(operands, options, False, device)
     return kernel if kernel is without_dlse else None
 
 
@@ -130,7 +130,7 @@ def _order(device: torch.device) -> tuple[str, ...]:
 
 
 def _first_kernel(
-    q: Tensor, v: Tensor, options: CallOptions, device: torch.device
+    operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
     """Return the first kernel of a GPU's order, unless it computes only some of the masks."""
     major = gpu_major(device)
@@ -139,7 +139,7 @@ def _first_kernel(
         if name not in PACKAGES and not is_aten:
             return None
         kernel = aten_cuda.KERNEL if is_aten else load_package(name, major)
-        if not isinstance(kernel, str) and kernel.takes(q, v, options, True):
+        if not isinstance(kernel, str) and kernel.takes(operands, options, True):
             return kernel
     return None
 
@@ -175,12 +175,12 @@ def kernel_table() -> dict[str, dict[str, str]]:
     for major, order in ORDERS.items():
         rows = table.setdefault(order.gpus, {})
         for call, (dim, softcap) in CALLS.items():
-            q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
+            operands = HeadDims(torch.bfloat16, dim, dim)
             options = CallOptions(1.0, softcap, DEFAULT, True)
             rows[call] = ", ".join(
                 name
                 for name in order.names
-                if name == "triton" or _kernel(name, major).takes(q, q, options, True)
+                if name == "triton" or _kernel(name, major).takes(operands, options, True)
             )
         rows[OTHER_CALLS] = "triton"
         rows["why"] = order.reason

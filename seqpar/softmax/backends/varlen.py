@@ -335,6 +335,18 @@ class BackwardRows(NamedTuple):
     v: Tensor
 
 
+class HeadDims(NamedTuple):
+    """The dtype of q, k and v, the head dim of q and k, and the head dim of v."""
+
+    dtype: torch.dtype
+    dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor) -> HeadDims:
+        return cls(q.dtype, q.shape[-1], v.shape[-1])
+
+
 class VarlenKernel(NamedTuple):
     """A kernel that computes the segments of a call, in bf16 or fp16.
 
@@ -363,19 +375,19 @@ class VarlenKernel(NamedTuple):
         """Return by name the fields that are numbers, which can be compared between processes."""
         return {name: x for name, x in self._asdict().items() if isinstance(x, int)}
 
-    def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
+    def takes(self, operands: HeadDims, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
-        if q.dtype not in _HALF or options.slopes is not None:
+        dtype, dim, value_dim = operands
+        if dtype not in _HALF or options.slopes is not None:
             return False
-        value_dim = v.shape[-1]
         if has_dlse and not self.lse_gradient:
-            value_dim += len(lse_columns(v.dtype))
-        fits = max(q.shape[-1], value_dim) <= self.max_head_dim
+            value_dim += len(lse_columns(dtype))
+        fits = max(dim, value_dim) <= self.max_head_dim
         return fits and (self.softcap or not options.softcap)
 
     def computes_all(self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> bool:
         """Return whether the kernel computes all slices, also with a gradient of lse."""
-        if not self.takes(q, v, options, True):
+        if not self.takes(HeadDims.of(q, v), options, True):
             return False
         calls, remaining = varlen_work(slices)
         is_dense = not self.only_dense or all(call.dense is not None for call in calls)

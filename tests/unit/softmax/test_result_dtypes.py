@@ -19,6 +19,7 @@ from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.softmax import result_dtypes as rules
 from seqpar.softmax.backends import aten_cuda, kernel_order
 from seqpar.softmax.backends.kernel_order import best_backend, preferred_kernel
+from seqpar.softmax.backends.varlen import HeadDims
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.result_dtypes import hops_are_one_call, is_one_call, result_dtypes
 from tests.support.cases import cu_seqlens, layouts
@@ -115,8 +116,7 @@ def test_only_a_kernel_that_computes_all_blocks_is_preferred(monkeypatch, major,
     monkeypatch.setattr(
         kernel_order, "load_cudnn", lambda x: "no" if x == 8 else kernel_order._ON_META
     )
-    q = torch.empty(1, 1, 1, 64, dtype=BF16, device="meta")
-    kernel = preferred_kernel(q, q, OPTIONS, CUDA)
+    kernel = preferred_kernel(HeadDims(BF16, 64, 64), OPTIONS, CUDA)
     if expected == "aten":
         assert kernel is kernel_order.aten_cuda.KERNEL
     else:
@@ -128,7 +128,7 @@ def test_no_kernel_is_preferred_on_old_gpus(monkeypatch, backend):
     """Plain PyTorch computes there, in fp32."""
     monkeypatch.setattr(aten_cuda, "gpu_of", lambda device: Gpu("T4", 7, 40))
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16, device="meta")
-    assert preferred_kernel(q, q, OPTIONS._replace(backend=backend), CUDA) is None
+    assert preferred_kernel(HeadDims.of(q, q), OPTIONS._replace(backend=backend), CUDA) is None
     monkeypatch.setattr(kernel_order, "device_of", lambda x: CUDA)
     slices = slices_between(*[Layout.zigzag([0, 64], 2).geometry, 0] * 2, Mask(UNLIMITED, 0))
     assert best_backend(q, q, slices, OPTIONS) == "aten"

@@ -28,7 +28,13 @@ from seqpar.core.torch_private import has_fake_mode
 from seqpar.softmax.backends import flash_attn, triton, varlen
 from seqpar.softmax.backends.compile_ahead import compile_ahead
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.varlen import BackwardRows, VarlenBlock, VarlenCall, VarlenSegment
+from seqpar.softmax.backends.varlen import (
+    BackwardRows,
+    HeadDims,
+    VarlenBlock,
+    VarlenCall,
+    VarlenSegment,
+)
 from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
 from seqpar.softmax.keys import key_strategy
 from seqpar.softmax.queries import tile_strategy
@@ -426,9 +432,10 @@ def test_head_dims_and_the_gradient_of_lse(monkeypatch, name, dim):
     monkeypatch.setattr(flash_attn, "installed_version", lambda distribution: "4.0.0b36")
     kernel = PACKAGES[name].kernel(types.ModuleType(PACKAGES[name].modules[0]), 9)
     options = flash_attn.CallOptions(1.0, 2.0, "flash_attn", True)
-    q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
-    assert kernel.takes(q, q, options, has_dlse=False)
-    assert kernel.takes(q, q, options, has_dlse=True) == (name == "FlashAttention-4" or dim < 256)
+    operands = HeadDims(BF16, dim, dim)
+    assert kernel.takes(operands, options, has_dlse=False)
+    takes = kernel.takes(operands, options, has_dlse=True)
+    assert takes == (name == "FlashAttention-4" or dim < 256)
 
 
 DENSE = {
@@ -814,7 +821,7 @@ def test_the_next_package_computes_in_its_place(monkeypatch):
     sys.modules["flash_attn"].cute = None
     q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
     options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
-    kernel = flash_attn.kernel_for(q, q, options, False, q.device)
+    kernel = flash_attn.kernel_for(HeadDims.of(q, q), options, False, q.device)
     assert kernel is load_package("FlashAttention-2", 9)
 
 
