@@ -53,6 +53,10 @@ def use_backend(name: str) -> Iterator[None]:
     its forward, even outside the context. The choice holds for calls of this thread, and for
     checkpoints that are recomputed in backwards that this thread runs.
 
+    All ranks of a group must use the same backend for a call, because the dtype in which ranks send
+    each other results depends on the backend. `make_attention(..., check_ranks=True)` lets all
+    ranks raise a ValueError if backends differ.
+
     Raises a ValueError for an unknown name. A call that the backend cannot compute exactly raises
     one too.
     """
