@@ -7,15 +7,22 @@ recomputing a checkpointed layer costs one more forward.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
+from seqpar.attention.backend import DEFAULT
 from seqpar.core.arguments import as_bool, as_choice, as_int, check_type
 from seqpar.core.dtypes import accumulator_itemsize
 from seqpar.costs.cluster import LINKS, Cluster, as_cluster
 from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of, slice_tasks, span_tasks
 from seqpar.costs.model import Layer, Model, as_model
 from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.backends.varlen import HeadDims
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.result_dtypes import dtype_of_one_call
 
 CHECKPOINTING = ("none", "attention", "full")
 
@@ -40,6 +47,19 @@ class Costs:
     def accumulator_itemsize(self) -> int:
         """Bytes of an element of partials, states and gradient sums: 8 in fp64, otherwise 4."""
         return accumulator_itemsize(self.itemsize)
+
+    @cached_property
+    def key_gradient_itemsize(self) -> int:
+        """Bytes of an element of gradients of keys that one kernel call returned.
+
+        GPUs are assumed to have FlashAttention-4. Gradients of fp32 and fp64 tensors, of head dims
+        that it does not compute, and of CPUs are in the accumulator's dtype.
+        """
+        # Only kernels on GPUs compute all tasks together.
+        device = torch.device("meta" if self.cluster.device.attention.fused else "cpu")
+        dtype, dim = getattr(torch, self.cluster.device.dtype), self.model.head_dim
+        options = CallOptions(1.0, 0.0, DEFAULT, True)
+        return dtype_of_one_call(HeadDims(dtype, dim, dim), options, device, True).itemsize
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
         """Return (n,) seconds of one softmax layer's attention, with a separate call for each task.

@@ -28,6 +28,7 @@ from seqpar.layout.masks.mask import Mask, Slices
 from seqpar.softmax.backends.kernel_order import described_kernels, preferred_kernel
 from seqpar.softmax.backends.varlen import HeadDims, varlen_work
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.compute.call_options import CallOptions
 
 
 class ResultDtypes(NamedTuple):
@@ -60,11 +61,10 @@ def result_dtypes(
     has_slopes = call.options.slopes is not None
 
     def find() -> torch.dtype:
-        (dtype, *_, dim, value_dim), options = call.shape, call.options
-        kernel = preferred_kernel(HeadDims(dtype, dim, value_dim), options, call.device)
-        if kernel is None or (backward and options.deterministic and not kernel.deterministic):
-            return exact  # our Triton kernels or several kernels compute
-        return dtype
+        dtype, *_, dim, value_dim = call.shape
+        return dtype_of_one_call(
+            HeadDims(dtype, dim, value_dim), call.options, call.device, backward
+        )
 
     return ResultDtypes(call.once(("result dtype", backward, has_slopes), find), exact)
 
@@ -83,6 +83,16 @@ def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
     if comm is None or call.device.type != "cuda":
         return True
     return comm.have_equal("kernels of attention", described_kernels(call.device))
+
+
+def dtype_of_one_call(
+    operands: HeadDims, options: CallOptions, device: torch.device, backward: bool
+) -> torch.dtype:
+    """Return the dtype of a result that one kernel call returns, if ranks have equal kernels."""
+    kernel = preferred_kernel(operands, options, device)
+    if kernel is None or (backward and options.deterministic and not kernel.deterministic):
+        return accumulator_dtype(operands.dtype)  # our Triton kernels or several kernels compute
+    return operands.dtype
 
 
 def is_one_call(slices: Slices, backward: bool) -> bool:

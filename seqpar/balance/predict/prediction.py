@@ -173,7 +173,12 @@ def _messages(
         out = shares.sent[layer.window] * row
         incoming = shares.seen[layer.window] * row
         if backward:  # gradients of received keys are sent back
-            returned = costs.accumulator_itemsize / costs.itemsize
+            # Each rank has one span of a document, or two spans that are mirror images. Without a
+            # window, one kernel call then computes a rank's queries over the keys of another rank.
+            # With a window, several calls may have to compute them, as is assumed here.
+            is_one_call = layer.window is None
+            itemsize = costs.key_gradient_itemsize if is_one_call else costs.accumulator_itemsize
+            returned = itemsize / costs.itemsize
             out, incoming = out + returned * incoming, incoming + returned * out
         moved += count * out
         if costs.cluster.overlaps:

@@ -38,9 +38,14 @@ def test_zeppelin_does_not_cut_without_hiding_messages():
     assert sent[0] > 0 and sent[1] == 0
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_bytes_are_those_of_ring_attention(dtype):
-    cluster = replace(NODE, device=replace(NODE.device, dtype=dtype))
+@pytest.mark.parametrize(
+    ("dtype", "where"),
+    [("float64", "meta"), ("float32", "meta"), ("bfloat16", "meta"), ("bfloat16", "cpu")],
+)
+def test_bytes_are_those_of_ring_attention(dtype, where):
+    """A CPU, whose kernels do not compute all tasks together, returns gradients in fp32."""
+    attention = replace(NODE.device.attention, fused=where == "meta")
+    cluster = replace(NODE, device=replace(NODE.device, dtype=dtype, attention=attention))
     plan = balance.plan([40_000, 3000], cluster, MODEL, capacity=40_000, method="zigzag")
     (batch,) = plan.micro_batches
     layout, expected = batch.layout, []
@@ -49,7 +54,7 @@ def test_bytes_are_those_of_ring_attention(dtype):
         q, k, v = (
             torch.empty(
                 layout.tokens_on(rank), heads, MODEL.head_dim, dtype=getattr(torch, dtype),
-                device="meta", requires_grad=True,
+                device=where, requires_grad=True,
             )
             for heads in (MODEL.heads, MODEL.kv_heads, MODEL.kv_heads)
         )  # fmt: skip
