@@ -33,7 +33,7 @@ class Memo:
         """Return the result for a key. The first call with the key makes it with `build()`."""
         result: T = self._results.get(key, _MISSING)
         if result is _MISSING:
-            result = self._results[key] = build()
+            result = self._results.setdefault(key, build())  # another thread may have been first
             if self._most is not None:
                 for old in list(self._results)[: -self._most]:
                     self._results.pop(old, None)  # another thread may have dropped it
@@ -45,14 +45,14 @@ class Memo:
     def __getstate__(self) -> dict[str, object]:
         sent = {
             key: result
-            for key, result in self._results.items()
+            for key, result in list(self._results.items())  # other threads may add results
             if not (isinstance(key, tuple) and key[:1] == (LOCAL,))
         }
         return {**vars(self), "_results": sent}
 
     def update(self, other: Memo) -> None:
         """Add the results of another memo that this memo lacks; join memos with the same key."""
-        for key, result in other._results.items():
+        for key, result in list(other._results.items()):
             known = self._results.setdefault(key, result)
             if known is not result and isinstance(known, Memo):
                 known.update(result)

@@ -26,3 +26,15 @@ def test_a_build_that_raises_is_tried_again():
             continue
         raise AssertionError
     assert memo("a", lambda: 3) == 3
+
+
+def test_threads_that_build_a_result_at_once_get_the_first_one():
+    """The second thread would otherwise replace a memo in which the first one keeps results."""
+    memo, first = Memo(), Memo()
+
+    def build():  # meanwhile, another thread builds it too
+        assert memo("a", lambda: first) is first
+        return Memo()
+
+    assert memo("a", build) is first
+    assert memo("a", Memo) is first
