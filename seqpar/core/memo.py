@@ -51,8 +51,13 @@ class Memo:
         return {**vars(self), "_results": sent}
 
     def update(self, other: Memo) -> None:
-        """Add the results of another memo that this memo lacks; join memos with the same key."""
+        """Add the results of another memo that this memo lacks.
+
+        If both memos have a result for a key, this memo keeps its own. If that result is a memo or
+        has a memo as `derived`, the memo of the other result is added to it.
+        """
         for key, result in list(other._results.items()):
             known = self._results.setdefault(key, result)
-            if known is not result and isinstance(known, Memo):
-                known.update(result)
+            memo, more = (getattr(x, "derived", x) for x in (known, result))
+            if memo is not more and isinstance(memo, Memo) and isinstance(more, Memo):
+                memo.update(more)

@@ -1,5 +1,7 @@
 """A memo makes each result once, and keeps as many as it may."""
 
+from types import SimpleNamespace
+
 from seqpar.core.memo import Memo
 
 
@@ -38,3 +40,16 @@ def test_threads_that_build_a_result_at_once_get_the_first_one():
 
     assert memo("a", build) is first
     assert memo("a", Memo) is first
+
+
+def test_joined_memos_join_what_their_results_derived():
+    """As when a prepared batch arrives whose layout is here already, with fewer tables."""
+    memos = Memo(), Memo()
+    for rank, memo in enumerate(memos):
+        routes = memo("routes", lambda: SimpleNamespace(derived=Memo()))
+        routes.derived(rank, lambda rank=rank: f"tables of rank {rank}")
+    here, arrived = memos
+    kept = here("routes", dict)
+    here.update(arrived)
+    assert here("routes", dict) is kept
+    assert [rank in kept.derived for rank in range(2)] == [True, True]
