@@ -114,10 +114,9 @@ def packed(tokenizer: Any, texts: Iterator[str], tokens: int) -> dict[str, Tenso
     """Return a batch of one row: the beginnings of chapters, each a quarter of the row at most."""
     documents: list[list[int]] = []
     while (left := tokens - sum(map(len, documents))) > 1:
-        document = tokenizer(next(texts)).input_ids[: min(left, tokens // 4)]
-        documents.append(document)
-    ids = torch.tensor([[word for document in documents for word in document]])
-    positions = torch.tensor([[i for document in documents for i in range(len(document))]])
+        documents.append(tokenizer(next(texts)).input_ids[: min(left, tokens // 4)])
+    ids = torch.tensor([[word for words in documents for word in words]])
+    positions = torch.cat([torch.arange(len(words)) for words in documents])[None]
     # No token predicts the first one of the next document.
     labels = ids.masked_fill(positions == 0, -100)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
@@ -156,10 +155,10 @@ class Ranks:
         import transformers
 
         transformers.logging.disable_progress_bar()
-        self.options, self.folder = options, options.model
+        self.options = options
         dist.init_process_group("gloo")
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.options.model)
         self.model = self.load()
 
     def run(self) -> None:
@@ -172,7 +171,9 @@ class Ranks:
     def load(self) -> Any:
         import transformers
 
-        return transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            self.options.model, dtype=torch.float32
+        )
 
     def enable(self, strategy: str = "ring") -> Any:
         from torch.distributed.device_mesh import init_device_mesh

@@ -13,10 +13,8 @@ from benchmarks.ranks import overhead
 
 STRATEGIES = "ring", "all_gather"
 BEFORE = "c21142ca"  # the last commit before slices kept the kernels that compute them
-ARGUMENTS = {
+ARGUMENTS = overhead.ARGUMENTS | {
     "--before": (BEFORE, "the older commit"),
-    "--rounds": 15,
-    "--calls": (20, "calls of a strategy in each round"),
     "--only": ([*STRATEGIES], None, STRATEGIES),
 }
 
