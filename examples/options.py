@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpoints import completed
 from data import standard_library
 from faults import Faults
 
@@ -64,9 +65,19 @@ def arguments(
         help="with --balance: a file that Cluster.to_json wrote, with the ranks' devices and links "
         "(default: this machine, which is measured the first time, in 15 seconds)",
     )
-    parser.add_argument("--save", type=Path, help="a file to write after the last step")
     parser.add_argument(
-        "--resume", type=Path, help="continue from a file that --save wrote, on any number of ranks"
+        "--save", type=Path, help="a folder for checkpoints of torch.distributed.checkpoint"
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=100,
+        help="with --save: steps from one checkpoint to the next; the last step is saved too",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        help="continue from the last checkpoint in a folder of --save, on any number of ranks",
     )
     parser.add_argument("--threads", type=int, default=1, help="threads per process")
     parser.add_argument(
@@ -97,7 +108,7 @@ def arguments(
 def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argparse.Namespace:
     """Return the options, or exit if a count is below 1. `positive` names additional counts."""
     options = parser.parse_args()
-    for name in ("seq_len", "threads", "processes", "capacity", *positive):
+    for name in ("seq_len", "threads", "processes", "capacity", "save_every", *positive):
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -105,5 +116,7 @@ def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argp
         path = getattr(options, name)
         if path is not None and not path.exists():
             parser.error(f"--{name}: {path} does not exist")
+    if options.resume and not completed(options.resume):
+        parser.error(f"--resume: {options.resume} has no checkpoint, as --save writes them")
     options.steps = options.steps or (10 if options.inject_fault else 60)
     return options

@@ -29,13 +29,14 @@ import resource
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from balanced import Balanced, cost_model
+from checkpoints import load, save
 from data import Packed, batches, documents
 from einops import rearrange
 from faults import FAULTS
@@ -45,6 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
+from seqpar.costs import step_flops
 
 LEARNING_RATE = 1e-3
 Plans = dict[str, tuple[str, int, int]]  # by label: attention, processes, threads
@@ -128,24 +130,25 @@ class Trainer:
         """Return the planner's description of the model."""
         return cost_model(self.model)
 
-    def save(self, path: Path, source: Packed | Balanced, steps: int) -> None:
-        """Write the state after `steps` steps, to resume on any number of ranks."""
-        if self.rank == 0:
-            parts = {"model": self.model, "optimizer": self.optimizer, "data": source}
-            states = {name: part.state_dict() for name, part in parts.items()}
-            torch.save(states | {"steps": steps}, path)
-
-    def load(self, path: Path, source: Packed | Balanced) -> int:
-        """Continue from a file that `save` wrote. Returns the number of steps until then."""
-        states = torch.load(path, map_location=self.device)
-        self.model.load_state_dict(states["model"])
-        self.optimizer.load_state_dict(states["optimizer"])
-        source.load_state_dict(states["data"])
-        return states["steps"]
+    def step_flops(self, micro_batches: list[MicroBatch]) -> float:
+        """Return the FLOPs of a step on all ranks, as MFU counts them."""
+        edges = [local["layout"].cu_seqlens for local in micro_batches]
+        return sum(step_flops(self.cost_model(), np.diff(x)) for x in edges)
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank has sent for attention so far."""
         return 0 if self.attention is None else self.attention.sent_bytes
+
+
+def matmul_rate(device: torch.device, size: int = 1024, rounds: int = 8) -> float:
+    """Return this device's measured FLOP/s of a large matrix product, in the model's dtype."""
+    x = torch.randn(size, size, device=device)
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        (x @ x).sum().item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -197,19 +200,24 @@ def train(options: argparse.Namespace, make_trainer: type[Trainer]) -> None:
     source: Packed | Balanced = Packed(contents, options.seq_len, trainer.shard)
     if options.balance:
         source = Balanced(contents, options, trainer.cost_model())
-    done = trainer.load(options.resume, source) if options.resume else 0
+    trained = trainer.model, trainer.optimizer, source
+    done = load(options.resume, *trained) if options.resume else 0
+    rate = ranks * matmul_rate(device)
     losses, speeds, sent, figures = [], [], [], []
     for number, step in enumerate(itertools.islice(source, options.steps), done + 1):
         start, before = time.perf_counter(), trainer.sent_bytes()
         losses.append(trainer.step(step.micro_batches))
-        speeds.append(step.tokens / (time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        speeds.append(step.tokens / seconds)
         sent.append(trainer.sent_bytes() - before)
         figures.append(step.figures)
         if rank == 0:
-            line = {"step": number, "loss": losses[-1], "tokens/s": speeds[-1]}
+            mfu = trainer.step_flops(step.micro_batches) / seconds / rate
+            line = {"step": number, "loss": losses[-1], "tokens/s": speeds[-1], "MFU": mfu}
             print(json.dumps(line | step.figures), flush=True)
-    if options.save:
-        trainer.save(options.save, source, done + len(losses))
+        is_last = len(losses) == options.steps
+        if options.save and (is_last or number % options.save_every == 0):
+            save(options.save, number, *trained)
     report = {"losses": losses, "speeds": speeds, "sent": sent, "figures": figures}
     if options.report:
         report["peak"] = peak_bytes(device)

@@ -7,7 +7,18 @@ has the measured seconds of softmax attention, and `profile/` measures this mach
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.device import Device, Link
+from seqpar.costs.flops import step_flops
 from seqpar.costs.grid import Tasks
 from seqpar.costs.model import Layer, Model, Recurrence
 
-__all__ = ["Cluster", "Costs", "Device", "Layer", "Link", "Model", "Recurrence", "Tasks"]
+__all__ = [
+    "Cluster",
+    "Costs",
+    "Device",
+    "Layer",
+    "Link",
+    "Model",
+    "Recurrence",
+    "Tasks",
+    "step_flops",
+]

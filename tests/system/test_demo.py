@@ -225,6 +225,8 @@ def here(monkeypatch):
         (["--capacity=0"], "--capacity must be at least 1"),
         (["--cluster=/nowhere"], "--cluster: /nowhere does not exist"),
         (["--resume=/nowhere"], "--resume: /nowhere does not exist"),
+        (["--resume=/usr"], "--resume: /usr has no checkpoint"),
+        (["--save-every=0"], "--save-every must be at least 1"),
         (["--inject-fault=cosmic-ray"], "invalid choice"),
     ],
 )
@@ -243,8 +245,22 @@ def test_one_training_in_this_process(here, capsys, text, example, model):
     """The cheaper row of all that trains: a few steps, and the loss falls."""
     training = ("--attention=all_gather", "--steps=3", "--seq-len=100")
     here(example, *training, f"--text={text / 'token.py'}", *model)
-    losses = [json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    losses = [line["loss"] for line in lines]
     assert len(losses) == 3 and losses[0] > losses[-1]
+    assert all(0 < line["MFU"] < 1 for line in lines)
+
+
+def test_training_continues_from_the_last_complete_checkpoint(here, capsys, text, tmp_path):
+    training = ("--seq-len=100", f"--text={text / 'token.py'}")
+    here("train_lm", *training, "--steps=5", f"--save={tmp_path}", "--save-every=2")
+    checkpoints = importlib.import_module("checkpoints")
+    assert sorted(checkpoints.completed(tmp_path)) == [2, 4, 5]
+    (tmp_path / "5" / checkpoints.METADATA).unlink()  # as if the program ended while it was saved
+    here("train_lm", *training, "--steps=1", f"--resume={tmp_path}")
+    *whole, continued = map(json.loads, capsys.readouterr().out.splitlines())
+    assert continued["step"] == whole[-1]["step"] == 5
+    assert continued["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-6)
 
 
 def test_one_training_with_a_server(here, capsys, text, tmp_path, monkeypatch):
