@@ -1,11 +1,16 @@
-"""The softmax primitive: (q, k, v, slices, partial) -> partial, and its backward.
+"""Attention of some queries over some keys on one rank, forward and backward.
 
-A *partial* (out, lse) summarises attention over a set of keys; partials over disjoint sets merge
-associatively. Strategies decide what moves between ranks. All of them compute only with `attend`,
-`attend_blocks` and `attend_backward`.
+Strategies decide which tensors move between ranks. To compute, all of them call the three functions
+of this file: `attend`, `attend_blocks` and `attend_backward`.
 
-A *backend* computes a block of keys. Users may force one. Otherwise CPUs use `aten`, and CUDA
-devices the first kernel of `backends/kernel_order.py` that computes a block completely.
+* A *block* is the keys and values that one call receives, for example those of one rank.
+* *Slices* (`seqpar.layout.masks.mask.Slices`) say which query rows attend to which key rows of a
+  block.
+* A *partial* (out, lse) is the attention over the keys so far. Partials over disjoint sets of keys
+  can be merged in any grouping.
+* A *backend* is a module of `backends/` that computes one block. Users can force one with
+  `use_backend`. By default, CPUs use `aten`, and GPUs use the first kernel of
+  `backends/kernel_order.py` that can compute the whole block.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
-# (q, blocks, slices of the blocks, options, sinks, tensors to write to or None) -> out, lse
+# The arguments are q, the blocks, the slices of each block, options, sinks, and the tensors to
+# which the result is written, or None. The result is (out, lse).
 ForwardBlocks = Callable[
     [
         Tensor,
@@ -42,15 +48,16 @@ ForwardBlocks = Callable[
 
 
 class Backend(Protocol):
-    """A module or an object that computes attention over the keys that a rank has.
+    """The interface of a backend, which is a module or an object.
 
-    A module may have the function `prepared(q, v, slices, options)`. It returns an object that
-    computes a block of keys with these slices, for tensors like q and v, or None.
+    A module may also have a function `prepared(q, v, slices, options)`. It returns an object with
+    this interface for blocks with these slices and for tensors like q and v, or None if the module
+    itself computes them.
     """
 
     @property
     def forward_blocks(self) -> ForwardBlocks | None:
-        """A function that computes all blocks of keys in turn, if the backend has one."""
+        """A function that computes several blocks one after another, or None."""
 
     def forward(
         self,
@@ -61,7 +68,7 @@ class Backend(Protocol):
         partial: Partial,
         options: CallOptions,
     ) -> None:
-        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
+        """Merge the attention of q (B, T, Hq, D) over one block k, v into `partial`."""
 
     def backward(
         self,
@@ -73,13 +80,16 @@ class Backend(Protocol):
         gradients: PartialGradients,
         options: CallOptions,
     ) -> None:
-        """Add to `gradients` what flows through the slices."""
+        """Add the gradients of q and of one block k, v to `gradients`."""
 
 
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
 ) -> Backend:
-    """Return the backend of a block of keys; it is chosen and prepared once per slices."""
+    """Return the backend for one block.
+
+    The choice is kept with the slices, so that later calls only look it up.
+    """
 
     def choose() -> Backend | str:
         name = options.backend
@@ -88,32 +98,37 @@ def choose_backend(
         prepared = getattr(load_backend("softmax", name), "prepared", None)
         return name if prepared is None else prepared(q, v, slices, options) or name
 
-    if options.slopes is not None:  # which differ in each call
+    # Slopes are tensors that differ between calls, so a choice for them is not kept.
+    if options.slopes is not None:
         chosen = choose()
     else:
-        device = device_of(q), is_on_cuda(q)  # where meta tensors pass for CUDA's, only one of them
+        # On a meta device, whether it stands for CUDA also matters.
+        device = device_of(q), is_on_cuda(q)
         key = LOCAL, "backend", *device, q.dtype, q.shape[3], v.shape[3], options
         chosen = slices.derived(key, choose)
     return load_backend("softmax", chosen) if isinstance(chosen, str) else chosen
 
 
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
-    """Return the name of the backend for a block of keys, if users force none.
+    """Return the name of the backend for one block if the user forces none.
 
-    It depends only on the type of the device, the dtype, the head dims, the options and the slices.
-    Backward therefore uses the same backend for a block as forward.
+    The choice depends on the type of the device, the dtype, the head dims, the options and the
+    slices, but not on values. Backward therefore chooses the same backend as forward.
     """
-    if options.rank_invariant:  # `rank_invariant_refusal` has checked the call
+    # `rank_invariant_refusal` has already refused calls that these two backends cannot compute.
+    if options.rank_invariant:
         return "triton" if is_on_cuda(q) else "aten"
     if not is_on_cuda(q):
         return "aten"
     if slices.most_runs and aten_cuda.computes(q):
-        return "triton"  # no other kernel's launches are the same for all documents
+        # With `most_documents`, launches must not depend on the documents. Only our Triton kernels
+        # have such launches.
+        return "triton"
     return best_backend(q, v, slices, options)
 
 
 class SoftmaxWork(NamedTuple):
-    """The work of one backend call, for hooks that measure or simulate it.
+    """One backend call, as described to hooks that measure or simulate calls.
 
     `heads` is the number of query heads, and `batch` the number of batch entries.
     """
@@ -121,12 +136,12 @@ class SoftmaxWork(NamedTuple):
     slices: Slices
     batch: int
     heads: int
-    dims: tuple[int, int]  # head dim of q and k, head dim of v
+    dims: tuple[int, int]  # D of q and k, and Dv of v
     backward: bool
 
     @property
     def area(self) -> int:
-        """The number of (query, key) pairs of the slices, times query heads."""
+        """The number of (query, key) pairs of the slices, times the number of query heads."""
         return self.slices.area * self.heads
 
     @classmethod
@@ -143,10 +158,15 @@ def attend(
     options: CallOptions,
     max_logits: MaxLogits | None = None,
 ) -> None:
-    """Merge into `partial`, in place, the attention of q over a block of keys and values.
+    """Merge the attention of q over one block of keys and values into `partial`, in place.
 
-    q is (B, T, Hq, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv, Dv): batch, rows, heads, head dim. If
-    `max_logits` is given, it is updated with the scores of the slices.
+    Args:
+        q: (B, T, Hq, D): batch, query rows, query heads, head dim.
+        k, v: the block, (B, Tk, Hkv, D) and (B, Tk, Hkv, Dv).
+        slices: which rows of q attend to which rows of k.
+        partial: attention of the same queries over earlier blocks.
+        options: how scores are computed, and the backend.
+        max_logits: if given, it is updated with the largest scores of these slices.
     """
     if not slices.are_computed or not q.numel():
         return
@@ -170,22 +190,30 @@ def attend_blocks(
     into: tuple[Tensor, Tensor] | None = None,
     max_logits: MaxLogits | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over blocks of keys and values that arrive one after another.
+    """Return the attention of q over blocks of keys and values that arrive one after another.
 
-    Returns out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq). With `into`, out and lse are
-    written to these two tensors, in their dtypes; they may be views of some heads. `blocks`
-    yields (k, v) of each block.
+    If a single backend computes all blocks and has `forward_blocks`, it gets the slices of all
+    blocks at the start. It can then finish a query after the last block that the query attends to,
+    and need not keep a partial for that query.
 
-    If one backend computes all blocks and has `forward_blocks`, it gets the slices of all blocks in
-    advance. It can then finish a query after the last block that the query attends to, instead of
-    keeping its partial.
+    Args:
+        q: (B, T, Hq, D).
+        blocks: an iterator over (k, v) of each block.
+        slices_of_blocks: the slices of q over each block, in the same order.
+        options, max_logits: as in `attend`.
+        sinks: (Hq,) or None.
+        into: two tensors to which out and lse are written, in the dtypes of these tensors. They may
+            be views that have only some of the heads.
+
+    Returns:
+        out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq).
     """
     arriving = iter(blocks)
     k, v = next(arriving)
     value_dim = v.shape[3]
     common = _backend_of_all(q, k, v, slices_of_blocks, options)
     blocks = chain([(k, v)], arriving)
-    del k, v  # only `blocks` holds them now
+    del k, v  # now only `blocks` refers to them, so they can be freed early
     forward_blocks = None if common is None else common.forward_blocks
     if forward_blocks is not None and q.numel() and hooks().replace_compute is None:
         if (trace := hooks().trace) is not None and not rehearsing():
@@ -197,15 +225,17 @@ def attend_blocks(
         return out, lse
     partial: Partial | None = None
     arriving = iter(blocks)
-    for slices in slices_of_blocks.slices:  # built while their block of keys travels
-        k, v = next(arriving)  # `zip` would keep the block while the next one arrives
+    # These slices are built while their block of keys is still arriving.
+    for slices in slices_of_blocks.slices:
+        # not `zip`, which would keep this block alive while the next one arrives
+        k, v = next(arriving)
         if partial is None:
             single = len(slices_of_blocks.slices) == 1
             partial = Partial.nothing(q, v, None if into is None else into[0], single=single)
         attend(q, k, v, slices, partial, options, max_logits)
-        del k, v  # frees the block before the next one arrives and its successor is posted
+        del k, v  # frees this block before the next one arrives and another exchange is posted
     assert partial is not None
-    next(arriving, None)  # ends the exchange, which frees the last block
+    next(arriving, None)  # ends the generator of the exchange, which frees the last block
     return partial.finish(sinks, q.dtype, into)
 
 
@@ -216,21 +246,22 @@ def _update_max_logits(
     slices_of_blocks: Blocks,
     options: CallOptions,
 ) -> Iterator[Sequence[Tensor]]:
-    """Yield the blocks, each after the max logits were updated with its scores."""
+    """Update the max logits with each block, and yield the block."""
     remaining = iter(slices_of_blocks.slices)
     for k, v in blocks:
         max_logits.update(reference.max_logits(q, k, next(remaining), options))
         yield k, v
-        del k, v  # as in `attend_blocks`
+        del k, v  # frees the block, as in `attend_blocks`
 
 
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> Backend | None:
-    """Return the one backend of all blocks that have slices, which are all shaped like this one.
+    """Return the backend that computes all blocks, or None if there is no single one.
 
-    Return None if there are several backends, if no block has slices, or if the backend of the
-    first slices has no `forward_blocks`: slices of later blocks are then built when needed.
+    k and v are the first block. All blocks have the same dtype and head dims. If no block has
+    slices to compute, the result is None. If the backend of the first slices has no
+    `forward_blocks`, the result is this backend, and the slices of later blocks are not built yet.
     """
     nonempty: Iterator[Slices] = (x for x in slices_of_blocks.slices if x.are_computed)
     first = next(nonempty, None)
@@ -252,10 +283,13 @@ def attend_backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients`, in place, the gradients that flow through these slices.
+    """Add the gradients that flow through these slices to `gradients`, in place.
 
-    `output` is the output of the queries q over all of their keys, with its gradient. k and v are
-    one block, as in `attend`.
+    Args:
+        output: the final output of the queries over all of their keys on all ranks, with its
+            gradient.
+        q, k, v, slices, options: as in `attend`.
+        gradients: sums of dq, and of dk and dv of this block.
     """
     if slices.are_computed and q.numel():
         chosen = choose_backend(q, k, v, slices, options)

@@ -1,4 +1,9 @@
-"""The arguments of an attention call, in the forms that operators and strategies take."""
+"""The arguments of a call to softmax attention, in the two forms that the code uses.
+
+`CallArguments` is what torch's operator carries: tensors, numbers and strings. `ResolvedCall` is
+what a strategy reads: layouts, the mask and options as objects, after they have been checked.
+`CallArguments.to_call` makes the second from the first.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ from seqpar.softmax.compute.max_logits import MaxLogits
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-Causal = bool | EllipsisType  # `...` if the call does not have the argument
+Causal = bool | EllipsisType  # `...` means that the call has no argument `causal`
 
 
 class Operands(NamedTuple):
@@ -42,13 +47,16 @@ class Operands(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """A call's arguments other than q, k, v and sinks, in the form that the operator carries.
+    """All arguments of a call except q, k, v and sinks, as torch's operator carries them.
 
-    `layout` and `kv_layout` are handles of geometries, and `strategy` is the key of a
-    BoundStrategy. `ranges` is a handle of the ranges of `Mask.of_ranges`; the mask's other fields
-    then allow every pair. `tokens` and `kv_tokens` are the numbers of query and key tokens that
-    this rank computes with: its own tokens or, if the strategy merges ranks
-    (`Strategy.merged_size`), the tokens of all ranks that are merged with it.
+    Attributes:
+        layout, kv_layout: tensors that stand for the layouts (`seqpar.layout.handle`).
+        ranges: a tensor that stands for the ranges of `Mask.of_ranges`, or None. With ranges,
+            `causal`, `left`, `right` and `prefix_lens` mask no pair.
+        tokens, kv_tokens: how many query tokens and key tokens this rank computes with. These are
+            its own tokens or, if the strategy merges ranks (`Strategy.merged_size`), the tokens of
+            all ranks that are merged with this rank.
+        strategy: the key of a `BoundStrategy`.
     """
 
     layout: Tensor
@@ -75,10 +83,18 @@ class CallArguments(NamedTuple):
         deterministic: bool,
         user: dict[str, Any],
     ) -> CallArguments:
-        """Make the arguments from a user's options: keyword arguments of `Attention.forward`.
+        """Make the arguments from the keyword arguments that a user gave to `Attention.forward`.
 
-        It checks types, because the operator only takes the right ones; `to_call` checks values.
-        `merged` are the ranks whose tokens this rank computes with.
+        This function checks types, because torch's operator accepts only the right ones. `to_call`
+        checks values.
+
+        Args:
+            strategy: the key of a `BoundStrategy`.
+            layout: the layout of the queries.
+            head_dim: D of q, for the default softmax scale.
+            merged: the ranks whose tokens this rank computes with.
+            deterministic: whether backward must give the same bits each time.
+            user: the keyword arguments.
         """
         if not user.keys() <= _KNOWN.keys():
             others = {name: x for name, x in user.items() if name not in _KNOWN}
@@ -111,9 +127,9 @@ class CallArguments(NamedTuple):
     def to_call(
         self, comm: Comm, shape: OperandShape, has_sinks: bool, device: torch.device
     ) -> ResolvedCall:
-        """Return the resolved call; raise a ValueError if a layout, the mask or a number is wrong.
+        """Return the resolved call. Raise a ValueError if a layout, the mask or a number is wrong.
 
-        Checks and results that only depend on the settings are made once and kept with the layouts.
+        The checks are made once for each combination of arguments, and kept with the layouts.
         """
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
@@ -148,7 +164,6 @@ class CallArguments(NamedTuple):
         )
 
     def _mask(self, layout: Geometry, kv_layout: Geometry) -> Mask:
-        """Return the mask; raise a ValueError that names an argument which does not fit."""
         if self.ranges is None:
             prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
             return Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
@@ -157,15 +172,15 @@ class CallArguments(NamedTuple):
         return mask
 
     def mask_contents(self) -> tuple[bytes | None, bytes | None]:
-        """Return a key of the contents of `prefix_lens` and `ranges`."""
+        """Return a key that is equal for equal contents of `prefix_lens` and `ranges`."""
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
         return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
 
     def agreed(self, has_sinks: bool, exact: bool) -> dict[str, object]:
-        """Return the values that must be the same on all ranks, under their public names.
+        """Return the values that must be the same on all ranks, by their public names.
 
-        Equal layouts that were made in different ways are only equal if `exact`, which takes
-        longer.
+        With `exact`, layouts are described by their contents, which takes longer. Otherwise two
+        equal layouts that were made in different ways have different descriptions.
         """
         ranges = None if self.ranges is None else mask_ranges.described(self.ranges, exact)
         return {
@@ -181,13 +196,15 @@ class CallArguments(NamedTuple):
 
 
 CARRIED: Carried[CallArguments] = Carried(CallArguments)
-# The arguments of a call that are no scalars, or that several fields follow from.
+# The user's arguments that are no scalars, or from which several fields are made.
 _OTHERS = "causal", "kv_layout", "prefix_lens", "window_size", "mask", "alibi_slopes", "dropout_p"
 _KNOWN = dict.fromkeys((*_OTHERS, *CARRIED.options))
 
 
 def _parse_mask(user: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, bool, int, int]:
-    """Return prefix_lens, ranges, causal, left and right; raise an error that names a wrong one."""
+    """Return prefix_lens, ranges, causal, left and right. Raise an error that names a wrong
+    argument.
+    """
     causal, mask, prefix_lens = user.get("causal", ...), user.get("mask"), user.get("prefix_lens")
     left, right = parse_window(user.get("window_size", (-1, -1)))
     if mask is None:
@@ -220,10 +237,13 @@ class CallChanges(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ResolvedCall:
-    """Everything about a call that a strategy reads, except its `Operands`.
+    """Everything about a call that a strategy reads, except its tensors (`Operands`).
 
-    `rank` is this process's rank in the layouts' group. `kept` holds the results of `once`, and
-    `max_logits` collects the largest scores of a forward, if requested.
+    Attributes:
+        rank: this process's rank among the ranks of the layouts.
+        shape: the dtype, batch, heads and head dims of the operands.
+        kept: the results of `once`.
+        max_logits: collects the largest scores of a forward, or None if they were not requested.
     """
 
     rank: int
@@ -239,40 +259,42 @@ class ResolvedCall:
     device: torch.device = _CPU  # of the operands
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return `build()`, called once for all calls that differ only in their tensors.
+        """Return `build()`, which is called only once for all calls that differ only in their
+        tensors.
 
-        Its result is kept with the layouts, so it must not hold the layouts or the call.
+        The result is stored with the layouts. It must therefore not refer to the layouts or to the
+        call: it would keep them alive.
         """
         return self.kept(key, build)
 
     def once_for_ranks(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return `build()`, called once for all ranks of this process that make the same call.
+        """Return `build()`, which is called only once for all ranks that live in this process.
 
-        It depends on the layouts, the mask and the operands' shape alone.
+        The result may depend only on the layouts, the mask and the shape of the operands.
         """
         return _kept(self.layout, self.kv_layout, "ranks", self.mask, self.shape)(key, build)
 
     def altered(self, **changes: Unpack[CallChanges]) -> ResolvedCall:
-        """Return the call of another rank, with other layouts or another shape."""
+        """Return a call for another rank, other layouts, other options or another shape."""
         call = replace(self, **changes)
         settings = call.rank, call.mask, call.options.with_slopes(None), call.shape, call.device
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
     def with_heads_of(self, call: ResolvedCall, heads: slice) -> ResolvedCall:
-        """Return this call with the slopes and max logits of query heads of another call."""
+        """Return this call with the slopes and max logits that `call` has for these query heads."""
         if call.max_logits is None and call.options.slopes is None:
-            return self  # which has neither
+            return self  # `call` has neither slopes nor max logits
         max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
         return replace(self, options=call.options.of_heads(heads), max_logits=max_logits)
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """Everything on which tables depend, except for the strategy and what `kept` is for."""
+        """Which optional inputs and results the call has. Tables for a GPU depend on it."""
         tracks = self.options.slopes is not None, self.max_logits is not None
         return self.has_sinks, self.return_lse, *tracks
 
     def without_documents(self) -> ResolvedCall:
-        """Return the call for all documents of a layout with `most_documents`."""
+        """Return the call for the worst case of a layout with `most_documents`."""
         worst = self.layout.worst_case
         return replace(self, layout=worst, kv_layout=worst, kept=Memo(), max_logits=None)
 
@@ -284,17 +306,19 @@ class ResolvedCall:
         return [peer for peer in range(self.ranks) if peer != rank]
 
     def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
-        """Return the gradient of lse, or zeros if autograd has none but the call returned lse.
+        """Return the gradient of lse, or zeros if the call returned lse and there is no gradient.
 
-        All ranks then send this gradient or none does. A rank may have none because its loss does
-        not use its lse, while other ranks send theirs.
+        If a rank's loss does not use its lse, autograd passes None on this rank and a tensor on
+        others. With zeros, all ranks send the same messages.
         """
         if dlse is None and self.return_lse:
             return dout.new_zeros(dout.shape[:-1], dtype=accumulator_dtype(dout.dtype))
         return dlse
 
     def slices(self, q_rank: int, k_rank: int) -> Slices:
-        """Return the slices of `q_rank`'s queries over the keys of `k_rank` that travel to it."""
+        """Return the slices of `q_rank`'s queries over those keys of `k_rank` that are sent to
+        `q_rank`.
+        """
         return slices_between(self.layout, q_rank, self.kv_layout, k_rank, self.mask)
 
 

@@ -1,6 +1,10 @@
-"""Decode: all ranks have the same queries, and the keys stay on the ranks that hold them.
+"""Decoding: all ranks have the same queries, and each rank holds some of the keys.
 
-Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
+`Attention.decode` calls `attend_to_cache`. Each rank computes the attention of all queries over its
+own keys. Then all ranks exchange their results (out, lse), and each rank merges them.
+
+Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim of q and k, Dv head dim of
+v.
 """
 
 from __future__ import annotations
@@ -31,10 +35,14 @@ from seqpar.softmax.wire.row_messages import Packing, RowFormat
 def layout_of_queries(
     comm: Comm, q: Tensor, k_cache: Tensor, cu_seqlens: CuSeqlens | None, kv_layout: Layout
 ) -> Layout:
-    """Return a layout in which this rank holds all queries, cached with `kv_layout`.
+    """Return a layout in which this rank holds all queries. It is kept with `kv_layout`.
 
-    Without `cu_seqlens` all documents have the same number of queries. Raise a ValueError that
-    names an argument which does not fit.
+    Raises a ValueError that names the argument if the arguments do not fit each other.
+
+    Args:
+        comm: the ranks that hold the keys.
+        q, k_cache, cu_seqlens, kv_layout: as in `Attention.decode`. Without `cu_seqlens`, all
+            documents have the same number of queries.
     """
     check_layouts(kv_layout=kv_layout)
     check_ranks_of(comm, kv_layout=kv_layout.geometry)
@@ -77,7 +85,7 @@ def refuse_gradients(**tensors: object) -> None:
 
 
 def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
-    """Return the error for a layer whose keys and values no `put` has stored in a cache."""
+    """Return the error for a layer for which `put` has stored no keys and values."""
     names = shown(list(known)) if known else "none yet"
     way_out = "call put(layer, k, v) for each layer after the prefill"
     return ValueError(
@@ -86,10 +94,11 @@ def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
 
 
 class _Decode(AttentionOperator):
-    """A call that any strategy computes in the same way, and that is no operator of torch.
+    """The checks of a decode, which all strategies share.
 
-    Every rank has all queries, so layouts of queries differ between ranks. Their documents are
-    compared instead.
+    Unlike `ATTENTION`, it is not registered as an operator of torch. Each rank holds all queries in
+    its layout, so these layouts differ between ranks. Ranks therefore compare the lengths of
+    documents instead of the layouts.
     """
 
     name = "decode"
@@ -113,7 +122,8 @@ _DECODE = _Decode()
 def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) -> list[Tensor]:
     """Return out and lse of queries that all ranks have, over the keys of all ranks.
 
-    q is (B, T, Hq, D); k and v are this rank's, (B, Tkv_local, Hkv, D or Dv).
+    In `operands`, q is (B, T, Hq, D), and k and v are this rank's keys and values, (B, Tkv_local,
+    Hkv, D) and (B, Tkv_local, Hkv, Dv).
     """
     q, k, v, sinks = operands
     with bound.comm.turn(), without_autocast(q):
@@ -124,12 +134,13 @@ def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) 
 
 
 def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
-    """Attend to this rank's keys, gather the partials of all ranks, and merge them in rank order.
+    """Attend to this rank's keys, exchange the results of all ranks, and merge them in rank order.
 
-    The fixed order gives all ranks the same bits. The query heads of a KV head become rows of one
-    head, so that each key is read once for all of them: with few queries, reading keys takes most
-    of the time. One query of 8 heads over 16,384 keys of 2 heads took 2.0 ms on one core; SDPA with
-    `enable_gqa` took 5.0. With ALiBi they remain heads, because each has a different slope.
+    The fixed order gives all ranks the same bits. The query heads that share a KV head are computed
+    as rows of one head, so that each key is read only once for all of them. With few queries,
+    reading keys takes most of the time: one query with 8 heads over 16,384 keys with 2 heads took
+    2.0 ms on one core, and SDPA with `enable_gqa` took 5.0 ms. With ALiBi, query heads are not
+    joined in this way, because each head has its own slope.
     """
     q, k, v, sinks = operands
     kv_heads = k.shape[2] if call.options.slopes is None else q.shape[2]
@@ -164,10 +175,13 @@ def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tup
 
 
 def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """Turn queries (B, T, Hq, D) into (B, T·group, Hkv, D): a KV head's queries become its rows."""
+    """Turn queries (B, T, Hq, D) into (B, T·group, Hkv, D).
+
+    The `group` query heads of a KV head become rows of that head.
+    """
     return q.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2)
 
 
 def by_query_head(x: Tensor, group: int) -> Tensor:
-    """Undo `by_kv_head` for results: turn (B, T·group, Hkv, …) into (B, T, Hq, …)."""
+    """Undo `by_kv_head`: turn results (B, T·group, Hkv, …) into (B, T, Hq, …)."""
     return x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3)

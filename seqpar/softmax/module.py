@@ -1,4 +1,4 @@
-"""`Attention`: the base class of the modules of all strategies of softmax attention."""
+"""`Attention`, the base class of the modules of all strategies of softmax attention."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ from seqpar.softmax.softmax_operator import ATTENTION, as_result, check_most_doc
 from seqpar.softmax.strategy import Strategy
 
 OperatorInputs = tuple[Operands, CallArguments, HeadPlacement]
-COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # options that all strategies have
+# the constructor's arguments that every strategy has
+COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxPreparation(Preparation):
     strategy: Strategy
-    options: dict[str, Any]  # the other arguments of the call
+    options: dict[str, Any]  # the other keyword arguments of the call
     deterministic: bool
     has_sinks: bool
     has_slopes: bool
@@ -53,7 +54,8 @@ class SoftmaxPreparation(Preparation):
         strategy, shape = self.strategy, self.shape
         size = strategy.merged_size(self.ranks)
         first = self.rank // size * size
-        slopes = torch.zeros(shape.heads) if self.has_slopes else None  # of any value
+        # the values have no effect on tables
+        slopes = torch.zeros(shape.heads) if self.has_slopes else None
         user = {**self.options, "alibi_slopes": slopes}
         arguments = CallArguments.of(
             "", layout, shape.dim, slice(first, first + size), self.deterministic, user
@@ -89,7 +91,7 @@ class Attention(BoundModule[Strategy]):
     """
 
     strategy: ClassVar[type[Strategy]]
-    dimensions: ClassVar[int] = 1  # of the group or mesh
+    dimensions: ClassVar[int] = 1  # the number of dimensions of the group or mesh
 
     def __init__(
         self,
@@ -298,7 +300,7 @@ class Attention(BoundModule[Strategy]):
                 **options,
             )
             results = attend_to_cache(self._bound, arguments, operands)
-        except ValueError as fault:  # a call names the caches k and v
+        except ValueError as fault:  # The error calls the caches k and v, as in a call.
             text = re.sub(r"^([kv]) ", r"\1_cache ", str(fault))
             raise ValueError(text) from None
         return as_result(results, arguments, heads, q.dim() == 3)
@@ -348,7 +350,9 @@ class Attention(BoundModule[Strategy]):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> OperatorInputs:
-        """Return the operands, the operator's other arguments, and the heads' place on a mesh."""
+        """Return the operands, the operator's other arguments, and how heads were placed in
+        DTensors.
+        """
         tensors = {
             "q": (q, -2),
             "k": (k, -2),

@@ -1,15 +1,17 @@
-"""The dtypes in which ranks send each other the results of blocks.
+"""The dtypes in which ranks send results of attention, and gradients, back to each other.
 
-A kernel of FlashAttention rounds its results to half precision. If a single call returned a block's
-result, it travels as the kernel returned it, with half of the bytes. fp32 represents each number of
-bf16 and fp16, so the sums of the receiver have the same bits as if the result travelled in fp32. A
-result that several calls returned is their sum, and travels in the accumulator's dtype. So do the
-results of our Triton kernels and of kernels on CPUs, which compute in fp32.
+A kernel of FlashAttention rounds its results to half precision. If a single kernel call computed a
+result, the result is sent in half precision, as the kernel returned it, which takes half of the
+bytes of fp32. The receiver gets the same bits as from a message in fp32, because fp32 can represent
+each number of bf16 and fp16. A result that is the sum of several kernel calls is sent in the
+accumulator's dtype, fp32 (fp64 for fp64). The same holds for results of our Triton kernels and of
+kernels on CPUs, which compute in fp32.
 
-The receiver must know the dtype before the message arrives. It follows from the mask and the layout
-(`is_one_call`), which are the same on all ranks, and from the kernel (`result_dtypes`). Ranks
-compare their kernels once, in the first forward on GPUs in half precision. If GPUs or installed
-packages differ, all results travel in the accumulator's dtype.
+The receiver must know the dtype before the message arrives. Two facts decide it. Whether a single
+call computes the result follows from the mask and the layouts (`is_one_call`), which are the same
+on all ranks. Whether the kernel returns half precision follows from the GPU and the installed
+packages (`result_dtypes`). Ranks compare these once, in the first forward on GPUs in half
+precision. If they differ, all results are sent in the accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 
 class ResultDtypes(NamedTuple):
-    """The dtypes of results that one kernel call returned, and of those that several returned."""
+    """The dtype of a result of a single kernel call, and of a sum over several kernel calls."""
 
     of_one_call: torch.dtype
     of_several: torch.dtype
 
     def of(self, is_one_call: Callable[[], bool]) -> torch.dtype:
-        """Return the dtype of a result. `is_one_call` is only called if the two dtypes differ."""
+        """Return the dtype of a result. `is_one_call` is called only if the two dtypes differ."""
         if self.of_one_call != self.of_several and is_one_call():
             return self.of_one_call
         return self.of_several
@@ -49,8 +51,8 @@ def result_dtypes(
 ) -> ResultDtypes:
     """Return the dtypes of partial results or, with `backward`, of gradients.
 
-    They are the same on all ranks of `comm`. Without `comm`, the ranks are assumed to have the same
-    kernels. `chosen` is the dtype that the user has chosen for all results, if any.
+    All ranks of `comm` get the same dtypes. Without `comm`, the function assumes that all ranks
+    have the same kernels. `chosen` is a dtype that the user has chosen for all results, or None.
     """
     exact = accumulator_dtype(call.shape.dtype)
     may_be_half = ranks_have_equal_kernels(comm, call)
@@ -70,14 +72,14 @@ def result_dtypes(
 
 
 def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
-    """Return whether all ranks compute the call with equal kernels that may return half precision.
+    """Return whether the call may have results in half precision, from equal kernels on all ranks.
 
-    Every forward calls this function, whatever dtypes the user has chosen, so that only the first
-    forward on a group sends messages for the comparison. A CUDA graph that captures a later pass
-    could not contain the comparison, because the CPU reads its result.
+    Every forward calls this function, even if the user has chosen a dtype. The ranks' first forward
+    then exchanges the messages of this comparison, and later passes exchange none. This matters for
+    CUDA graphs: a captured pass cannot contain the comparison, because the CPU reads its result.
     """
     dtype = call.shape.dtype
-    # Triton computes layouts with `most_documents`.
+    # Our Triton kernels compute layouts with `most_documents`, and return no half precision.
     if dtype == accumulator_dtype(dtype) or call.layout.cut.most_documents:
         return False
     if comm is None or call.device.type != "cuda":
@@ -88,25 +90,27 @@ def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
 def dtype_of_one_call(
     operands: HeadDims, options: CallOptions, device: torch.device, backward: bool
 ) -> torch.dtype:
-    """Return the dtype of a result that one kernel call returns, if ranks have equal kernels."""
+    """Return the dtype of the result of a single kernel call, if all ranks have equal kernels."""
     kernel = preferred_kernel(operands, options, device)
     if kernel is None or (backward and options.deterministic and not kernel.deterministic):
-        return accumulator_dtype(operands.dtype)  # our Triton kernels or several kernels compute
+        # Our Triton kernels, or several kernel calls, compute the result.
+        return accumulator_dtype(operands.dtype)
     return operands.dtype
 
 
 def is_one_call(slices: Slices, backward: bool) -> bool:
-    """Return whether a kernel of FlashAttention computes the slices in one call."""
+    """Return whether a kernel of FlashAttention computes all of the slices in a single call."""
     calls, remaining = varlen_work(slices, repeats_keys=not backward)
     return len(calls) == 1 and remaining is None
 
 
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
-    """Return whether `is_one_call` is known of the slices between any two different ranks.
+    """Return whether `is_one_call` is certain for the slices between any two different ranks.
 
-    If so, no rank needs to build slices of other ranks. On contiguous and zigzag layouts, a rank's
-    queries of a document attend to adjacent keys of another rank, and all of them attend to the
-    same keys. Without a mask they attend to all keys on any layout.
+    If so, a rank need not build the slices of other ranks to know the dtypes of their results. It
+    is certain under a full mask, because all queries of a document then attend to all of its keys.
+    It is also certain under a causal mask on contiguous and zigzag layouts: those queries of a
+    document that attend to keys of another rank all attend to the same, adjacent keys.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

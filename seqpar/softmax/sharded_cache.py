@@ -1,4 +1,9 @@
-"""A cache of keys and values that stay on the ranks of a sharded prefill and grow by decoding."""
+"""`ShardedCache`: keys and values for decoding, spread over ranks.
+
+After a prefill, each rank keeps the keys and values that it computed. The tokens that are decoded
+later are added to this cache, some on each rank. `CacheRows` counts tokens and memory for all
+ranks, and `CacheLayer` has the tensors of one layer on this rank.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +33,15 @@ from seqpar.softmax.module import Attention
 
 
 class CacheRows:
-    """The tokens of each sequence on each rank, and the rows that hold them.
+    """Which tokens of each sequence each rank has, and in which rows of its tensors.
 
-    A rank's tensors have some rows for sequence 0, then for sequence 1, and so on. The first rows
-    of each sequence hold its tokens and the others are free, so a sequence can grow without moving
-    the rows of others.
+    A rank's tensors have a range of rows for sequence 0, then a range for sequence 1, and so on.
+    The first rows of each range hold tokens. The rows after them are free, so that a sequence can
+    grow without moving the others.
     """
 
     def __init__(self, layout: Layout, free_rows: int) -> None:
-        """Begin with the documents of a layout, and with free rows for each of them."""
+        """Begin with the documents of a layout, each with `free_rows` free rows."""
         self.lengths = np.diff(layout.cu_seqlens)  # (N,)
         self._spans: list[list[list[tuple[int, int]]]] = []
         for rank in range(layout.ranks):
@@ -44,14 +49,16 @@ class CacheRows:
             for document, start, stop in layout.spans(rank):
                 rank_spans[document].append((start, stop))
             self._spans.append(rank_spans)
-        self.held = self._count_tokens()  # (P, N) how many tokens of each sequence each rank has
-        self.capacities = self.held + free_rows  # (P, N) rows of each rank for each sequence
+        # (P, N) the number of tokens of each sequence on each rank
+        self.held = self._count_tokens()
+        # (P, N) the number of rows for each sequence on each rank
+        self.capacities = self.held + free_rows
 
     def extend(self, owner: int, tokens: int, min_growth: int) -> None:
-        """Give a rank this many more tokens of each sequence.
+        """Add `tokens` new tokens of each sequence to the rank `owner`.
 
-        If its rows do not suffice, it gets an eighth more for each sequence, and at least
-        `min_growth` more.
+        If the rank has too few rows, each sequence gets an eighth more rows than it has tokens, and
+        at least `min_growth` more.
         """
         for spans, length in zip(self._spans[owner], self.lengths.tolist(), strict=True):
             start = spans.pop()[0] if spans and spans[-1][1] == length else length
@@ -71,7 +78,7 @@ class CacheRows:
         self.held = self._count_tokens()
 
     def drop_first(self, kept: int, free_rows: int) -> Ints:
-        """Shorten each sequence to its last `kept` tokens, and set the number of free rows.
+        """Drop all tokens of each sequence but the last `kept`, and set the number of free rows.
 
         Return (P, N): how many tokens of each sequence each rank dropped.
         """
@@ -85,7 +92,7 @@ class CacheRows:
         return before - self.held
 
     def select(self, sequences: list[int]) -> None:
-        """Keep these sequences, in this order; one may occur several times."""
+        """Keep these sequences, in this order. A sequence may occur several times."""
         self.lengths = self.lengths[sequences]
         self._spans = [[list(rank_spans[i]) for i in sequences] for rank_spans in self._spans]
         self.held, self.capacities = self.held[:, sequences], self.capacities[:, sequences]
@@ -98,9 +105,10 @@ class CacheRows:
         return Layout.from_spans(spans, np.r_[0, self.lengths.cumsum()])
 
     def decode_layout(self, tokens: int, chunk: int | None = None) -> tuple[Layout, Ints]:
-        """Return a layout of all rows, and cu_seqlens of the last tokens in its documents.
+        """Return a layout of all rows, and the cu_seqlens of the last `tokens` tokens of each
+        sequence.
 
-        With `chunk`, its documents are chunks of that many tokens.
+        With `chunk`, the layout's documents are chunks of `chunk` tokens (`Layout.chunked`).
         """
         layout = self._layout_of_rows()
         ends = layout.cu_seqlens[1::2]
@@ -113,11 +121,12 @@ class CacheRows:
         return layout, np.r_[0, counts.cumsum()]
 
     def _layout_of_rows(self) -> Layout:
-        """Return a layout of the rows up to the last token of each rank.
+        """Return a layout of the rows up to each rank's last token.
 
-        Sequence i is document 2i. Document 2i + 1 has the free rows after it.
+        Sequence i is document 2i, and the free rows after it are document 2i + 1, to which no query
+        belongs.
         """
-        empty = (self.capacities - self.held)[:, :-1]  # the last sequence's free rows are left out
+        empty = (self.capacities - self.held)[:, :-1]  # without the free rows of the last sequence
         starts = np.cumsum(empty, 0) - empty
         lengths = np.zeros(2 * self.lengths.size - 1, np.int64)
         lengths[::2], lengths[1::2] = self.lengths, empty.sum(0)
@@ -130,11 +139,11 @@ class CacheRows:
         return Layout.from_spans(spans, np.r_[0, lengths.cumsum()])
 
     def rows_in_use(self, rank: int) -> int:
-        """Return how many rows there are up to a rank's last token."""
+        """Return the number of rows up to a rank's last token."""
         return int(self.capacities[rank, :-1].sum() + self.held[rank, -1])
 
     def last_rows(self, rank: int, tokens: int) -> Tensor:
-        """Return (N·tokens,): the rows of the last tokens that a rank has of each sequence."""
+        """Return (N·tokens,): the rows of the last `tokens` tokens of each sequence on a rank."""
         ends = np.cumsum(self.capacities[rank]) - self.capacities[rank] + self.held[rank]
         return torch.from_numpy((ends[:, None] - np.arange(tokens, 0, -1)).ravel())
 
@@ -148,22 +157,26 @@ class CacheRows:
 
 @dataclass
 class CacheLayer:
-    """A layer's keys and values on this rank, (…, rows, Hkv, D)."""
+    """The keys and values of one layer on this rank, (…, rows, Hkv, D) and (…, rows, Hkv, Dv)."""
 
     k: Tensor
     v: Tensor
-    capacities: Ints  # (N,) rows for each sequence
-    length: int  # of the longest sequence, as of the last step in which the layer attended
-    owns_memory: bool  # False while k and v are the tensors that `put` got: these are not written
+    capacities: Ints  # (N,) the number of rows for each sequence
+    length: int  # tokens of the longest sequence, after the last step in which this layer attended
+    # False while k and v are the user's tensors from `put`, which are never written to
+    owns_memory: bool
 
     def rearrange(
         self, held: Ints, capacities: Ints, sequences: Sequence[int] | None, dropped: Ints | None
     ) -> None:
-        """Copy the rows of some sequences (default: all) to new memory with these capacities.
+        """Copy the rows of some sequences to new memory.
 
-        `held` and `capacities` are for the sequences in their new order. The first `held` rows of
-        each are copied, after the first `dropped` rows, which are for the sequences in their old
-        order.
+        Args:
+            held: (M,) how many rows to copy for each of the M sequences that are kept.
+            capacities: (M,) how many rows each of them gets in the new memory.
+            sequences: the numbers of the M sequences, in their new order; None keeps all of them.
+            dropped: (N,) how many rows to leave out at the start of each of the old sequences, or
+                None.
         """
         kept = range(held.size) if sequences is None else sequences
         starts, ends = np.cumsum(self.capacities) - self.capacities, np.cumsum(capacities)
@@ -171,7 +184,7 @@ class CacheLayer:
             starts = starts + dropped
 
         def rearranged(x: Tensor) -> Tensor:
-            # A tensor made in inference mode could only be written to in inference mode.
+            # A tensor that was made in inference mode cannot be written to outside inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 copy = x.new_empty((*x.shape[:-3], int(ends[-1]), *x.shape[-2:]))
                 for i, end, capacity, rows in zip(kept, ends, capacities, held, strict=True):
@@ -183,7 +196,7 @@ class CacheLayer:
         self.capacities, self.owns_memory = capacities, True
 
 
-SPARE = 64  # tokens kept in addition to a window, so that `truncate` can drop steps
+SPARE = 64  # tokens kept beyond a window, so that `truncate` can drop some steps
 
 
 class ShardedCache:
@@ -238,13 +251,15 @@ class ShardedCache:
         self._block = as_int("block", block, 1, MAX_DOCUMENT_TOKENS)
         reserve = -(-as_int("reserve", reserve, 0, MAX_DOCUMENT_TOKENS) // attn.ranks)
         self._window = None if window is None else as_int("window", window, 0)
-        self._dropped_first = np.zeros(layout.documents, bool)  # of each sequence
+        # whether the first tokens of each sequence were dropped
+        self._dropped_first = np.zeros(layout.documents, bool)
         self._rows = CacheRows(layout, reserve + self._block if reserve else 0)
         self._layers: dict[Hashable, CacheLayer] = {}
-        self._owner = 0  # the rank that gets new tokens
+        self._owner = 0  # the rank that stores the new tokens
         self._tokens_until_next_owner = 0
         self._step_tokens = 0
-        self._derived = Memo()  # results that depend on the rows; replaced when the rows change
+        # layouts and tables that follow from the rows; replaced when the rows change
+        self._derived = Memo()
 
     @property
     def layout(self) -> Layout:
@@ -374,7 +389,7 @@ class ShardedCache:
         try:
             return self.decode(q, *rows, chunk=chunk, **options)
         except (ValueError, TypeError):
-            stored.length = before  # the layer has not attended, and may try again
+            stored.length = before  # undoes the step, so that the caller may try again
             raise
 
     @outside_graphs
@@ -425,7 +440,7 @@ class ShardedCache:
         return self.attn.decode(q, k, v, layout, cu_seqlens=cu_seqlens, **options)
 
     def _layer_in_step(self, layer: Hashable) -> CacheLayer:
-        """Return a layer, or raise a ValueError if no step has begun or it left one out."""
+        """Return a layer. Raise a ValueError if no step has begun or the layer left one out."""
         stored = self._layers.get(layer)
         if stored is None:
             raise unknown_layer(layer, self._layers)
@@ -436,11 +451,11 @@ class ShardedCache:
         return stored
 
     def _drop_old_tokens(self) -> None:
-        """Drop tokens before the window, once there are many of them."""
+        """Drop tokens before the window, once there are more than twice as many as are kept."""
         if self._window is None or self.length <= 2 * (self._window + SPARE):
             return
         if any(stored.length < self.length for stored in self._layers.values()):
-            return  # a layer left out a step, which is refused when it attends
+            return  # `attend` will refuse the layer that left out a step
         kept, rank = self._window + SPARE, self.attn.rank
         self._dropped_first |= self._rows.lengths > kept
         dropped = self._rows.drop_first(kept, self._block)[rank]

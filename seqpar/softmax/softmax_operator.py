@@ -1,13 +1,13 @@
-"""The operators that a call of softmax attention lowers to, and the checks of a call.
+"""The operator `seqpar::attention` and its backward, to which each call of a module lowers.
 
-Their results are out and lse, and then the max logits, if they were requested, and the strategy's
-residuals. Gradients of sinks need the forward's out and lse, which not all strategies have in
-their residuals.
+The operator checks the call, runs the strategy, and saves tensors for backward. Its results are out
+and lse, then the max logits if they were requested, then the tensors that the strategy keeps for
+backward (its residuals).
 
-FLOPs, for torch's FlopCounterMode, are exact for the pairs that this rank computes. Forward
-multiplies q by k, and the probabilities by v. Backward multiplies q by k again, and has four more
-products. A multiplication with an addition is 2 FLOPs. Like torch, it does not count the softmax
-itself.
+The file also counts FLOPs for torch's FlopCounterMode, exactly for the (query, key) pairs that this
+rank computes. A multiplication with an addition counts as 2 FLOPs. Forward has two matrix products,
+q·k and probabilities·v. Backward computes q·k again and has four more. The softmax is not counted,
+as in torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
         described = call.shape.described() | arguments.agreed(call.has_sinks, exact)
         try:
             return described | bound.strategy.agreed(call)
-        except (ValueError, TypeError):  # a wrong backward plan: backward raises its error
+        except (ValueError, TypeError):  # a wrong `backward_plan`; backward raises its error
             return described
 
     def key(self, call: ResolvedCall, arguments: CallArguments) -> Hashable:
@@ -116,7 +116,9 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
         tensors: Operands,
         arguments: CallArguments,
     ) -> tuple[Operands, ResolvedCall]:
-        """Return operands for kernels, and the call with a tracker of max logits, if requested."""
+        """Return operands that kernels can read, and the call with a `MaxLogits` if it was
+        requested.
+        """
         q, k, v, sinks = tensors
         if arguments.return_max_logits:
             call = replace(call, max_logits=MaxLogits.nothing(q))
@@ -124,7 +126,7 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
         return Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks), call
 
     def results(self, result: ForwardResult, comm: Comm, call: ResolvedCall) -> Results:
-        """Return the operator's results; max logits are exchanged here."""
+        """Return the operator's results. If max logits were requested, ranks exchange them here."""
         max_logits = [] if call.max_logits is None else [call.max_logits.of_all_ranks(comm)]
         return Results([result.out, result.lse], [*max_logits, *result.residuals])
 
@@ -204,7 +206,7 @@ def _saved_sizes(saved: Saved) -> list[Sequence[int]]:
 
 
 def _saved_q(saved: Saved) -> Tensor:
-    """Return a saved tensor that has the dtype and the device of q."""
+    """Return a saved tensor with the dtype and the device of q."""
     assert saved.tensors[0] is not None
     return saved.tensors[0]
 
@@ -216,7 +218,7 @@ def _saved_shape(saved: Saved) -> OperandShape:
 def _area(
     shape: OperandShape, device: torch.device, arguments: CallArguments, backward: bool
 ) -> int:
-    """Return the number of pairs that this rank computes, in all heads and batch entries."""
+    """Return how many (query, key) pairs this rank computes, in all heads and batch entries."""
     bound: Bound = BoundStrategy.of(arguments.strategy)
     call = arguments.to_call(bound.comm, shape, False, device)
     areas = bound.strategy.backward_areas if backward else bound.strategy.areas
@@ -239,13 +241,13 @@ def _check_tensors(call: ResolvedCall, tensors: Operands) -> None:
 
 
 def check_most_documents(strategy: Strategy, max_logits: bool, routed: bool) -> None:
-    """Refuse a call whose work would depend on the documents of a layout with a limit."""
+    """Refuse calls whose messages depend on the documents of a layout with `most_documents`."""
     if not strategy.takes_most_documents:
         name = 'deterministic="ranks"' if strategy.rank_invariant else repr(strategy.name)
         raise ValueError(f"layout must have no most_documents with {name}")
     if max_logits:
         raise ValueError("return_max_logits must be False for a layout with most_documents")
-    if routed:  # ranks agree on routes once per layout, and equal layouts share nothing
+    if routed:  # Ranks agree on routes once per layout object, and each step makes a new layout.
         raise ValueError("layout must have no most_documents with routing")
 
 
@@ -264,9 +266,9 @@ ATTENTION = AttentionOperator().registered()
 def as_result(
     results: list[Tensor], arguments: CallArguments, heads: HeadPlacement, unbatched: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the public result of a call: out, or a tuple of out and the other requested tensors.
+    """Return what the module returns: out, or a tuple of out and the other requested tensors.
 
-    `results` are the operator's, or only out and lse.
+    `results` are the operator's results, or only out and lse.
     """
     out, lse = results[:2]
     found: list[Any] = [heads.restore(out[0] if unbatched else out, -2)]

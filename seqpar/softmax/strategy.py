@@ -1,4 +1,7 @@
-"""The base class of strategies of softmax attention.
+"""`Strategy`, the base class of all strategies of softmax attention.
+
+A strategy decides which tensors ranks send to each other, in forward and in backward, and calls
+`attend.py` to compute. To write a new one, see "Adding a strategy" in the documentation.
 
 Legend: B batch, T_local and Tkv_local this rank's query and key tokens, Hq query heads, Hkv KV
 heads, D head dim of q and k, Dv head dim of v.
@@ -23,48 +26,56 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
 
 
 class ForwardResult(NamedTuple):
-    """The result of a strategy's forward."""
+    """What a strategy's forward returns."""
 
     out: Tensor  # (B, T_local, Hq, Dv), in q's dtype
     lse: Tensor  # (B, T_local, Hq), fp32 (fp64 for fp64)
-    # Tensors for backward. If there are none, backward gets q, k, v, out and lse. If the strategy
-    # `keeps_operands`, backward gets these five and then the residuals.
+    # Tensors that backward needs. If the list is empty, backward gets q, k, v, out and lse. If the
+    # strategy `keeps_operands`, backward gets these five tensors and then this list.
     residuals: list[Tensor]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Decides what moves between ranks, forward and backward, and computes with it.
+    """What all strategies do: forward, backward, and predictions of their work and messages.
 
-    Fields are options, and USP's outer strategy is a field. `str()` must show all fields, because
-    modules with the same string on one group share a BoundStrategy. q is (B, T_local, Hq, D), k (B,
-    Tkv_local, Hkv, D), v (B, Tkv_local, Hkv, Dv).
+    The fields of a strategy are its options; USP also has a field for its outer strategy. `str()`
+    must show all fields, because modules on one group whose strategies have the same string share
+    one `BoundStrategy`. Tensors are q (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D) and v (B,
+    Tkv_local, Hkv, Dv).
     """
 
     name: ClassVar[str]
     routable: ClassVar[bool] = True
     keeps_operands: ClassVar[bool] = False  # see `ForwardResult`
-    finds_max_logits: ClassVar[bool] = True  # False if scores are computed in another process
-    rehearses: ClassVar[bool] = True  # whether a call can run on meta tensors, without messages
-    # Whether tiles begin at fixed positions of a document, so that bits are the same on any number
-    # of ranks.
+    finds_max_logits: ClassVar[bool] = True  # False if another process computes the scores
+    # whether a call can run on meta tensors without sending messages
+    rehearses: ClassVar[bool] = True
+    # Whether queries are computed in tiles that begin at fixed positions of a document, so that
+    # results have the same bits on any number of ranks.
     rank_invariant: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
 
     @property
     def takes_most_documents(self) -> bool:
-        """Whether messages and launches are the same for all documents (`Geometry.worst_case`)."""
+        """Whether messages and launches are the same for all documents that `most_documents`
+        allows.
+
+        They are then those of `Geometry.worst_case`.
+        """
         return False
 
     def to_rank_invariant(self) -> Self:
-        """Return this strategy with `rank_invariant`; raise a ValueError if it has no such mode."""
+        """Return this strategy with `rank_invariant` set. Raise a ValueError if the strategy cannot
+        do it.
+        """
         expected = f"deterministic must be True or False with {self.name!r}"
         raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
 
     def check(self, call: ResolvedCall) -> None:
-        """Raise a ValueError that names an option with which the call cannot be computed."""
+        """Raise a ValueError that names an option if the strategy cannot compute the call."""
 
     def agreed(self, call: ResolvedCall) -> dict[str, object]:
-        """Return further values, by name, that must be the same on all ranks."""
+        """Return further values that must be the same on all ranks, by name."""
         return {}
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
@@ -80,7 +91,8 @@ class Strategy:
         sinks: Tensor | None,
         residuals: list[Tensor],
     ) -> Gradients:
-        """Return dq, dk and dv of this rank's tokens, in the accumulator's dtype or their own.
+        """Return dq, dk and dv of this rank's tokens, in the accumulator's dtype or in their own
+        dtypes.
 
         dout is (B, T_local, Hq, Dv). dlse is (B, T_local, Hq), or None if lse has no gradient.
         """
@@ -91,7 +103,9 @@ class Strategy:
     def gradients(
         self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
     ) -> Gradients:
-        """Return dq, dk and dv as `backward` does, from the gradient of this rank's output."""
+        """Return dq, dk and dv from `output`, the final output of this rank's queries with its
+        gradient.
+        """
         raise NotImplementedError
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
@@ -106,30 +120,34 @@ class Strategy:
         return self.areas(call, rank)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        """Return a rank's messages by pass, step and peer, computed from the geometry.
+        """Return the messages that a rank sends, by direction, step and peer, without sending any.
 
-        They must equal what `forward` and `backward` send. Entries of 0 bytes are ignored.
+        They must equal the messages that `forward` and `backward` send. Entries of 0 bytes are
+        ignored.
         """
         raise NotImplementedError
 
     def merged_size(self, ranks: int) -> int:
-        """Return how many consecutive ranks of a group of `ranks` are merged.
+        """Return how many consecutive ranks exchange heads, so that each computes with the tokens
+        of all.
 
-        Each of them computes with the tokens of all of them.
+        It is 1 for strategies that do not exchange heads.
         """
         return 1
 
     def empty_residuals(
         self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int
     ) -> list[Tensor]:
-        """Return empty tensors like forward's residuals, for torch.compile.
+        """Return empty tensors with the shapes of forward's residuals, for torch.compile.
 
-        `tokens` and `kv_tokens` are as in `CallArguments`.
+        `tokens` and `kv_tokens` are those of `CallArguments`.
         """
         return []
 
     def rehearse(self, comm: Comm, call: ResolvedCall, backward: bool) -> None:
-        """Run forward, and with `backward` backward, on meta tensors, which computes nothing."""
+        """Run forward, and with `backward` also backward, on meta tensors. Nothing is computed or
+        sent.
+        """
         shape, rank, meta = call.shape, call.rank, torch.device("meta")
         tokens, kv_tokens = (x.holdings[rank].tokens for x in (call.layout, call.kv_layout))
         q, k, v = (

@@ -1,6 +1,7 @@
-"""Backends, which compute softmax attention over slices on one rank.
+"""Backends: modules that compute attention of some queries over one block of keys, on one rank.
 
 `seqpar/softmax/attend.py` defines their interface and chooses one. Start with `reference.py`, which
-is plain PyTorch. `aten.py` and `flash_attn.py` call fused kernels on the pieces that `pieces.py`
-cuts.
+is plain PyTorch. `aten.py` calls ATen's kernels, on CPUs one call for each piece that `pieces.py`
+cuts. `flash_attn.py` calls packages of FlashAttention. On CUDA, both use `varlen.py`, which joins
+all documents into few calls. `triton.py` calls our own kernels.
 """

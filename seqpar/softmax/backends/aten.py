@@ -1,12 +1,12 @@
-"""Attention over slices with ATen's fused kernels.
+"""The backend "aten": attention with the fused kernels of PyTorch's library ATen.
 
-On CPUs the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It also takes half precision,
-but many CPUs compute faster in fp32; inputs are then cast, and results rounded at the end. On CUDA
-the kernel is cuDNN's where it computes a call, otherwise FlashAttention-2 (`aten_cuda.py`). Plain
-PyTorch computes a softcap.
+On CPUs this file calls the kernel `_scaled_dot_product_flash_attention_for_cpu`. The kernel also
+takes half precision, but many CPUs compute faster in fp32. On these, inputs are cast to fp32 and
+results are rounded at the end. On CUDA, cuDNN computes the calls that it can, and FlashAttention-2
+the others (`aten_cuda.py`). Calls with a softcap are computed in plain PyTorch.
 
-Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
-queries, Hkv of keys and values), D head dim (Dv of values).
+Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), Hq query heads, Hkv
+KV heads, D head dim of q and k, Dv head dim of v.
 """
 
 from __future__ import annotations
@@ -41,26 +41,28 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _HALF = (torch.bfloat16, torch.float16)
-# In documents of up to this many queries, half-precision backward runs in fp32. ATen rounds dk and
-# dv once per 1,024 queries. Two ranks that each round their contribution have 1.41 times its error
-# with 1,024 queries, 1.34 times with 1,152, and 0.87 times with 2,048. The limit counts the queries
-# of the document, not of a piece: of 8,192 tokens on 8 ranks, in pieces of 512 rows, most are in
-# half precision.
+# If a document has up to this many queries, backward in half precision runs in fp32. The reason is
+# that ATen rounds dk and dv once per 1,024 queries. If two ranks each round their contribution, the
+# sum has 1.41 times the error of ATen on one device with 1,024 queries, 1.34 times with 1,152, and
+# 0.87 times with 2,048. The limit counts the queries of the whole document and not those of a
+# piece. If 8,192 tokens are on 8 ranks, in pieces of 512 rows, most pieces are therefore computed
+# in half precision.
 _MAX_QUERIES_ROUNDED_ONCE = 1536
-# The kernel rounds lse to fp32, an error of up to 2⁻²⁴·|lse|. Merged results then have slightly
-# wrong weights, of which backward does not know. A row's gradients of scores no longer add up to 0,
-# and dq gets that sum times whatever all keys have in common. With an lse of 16, dq has up to 1.2
-# times the error of one call, with 30 up to 2.4 times, and with 1,000 up to 16 times; 1.35 is the
-# limit. Larger ones are therefore computed exactly, in a second call of the kernel.
+# The kernel rounds lse to fp32, with an error of up to 2⁻²⁴·|lse|. When results are merged, their
+# weights are then slightly wrong, and backward does not know it: the gradients of a row's scores no
+# longer add up to 0, and dq gets their sum times the average key. With an lse of 16, the error of
+# dq is up to 1.2 times the error of a single call. It is up to 2.4 times with an lse of 30, and up
+# to 16 times with 1,000. Our limit is 1.35 times. If some lse is larger than 16, a second call of
+# the kernel therefore computes lse exactly.
 _MAX_ROUNDED_LSE = 16
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
 
 
 class _BackwardRows(NamedTuple):
-    """Rows of a piece that the backward kernel reads, (B, n or m, H, D).
+    """The rows of a piece that the backward kernel reads, each (B, n or m, H, D).
 
-    out and lse are the final ones, over all keys on all ranks.
+    out and lse are those of the whole forward, over all keys on all ranks.
     """
 
     dout: Tensor
@@ -72,7 +74,7 @@ class _BackwardRows(NamedTuple):
 
 
 def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock | None:
-    """Return the backend of a block of keys on CUDA, or None if this module computes the block."""
+    """Return the backend of one block on CUDA, or None if this module computes the block."""
     if not aten_cuda.computes(q):
         return None
     kernel = aten_kernel(q, v, slices, options)
@@ -142,7 +144,10 @@ def _pieces_of(q: Tensor, slices: Slices, options: CallOptions) -> list[Piece]:
 
 
 def _head_dim(q: Tensor, v: Tensor) -> int:
-    """Return the one head dim that the kernel takes for q, k and v; a multiple of 8 if D ≠ Dv."""
+    """Return the head dim to which q, k and v are padded.
+
+    It is a multiple of 8 if D and Dv differ.
+    """
     return q.shape[-1] if q.shape[-1] == v.shape[-1] else joint_head_dim(q, v)
 
 
@@ -155,9 +160,10 @@ def _forward(
     options: CallOptions,
     merges: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece; in fp64 if fp32 is too coarse.
+    """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece.
 
-    `merges` says whether they will be merged with results of other keys.
+    `merges` tells whether they will be merged with results of other keys. If so, and if fp32 is too
+    coarse for some lse, lse is in fp64.
     """
     exact = merges and q.is_cpu and q.dtype == torch.float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -190,13 +196,13 @@ def _exact_lse(
 ) -> Tensor:
     """Return the lse (B, Hq, n) of a kernel call in fp64, with the digits that fp32 rounded off.
 
-    The kernel computes the call again, with the rounded lse of each row subtracted from its scores.
-    The lse that it returns is then the rest, which is close to 0.
+    The kernel computes the call again, after the rounded lse of each row was subtracted from its
+    scores. The lse of this second call is the error of the first one, and close to 0.
     """
     rounded = lse.nan_to_num(0.0, 0.0, 0.0)[..., None]
     if mask is None:
         rest = cpu_attention()(q, k, v, attn_mask=-rounded, **arguments)[1]
-    else:  # a mask for all heads at a time would take as much memory as their scores
+    else:  # One head at a time: a mask for all heads would take as much memory as their scores.
         masks = mask.expand(*rounded.shape[:3], k.shape[2])
         rests = []
         for i in range(q.shape[1]):
@@ -217,12 +223,14 @@ def _with_special_rows(
     slices: Slices,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of ATen's CPU kernel, with rows that may be wrong computed again.
+    """Return out and lse of ATen's CPU kernel, after wrong rows were computed again.
 
-    If the kernel finds that a row's largest score is −inf, it treats the row as one without keys
-    (out 0, lse 0 or −inf). But it overlooks NaN in the last keys that do not fill a vector
-    register. It masks keys by adding −inf or multiplying by 0, so NaN and infinities of masked keys
-    reach rows that do not attend to them. `result` and `operands` are (B, H, rows, …).
+    The kernel has two faults. If the largest score that it finds in a row is −inf, it treats the
+    row as one without keys (out 0, and lse 0 or −inf), but it overlooks a NaN in the last keys that
+    do not fill a vector register. It also masks keys by adding −inf or by multiplying by 0. A NaN
+    or an infinity in a masked key therefore reaches rows that do not attend to this key.
+
+    `result` and `operands` are (B, H, rows, …).
     """
     (out, lse), (q, k, v) = result, operands
     no_keys = (lse == 0) & (out == 0).all(-1)
@@ -263,12 +271,12 @@ def _backward(
 
 
 def half_is_faster_in_forward(dtype: torch.dtype) -> bool:
-    """Return whether forward on this CPU is faster in this dtype than in fp32, casts included."""
+    """Return whether forward on this CPU is faster in `dtype` than in fp32 with casts."""
     return dtype == torch.bfloat16 and cpu_has_matrix_units()
 
 
 def half_is_faster_in_backward(dtype: torch.dtype, query_end: int) -> bool:
-    """Return whether backward on this CPU is faster in this dtype, and accurate enough.
+    """Return whether backward on this CPU is faster in `dtype` than in fp32, and accurate enough.
 
     `query_end` is the position after the last query.
     """
@@ -278,17 +286,19 @@ def half_is_faster_in_backward(dtype: torch.dtype, query_end: int) -> bool:
 
 @cache
 def _backward_is_faster() -> bool:
-    # Intel's bf16 products take longer than fp32's, except those of matrix units. Speed of fp32,
-    # with casts, relative to ATen in bf16, forward and backward: 1.0 to 1.6 and 2 to 4 on a Xeon
-    # with AVX512 and no AMX; 1.4 and 1.6 with AVX512_BF16 and AMX switched off in oneDNN. By the
-    # tables of other makers, a bf16 product takes half as long as an fp32 one; none was measured.
-    # In the second case, forward and backward over 2,048 and 4,096 tokens have 1.34 and 1.41 times
-    # the speed of SDPA if computed in fp32, and 0.98 and 1.03 with a bf16 backward.
+    # On Intel CPUs, a product in bf16 takes longer than one in fp32, unless matrix units (AMX)
+    # compute it. The speed of computing in fp32 with casts, relative to ATen in bf16: on a Xeon
+    # with AVX512 and without AMX, 1.0 to 1.6 times in forward and 2 to 4 times in backward. With
+    # AVX512_BF16, and AMX switched off in oneDNN, 1.4 times in forward and 1.6 times in backward.
+    # In the second case, forward and backward together over 2,048 and 4,096 tokens have 1.34 and
+    # 1.41 times the speed of SDPA if computed in fp32, and 0.98 and 1.03 times with a backward in
+    # bf16. Other makers' tables say that a product in bf16 takes half as long as one in fp32; none
+    # of their CPUs was measured.
     return cpu_has_matrix_units() or (cpu_has_bf16_products() and _cpu_vendor() != "GenuineIntel")
 
 
 def _cpu_vendor() -> str:
-    """Return the CPU's vendor as Linux reports it, or "" elsewhere."""
+    """Return the CPU's vendor as Linux reports it, or "" on other systems."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")

@@ -1,12 +1,13 @@
-"""Attention on CUDA through ATen: with FlashAttention-2 from sm_80 on, and with cuDNN.
+"""Kernels of ATen on CUDA: FlashAttention-2 from sm_80 on, and cuDNN on sm_90 and sm_100 to sm_110.
 
-cuDNN computes calls whose segments are equal, on sm_90 and sm_100 to sm_110. It builds a plan for
-each new shape and thread, in 40 ms to 1.2 s. It therefore only computes calls whose shapes seldom
-change from step to step, `VarlenCall.dense`, and only with keys that ATen's causal mask, which
-is aligned at the first row and key, masks like ours.
+`aten.py` and `kernel_order.py` use them as `VarlenKernel`s. cuDNN builds a plan for each new shape
+and thread, which takes 40 ms to 1.2 s. It therefore computes only calls whose shapes seldom change
+from step to step (`VarlenCall.dense`). Their segments must also have full masks, or as many keys as
+queries with a causal mask: ATen's causal mask is aligned at the first row and the first key, and
+ours at the last ones.
 
-Legend: S segments of L query rows and Lk key rows each, H heads (Hq of queries, Hkv of keys and
-values), D head dim.
+Legend: S segments of L query rows and Lk key rows each, Hq query heads, Hkv KV heads, D head dim of
+q and k, Dv head dim of v.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel, VarlenTables
 from seqpar.softmax.compute.call_options import CallOptions
 
-# By backward, except on an sm_80 or sm_90 (PyTorch, flash_api.cpp, mha_bwd).
+# Head dims that backward refuses, except on sm_80 and sm_90 (PyTorch, flash_api.cpp, mha_bwd).
 _REFUSED_HEAD_DIMS = range(200, 232, 8)
 
 
 def computes(q: Tensor) -> bool:
-    """Return whether FlashAttention-2 runs on the device of q: CUDA, sm_80 and up."""
+    """Return whether FlashAttention-2 runs on the device of q, a GPU from sm_80 on."""
     return is_on_cuda(q) and is_recent(device_of(q))
 
 
@@ -43,7 +44,7 @@ def is_recent(device: torch.device) -> bool:
 
 
 def gpu_major(device: torch.device) -> int:
-    """Return the first number of a GPU's compute capability."""
+    """Return the first number of a GPU's compute capability, such as 9 for sm_90."""
     return gpu_of(device).major
 
 
@@ -79,8 +80,9 @@ def _no_random_state(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=device)
 
 
-# It gives the same bits each time only under torch's switch for all threads of the process, which
-# makes operators of other threads raise.
+# Its backward gives the same bits each time only under torch's global switch for deterministic
+# algorithms. That switch would make operators of other threads raise, so the kernel does not count
+# as deterministic.
 KERNEL = VarlenKernel(_forward, _backward, max_head_dim=256)
 
 _CUDNN_MAJORS = (9, 10, 11)
@@ -101,8 +103,8 @@ def _cudnn_forward(
 def _cudnn_backward(
     rows: BackwardRows, tables: VarlenTables, options: CallOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Torch finds a plan by the strides of q, k and v. The other strides must therefore be the same
-    # in all calls with these.
+    # Torch looks up a plan by the strides of q, k and v only. All calls with the same strides of q,
+    # k and v must therefore have the same strides of dout and out.
     dout, out = rows.dout.contiguous(), rows.out.contiguous()
     dout, q, k, v, out = (_by_segments(x, tables) for x in (dout, rows.q, rows.k, rows.v, out))
     lse = rows.lse.unflatten(1, (len(q), -1)).transpose(0, 1)[..., None].contiguous()
@@ -126,19 +128,22 @@ def _rows(x: Tensor) -> Tensor:
 
 @cache
 def cudnn_kernel(major: int) -> VarlenKernel:
-    """Return the kernel for GPUs with this first number of the compute capability."""
+    """Return cuDNN's kernel for GPUs with this first number of the compute capability."""
     max_head_dim = 256 if major == 9 else 128
     return VarlenKernel(_cudnn_forward, _cudnn_backward, max_head_dim, only_dense=True)
 
 
 @cache
 def load_cudnn(major: int) -> VarlenKernel | str:
-    """Return the kernel for GPUs with this first number, or the reason why there is none."""
+    """Return cuDNN's kernel, or the reason why it cannot be used.
+
+    `major` is the first number of the GPU's compute capability.
+    """
     if torch.version.hip or major not in _CUDNN_MAJORS:
         return f"cuDNN is not used on {'AMD GPUs' if torch.version.hip else f'sm_{major}x'}"
     try:
         version = torch.backends.cudnn.version()
-    except RuntimeError as error:  # its version does not fit this torch
+    except RuntimeError as error:  # cuDNN's version does not fit this torch
         return f"cuDNN is broken: {error}"
     if version is None or version < _MIN_CUDNN_VERSION:
         return f"cuDNN must be 9.10 or newer, got {version}"

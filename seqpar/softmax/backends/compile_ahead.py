@@ -1,9 +1,10 @@
-"""Compile what calls of a kernel will run, before the first of these calls begins.
+"""Compile the kernels of FlashAttention-4 before a call sends its first message.
 
-FlashAttention-4 compiles a variant in the first call that needs it, for 3 to 4 s. If one rank
-compiled in the middle of a call, the other ranks would wait for its messages. Rehearsals compile
-instead: all ranks rehearse a call before they send its first message, and `Layout.prepare`
-rehearses calls before the first step.
+FlashAttention-4 compiles a variant of its kernels in the first call that needs it, for 3 to 4 s. If
+a rank compiled in the middle of a call, the other ranks would wait for its messages.
+`compile_ahead` is therefore called in a *rehearsal*, which runs a call on meta tensors: all ranks
+rehearse a call before they send its first message, and `Layout.prepare` rehearses calls before
+training begins.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from torch import Tensor
 from seqpar.core.device_tables import device_of
 from seqpar.core.torch_private import fake_tensors
 
-_compiled: set[Hashable] = set()  # the kinds of calls for which this process has compiled
+_compiled: set[Hashable] = set()  # the kinds of calls for which this process has compiled kernels
 
 
 def compile_ahead(
     kind: Hashable, q: Tensor, call: Callable[[Callable[..., Tensor]], object]
 ) -> None:
-    """Run a call on tensors without data, once for each kind of call.
+    """Compile what a call will run, once for each kind of call.
 
-    In a process that does not use a GPU, such as a worker of a DataLoader, nothing is compiled.
-    q is a meta tensor of a rehearsal. `call(empty)` gets a function that makes tensors on the
-    device for which q stands, and takes the arguments of `torch.empty`.
+    Nothing is compiled in a process that does not use a GPU, such as a worker of a DataLoader.
+
+    Args:
+        kind: a key of the variant that is compiled.
+        q: a meta tensor of the rehearsal.
+        call: runs the call on fake tensors. It gets a function with the arguments of `torch.empty`
+            that makes them on the device for which q stands.
     """
     device = device_of(q)
     key = device, q.dtype, kind
@@ -38,7 +43,7 @@ def compile_ahead(
     try:
         with fake_tensors():
             call(partial(torch.empty, device=device))
-    except Exception as error:  # the compiler's; the call itself may still succeed
+    except Exception as error:  # an error of the compiler; the call itself may still succeed
         warnings.warn(
             f"FlashAttention-4 will compile in its first calls, and other ranks will wait: "
             f"compiling before failed with {type(error).__name__}: {error}",

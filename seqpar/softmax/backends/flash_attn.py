@@ -1,13 +1,15 @@
-"""Attention over slices with a package of FlashAttention, the best that is installed.
+"""The backend "flash_attn": attention with the best installed package of FlashAttention.
 
-One call computes all documents of a hop, in bf16 and fp16 on CUDA. Plain PyTorch computes what the
-packages cannot: ALiBi, whose distances they measure in rows and not in positions, and masks whose
-rows do not ascend with positions one by one.
+It computes bf16 and fp16 on CUDA, usually all documents in one call (`varlen.py`). Plain PyTorch
+computes what the packages cannot. One case is ALiBi, because the packages measure distances in rows
+and not in positions. The other case is masks under which the attended keys do not move by one key
+from each query row to the next.
 
-Each package is called through the functions below its autograd functions, which take the lse of all
-keys on all ranks. A package that is not installed may be in the cache of Hugging Face's package
-`kernels`; seqpar downloads none. One that is missing, broken or of another version gives a reason
-instead of a kernel, so that the next best kernel computes.
+The functions that are called lie below the packages' autograd functions, because these do not
+accept the lse over all keys on all ranks. A package that is not installed may be in the cache of
+Hugging Face's package `kernels`; seqpar does not download any. If a package is missing, broken or
+of another version, loading it returns a reason instead of a kernel, and the next best kernel
+computes.
 """
 
 from __future__ import annotations
@@ -42,21 +44,26 @@ from seqpar.softmax.compute.call_options import CallOptions
 class Package(NamedTuple):
     """A package that computes attention on CUDA."""
 
-    requirement: str  # what to install, as pip takes it
-    modules: tuple[str, ...]  # names of the module with its functions, in different installations
-    parameters: dict[str, str]  # the functions that are called, with the names of their arguments
-    # The GPUs for which it computes everything that `kernel` says, by the first number of their
-    # compute capability
+    requirement: str  # what to install, in the form that pip takes
+    # Names under which different installations have the module with the functions.
+    modules: tuple[str, ...]
+    # The functions that are called, each with the names of its arguments.
+    parameters: dict[str, str]
+    # The GPUs on which the package computes everything that its `VarlenKernel` promises, by the
+    # first number of their compute capability.
     majors: tuple[int, ...]
-    repository: str  # the package in Hugging Face's hub of kernels
-    # Gets the module and the first number of the compute capability
+    repository: str  # the name of the package in Hugging Face's hub of kernels
+    # Makes the kernel from the module and the first number of the compute capability.
     kernel: Callable[[ModuleType, int], VarlenKernel]
 
 
 def _arguments(
     tables: VarlenTables, options: CallOptions, unlimited: int | None = -1
 ) -> dict[str, object]:
-    """Return the arguments that all packages have; `unlimited` is a window's side without limit."""
+    """Return the arguments that all packages have.
+
+    `unlimited` is the value for a side of the window without a limit.
+    """
     left, right = (unlimited if side == -1 else side for side in tables.window)
     return {
         "cu_seqlens_q": tables.cu_q, "cu_seqlens_k": tables.cu_k,
@@ -73,9 +80,13 @@ def _is_causal(tables: VarlenTables) -> bool:
 def _filling_gradients(
     forward_name: str, backward_name: str, causal: str, deterministic: bool, **unused: object
 ) -> Callable[[ModuleType, int], VarlenKernel]:
-    """Return the maker of a kernel whose backward writes into tensors that it is given.
+    """Return a function that makes a kernel whose backward writes to tensors that it is given.
 
-    `causal` is the name of that argument in backward. Both functions get the `unused` arguments.
+    Args:
+        forward_name, backward_name: the names of the package's functions.
+        causal: the name of backward's argument for a causal mask.
+        deterministic: whether backward can give the same bits each time.
+        unused: further arguments that both functions get.
     """
 
     def make(package: ModuleType, _major: int) -> VarlenKernel:
@@ -103,26 +114,28 @@ def _filling_gradients(
     return make
 
 
-# FlashAttention-4 compiles in its calls. Threads that compiled at once got NameErrors, and crashed.
+# FlashAttention-4 compiles within its calls. When several threads compiled at the same time, they
+# got NameErrors and crashed.
 _one_at_a_time = threading.Lock()
 
 
-# FlashAttention-4 compiles one variant of its kernels for calls whose longest segment has more rows
-# than a tile, and another variant for all other calls. Each variant compiles for 3 to 4 s. No GPU's
-# tile has more rows than this.
+# In rows. FlashAttention-4 compiles one variant of its kernels for calls whose longest segment has
+# more rows than a tile, and another variant for other calls. To get only the first variant, it is
+# told that the longest segment has more rows than the largest tile of any GPU.
 _LARGEST_TILE = 256
-# With more segments it compiles other variants, which get a table of the segments' tiles.
+# If a call has more segments than this, FlashAttention-4 compiles another variant, which gets a
+# table of the segments' tiles.
 _MANY_SEGMENTS = 256
-# The first version whose backward is deterministic on sm_90 where query heads share KV heads
-# (flash-attention's pull request 2510).
+# The first version whose backward is deterministic on sm_90 if query heads share KV heads (pull
+# request 2510 of flash-attention).
 _FIRST_DETERMINISTIC = "4.0.0b12"
-# The first version whose backward takes functions of scores also with `cu_seqlens`. Earlier ones
-# raise an error there.
+# The first version whose backward accepts score functions together with `cu_seqlens`. Earlier
+# versions raise an error.
 _FIRST_WITH_SOFTCAP = "4.0.0b24"
 
 
 class _Named(NamedTuple):
-    """The arguments that FlashAttention-4 gets by name, and that do not change with the tensors."""
+    """The keyword arguments for FlashAttention-4, which are the same for all tensors."""
 
     forward: dict[str, object]
     backward: dict[str, object]
@@ -137,12 +150,15 @@ class _Named(NamedTuple):
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     @cache
     def softcap_functions(softcap: float) -> dict[str, object]:
-        """Return the functions that the package would otherwise make and hash in each call."""
+        """Return the package's functions for a softcap.
+
+        The package would make and hash them in each call.
+        """
         make = package.utils.create_softcap_scoremod, package.utils.create_softcap_scoremod_bwd
         return {"score_mod": make[0](softcap), "score_mod_bwd": make[1](softcap)}
 
     def arguments(tables: VarlenTables, options: CallOptions) -> _Named:
-        """Return the arguments of forward, and then those of backward."""
+        """Return the arguments of forward, and those of backward."""
         build = lambda: _Named.of(backward_arguments(tables, options), options)  # noqa: E731
         return tables.kept(("FlashAttention-4", options), build)
 
@@ -188,7 +204,8 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         form = left == -1, right == -1, _is_causal(tables), _dense(tables) is not None, has_many
         return *form, options.softcap, options.deterministic
 
-    # On sm_100 it has head dim 256 too, but without a softcap and without the gradient of lse.
+    # On sm_100 FlashAttention-4 also has a head dim of 256, but without a softcap and without the
+    # gradient of lse.
     max_head_dim = 256 if major == 9 else 128
     return VarlenKernel(
         forward,
@@ -197,34 +214,35 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         softcap=_is_at_least(package, _FIRST_WITH_SOFTCAP),
         lse_gradient=True,
         deterministic=major != 9 or _is_at_least(package, _FIRST_DETERMINISTIC),
-        # Versions with this function compile a call of tensors without data.
+        # Versions with this function can compile a call of fake tensors.
         variant=variant if hasattr(package, "is_fake_mode") else None,
     )
 
 
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
-    """Return the rows and keys of each segment, if FlashAttention-4 gets the segments as a batch.
+    """Return the rows and the keys of each segment, if FlashAttention-4 gets the segments as a
+    batch.
 
-    Calls of a batch are faster, and FlashAttention-4 compiles a separate variant for them. Segments
-    that fit into one tile are not passed as a batch, because they would need one more variant.
+    Calls of a batch are faster. FlashAttention-4 compiles a separate variant for them. Segments
+    that fit into one tile are not passed as a batch, because they would need a third variant.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None
 
 
 def _by_segments(x: Tensor, length: int) -> Tensor:
-    """Return the rows (S · length, H, D) of segments as a view (S, length, H, D)."""
+    """Return the rows (S · length, H, D) of S segments as a view (S, length, H, D)."""
     return x.view(-1, length, *x.shape[1:])
 
 
 def _by_heads(x: Tensor, length: int) -> Tensor:
-    """Return lse (H, S · length), or its gradient, as a contiguous tensor (S, H, length)."""
+    """Return lse or its gradient (H, S · length) as a contiguous tensor (S, H, length)."""
     return x.view(x.shape[0], -1, length).transpose(0, 1).contiguous()
 
 
 def _is_at_least(package: ModuleType, first: str) -> bool:
-    """Return whether the version of FlashAttention-4 is known, and not before `first`."""
-    if not package.__name__.startswith("flash_attn."):  # builds in the hub have no version
+    """Return whether the version of FlashAttention-4 is known and not before `first`."""
+    if not package.__name__.startswith("flash_attn."):  # builds from the hub have no version
         return False
     version = installed_version("flash-attn-4")
     return version is not None and TorchVersion(version) >= first
@@ -258,8 +276,9 @@ PACKAGES = {
         },
         (9,),
         "kernels-community/flash-attn3",
-        # Some versions ignore `deterministic` without an error (flash-attention's issue 1596), and
-        # their functions have the same signatures.
+        # Some versions ignore `deterministic` without an error (flash-attention's issue 1596).
+        # Their functions have the same signatures as those of other versions, so the kernel never
+        # counts as deterministic.
         _filling_gradients("_flash_attn_forward", "_flash_attn_backward", "is_causal", False),
     ),
     "FlashAttention-2": Package(
@@ -285,9 +304,9 @@ PACKAGES = {
 
 @cache
 def load_package(name: str, major: int) -> VarlenKernel | str:
-    """Return the kernel of a package, one of `PACKAGES`, or the reason why there is none.
+    """Return the kernel of a package, or the reason why it cannot be used.
 
-    `major` is the first number of the GPU's compute capability.
+    `name` is one of `PACKAGES`, and `major` the first number of the GPU's compute capability.
     """
     package = PACKAGES[name]
     if major not in package.majors:
@@ -312,8 +331,8 @@ def _module(package: Package) -> ModuleType | str:
             return importlib.import_module(path)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-                return f"{path} cannot be imported: {error}"  # something that it needs is missing
-        except Exception as error:  # libraries of another torch or CUDA fail in many ways
+                return f"{path} cannot be imported: {error}"  # a package that it needs is missing
+        except Exception as error:  # libraries for another torch or CUDA fail in many ways
             return f"{path} cannot be imported: {type(error).__name__}: {error}"
     missing = f"{package.requirement} is not installed"
     try:
@@ -321,17 +340,17 @@ def _module(package: Package) -> ModuleType | str:
     except ImportError:
         return missing
     try:
-        # The folder of the build for this torch and GPU is build/NAME of the repository's folder.
+        # The build for this torch and GPU is in build/NAME of the repository's folder.
         build = kernels.install_kernel(package.repository, version=1, local_files_only=True)
         built: ModuleType = kernels.get_local_kernel(build.parent.parent)
     except Exception as error:  # it is not in the cache, or has no build for this torch
         return f"{missing}, nor is {package.repository} in the cache of kernels: {error}"
-    # The functions of its module, in one of the hub's names for it.
+    # In the hub's builds the functions are in a module of this name, or at the top.
     return getattr(built, package.modules[0].rsplit(".", 1)[1], built)
 
 
 def _lacking(function: object, names: list[str]) -> str | None:
-    """Return a text that names the missing arguments of a function, or None."""
+    """Return a text that names the arguments that a function lacks, or None if it lacks none."""
     if not callable(function):
         return ""
     parameters = inspect.signature(function_of(function)).parameters
@@ -343,7 +362,9 @@ MAX_HEAD_DIM = 256
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return why these operands cannot be computed, naming the argument, or None."""
+    """Return why this backend cannot compute these operands, with the name of the argument, or
+    None.
+    """
     backend = 'the backend "flash_attn"'
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.is_cuda:
         actual = f"{q.dtype} on {q.device}"
@@ -360,7 +381,7 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock:
-    """Return the backend of a block of keys with these slices, for tensors like q and v."""
+    """Return the backend of one block with these slices, for tensors like q and v."""
     device = device_of(q)
     kernels = {x: kernel_for(HeadDims.of(q, v), options, x, device) for x in (False, True)}
     return VarlenBlock(kernels, q, v, slices)
@@ -369,7 +390,10 @@ def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> Varl
 def kernel_for(
     operands: HeadDims, options: CallOptions, has_dlse: bool, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the kernel that computes operands with this dtype and these head dims on a device."""
+    """Return the kernel of the best installed package that computes these operands, or None.
+
+    `has_dlse` tells whether lse has a gradient.
+    """
     major = gpu_major(device)
     for name in PACKAGES:
         kernel = load_package(name, major)

@@ -1,6 +1,9 @@
-"""Operands in the form that fused kernels take.
+"""Change operands into the form that fused kernels accept.
 
-Legend: D head dim (Dv of values); the last dim of every tensor here.
+Scales become positive, head dims aligned, and a gradient of lse moves into additional columns of v
+and dout.
+
+Legend: D head dim of q and k, Dv head dim of v. They are the last dimension of each tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ _ALIGNMENT = 8  # elements of 2 bytes; kernels load 16 bytes at a time
 
 
 def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions, int]:
-    """Return q and options with a positive scale that give the same scores, and the scale's sign.
+    """Return q and options with a positive scale that give the same scores, and the sign of the
+    scale.
 
-    Fused kernels scale after masking: a scale of 0 would turn −∞ into NaN, and a negative one into
-    +∞. dq of the new q, times the sign, is dq of q.
+    Fused kernels scale the scores after masking. A scale of 0 would turn the −∞ of a masked score
+    into NaN, and a negative scale would turn it into +∞. dq of the original q is the sign times dq
+    of the returned q.
     """
     if options.scale > 0:
         return q, options, 1
@@ -30,7 +35,7 @@ def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions
 
 
 def joint_head_dim(q: Tensor, v: Tensor) -> int:
-    """Return the least multiple of 8 that is at least D and Dv."""
+    """Return the smallest multiple of 8 that is at least D and Dv."""
     return -(-max(q.shape[-1], v.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -39,37 +44,42 @@ def pad_heads(x: Tensor, width: int) -> Tensor:
 
 
 def aligned_heads(x: Tensor, width: int) -> Tensor:
-    """Return x with zeros up to a head dim, and a copy if a head begins at an unaligned address."""
+    """Return x with its head dim padded with zeros to `width`.
+
+    If no padding is needed but a head begins at an unaligned address, x is copied.
+    """
     if x.shape[-1] < width:
         return pad_heads(x, width)
     *steps, last = x.stride()
-    # A number's last bits are 0 if it is a multiple of the alignment.
+    # The last three bits of a number are 0 if and only if it is a multiple of 8.
     bits = reduce(or_, steps, x.storage_offset())
     is_aligned = last == 1 and not bits % _ALIGNMENT
-    # `contiguous` would return a contiguous x as it is.
+    # Not `contiguous()`, which would return an unaligned contiguous x without a copy.
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:
-    """Return what fills each of the columns that v gets if lse has a gradient.
+    """Return the number that fills each of the columns that are added to v if lse has a gradient.
 
-    Some fused kernels take no gradient of lse, dlse. It is therefore added to dout·v: v gets
-    columns of these numbers, dout gets columns whose product with the numbers is dlse, and out gets
-    columns of zeros. dlse is fp32, and in half precision one column would round it, and be infinite
-    above 65,504 in fp16. Two columns hold 16 bits of it in bf16. In fp16 they hold 22 bits, and
-    numbers up to 1.3e8, with a remainder of at most 32,768.
+    Some fused kernels do not accept dlse, the gradient of lse. It is then added to the product
+    dout·v. v gets columns of the returned numbers, dout gets columns whose product with these
+    numbers is dlse, and out gets columns of zeros.
+
+    dlse is in fp32. In half precision, one column would round it, and would be infinite above
+    65,504 in fp16. Two columns keep 16 bits of dlse in bf16. In fp16 they keep 22 bits, for numbers
+    up to 1.3e8, with a remainder of at most 32,768.
     """
     return (2.0**11, 1.0) if dtype.itemsize == 2 else (1.0,)
 
 
 def with_lse_columns(v: Tensor) -> Tensor:
-    """Return v (…, Dv) with columns for the gradient of lse."""
+    """Return v (…, Dv) with the columns of `lse_columns`."""
     columns = [v.new_full((*v.shape[:-1], 1), x) for x in lse_columns(v.dtype)]
     return torch.cat([v, *columns], -1)
 
 
 def with_dlse(dout: Tensor, dlse: Tensor) -> Tensor:
-    """Return dout (…, Dv) with the gradient of lse (…) in columns; see `lse_columns`."""
+    """Return dout (…, Dv) with columns that contain the gradient of lse (…); see `lse_columns`."""
     columns, remainder = [dout], dlse[..., None]
     for factor in lse_columns(dout.dtype):
         columns.append((remainder / factor).to(dout.dtype))

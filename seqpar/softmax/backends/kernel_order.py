@@ -1,8 +1,9 @@
-"""The choice of a kernel for a call on a GPU, and its reason: the only place that decides it.
+"""Choose the kernel that computes a block on a GPU. No other file makes this choice.
 
-A call gets the first kernel of its GPU's order that is available and computes all of the call. The
-order for sm_90 is by speed on an H200 (docs/benchmarks/kernels.md), where FlashAttention-3 was not
-measured, and our forward only with warp specialisation. No other order has been measured.
+Each generation of GPUs has an order of kernels (`ORDERS`). A block gets the first kernel of this
+order that is available and can compute the whole block. The order for sm_90 was measured on an H200
+(docs/benchmarks/kernels.md), with two limits: FlashAttention-3 was not measured, and our own
+forward was measured only with warp specialisation. The other orders have not been measured.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """The kernels of a generation of GPUs, the preferred one first."""
+    """The order of kernels for one generation of GPUs, the preferred kernel first."""
 
     gpus: str  # the architectures
-    # "cuDNN", "aten" for FlashAttention-2 in ATen, "triton", and keys of `PACKAGES`. `use_backend`
-    # chooses another one; its "aten" stands for the first two.
+    # "cuDNN", "aten" (FlashAttention-2 in ATen), "triton", or keys of `PACKAGES`. Users choose
+    # another backend with `use_backend`, whose "aten" means the first two of these.
     names: tuple[str, ...]
     reason: str  # why they are in this order
 
@@ -63,22 +64,23 @@ ORDERS = {
         f"FlashAttention-4's backward is not deterministic there; {_SAME_KERNEL}",
     ),
 }
-CALLS = {  # head dim and softcap of kinds of calls that varlen kernels may compute
+CALLS = {  # kinds of calls that varlen kernels may compute, with their head dim and softcap
     "full, causal and window masks, head dims to 128": (128, 0.0),
     "the same, head dims to 192": (192, 0.0),
     "the same, head dims to 248": (248, 0.0),
     "the same, a softcap, head dims to 128": (128, 1.0),
 }
-# FlashAttention-4, whether it is installed or not.
+# The kernel that a meta device stands for: FlashAttention-4, whether it is installed or not.
 _ON_META = PACKAGES["FlashAttention-4"].kernel(ModuleType("meta"), 9)
 _ON_META = _ON_META._replace(softcap=True, deterministic=True)
 OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 
 
 def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
-    """Return the backend of the first kernel that is available and computes all slices.
+    """Return the backend of the first available kernel that can compute all slices.
 
-    It also computes them with a gradient of lse.
+    The kernel must also be able to compute them with a gradient of lse, so that backward can use
+    it.
     """
     device = device_of(q)
     for name in _order(device):
@@ -93,7 +95,7 @@ def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> 
 
 
 def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
-    """Return cuDNN through ATen where it computes all slices, otherwise ATen's FlashAttention-2."""
+    """Return cuDNN's kernel if it can compute all slices, otherwise ATen's FlashAttention-2."""
     cudnn = _load("cuDNN", gpu_major(device_of(q)))
     if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
         return aten_cuda.KERNEL
@@ -105,8 +107,9 @@ def preferred_kernel(
 ) -> VarlenKernel | None:
     """Return the kernel that computes each block whose segments varlen kernels can compute.
 
-    Return None if other kernels or plain PyTorch may compute some of these blocks. A meta device
-    stands for a GPU with FlashAttention-4.
+    The result is None if our Triton kernels or plain PyTorch may compute some of these blocks, or
+    if different kernels may compute different blocks. A meta device stands for a GPU with
+    FlashAttention-4.
     """
     if device.type == "meta":
         return _ON_META if _ON_META.takes(operands, options, True) else None
@@ -123,7 +126,10 @@ def preferred_kernel(
 
 
 def _order(device: torch.device) -> tuple[str, ...]:
-    """Return the names of a GPU's kernels, or none if plain PyTorch computes on the GPU."""
+    """Return the names of the kernels for a GPU.
+
+    There are none if only plain PyTorch runs on it.
+    """
     if not aten_cuda.is_recent(device):
         return ()
     return ("triton",) if torch.version.hip else ORDERS.get(gpu_major(device), ORDERS[12]).names
@@ -132,7 +138,7 @@ def _order(device: torch.device) -> tuple[str, ...]:
 def _first_kernel(
     operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the first kernel of a GPU's order, unless it computes only some of the masks."""
+    """Return the first kernel of a GPU's order, or None if it computes only some of the masks."""
     major = gpu_major(device)
     for name in _order(device):
         is_aten = name == "aten" and isinstance(load_cudnn(major), str)
@@ -145,7 +151,10 @@ def _first_kernel(
 
 
 def described_kernels(device: torch.device) -> str:
-    """Return a text that is the same on ranks where `preferred_kernel` returns the same kernels."""
+    """Return a text that ranks compare.
+
+    If it is equal, `preferred_kernel` returns equal kernels.
+    """
     major = gpu_major(device)
     described: dict[str, object] = {"major": major, "hip": torch.version.hip}
     for name in PACKAGES:
@@ -157,8 +166,8 @@ def described_kernels(device: torch.device) -> str:
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:
     """Return the kernel that computes full and causal masks in half precision by default.
 
-    `major` is the first number of the compute capability of an NVIDIA GPU. For FlashAttention-4,
-    and for each kernel that precedes the default in the order, also return why it cannot be used.
+    Also return, by name, why FlashAttention-4 and the kernels before the default in the order
+    cannot be used. `major` is the first number of the compute capability of an NVIDIA GPU.
     """
     order = ORDERS.get(major, ORDERS[12]).names
     loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}
@@ -170,7 +179,10 @@ def default_kernel(major: int) -> tuple[str, dict[str, str]]:
 
 
 def kernel_table() -> dict[str, dict[str, str]]:
-    """Return by GPU and by kind of call the kernels that may compute it, in order, and why."""
+    """Return the kernels in order, for each GPU and kind of call, and the reason for the order.
+
+    `python -m seqpar info` prints this table.
+    """
     table: dict[str, dict[str, str]] = {}
     for major, order in ORDERS.items():
         rows = table.setdefault(order.gpus, {})
@@ -195,7 +207,7 @@ def _load(name: str, major: int) -> VarlenKernel | str:
 
 
 def _kernel(name: str, major: int) -> VarlenKernel:
-    """Return a kernel to ask for its limits, whether it is available or not."""
+    """Return a kernel whose limits can be asked, even if it is not available."""
     if name == "cuDNN":
         return aten_cuda.cudnn_kernel(major)
     if name == "aten":

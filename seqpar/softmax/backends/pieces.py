@@ -1,9 +1,10 @@
-"""Cut slices into the pieces that ATen's CPU kernel computes: query rows × key rows.
+"""Cut slices into the pieces that ATen's CPU kernel can compute.
 
-A kernel computes a full rectangle of scores, a causal square, or a rectangle under an additive
-mask. Pieces are ranges of rows, not of positions. Rows ascend in position on both sides, so a
-rank's causal mask over its own tokens is one causal square on any layout, and most steps of a ring
-take one or two kernel calls without a mask.
+The kernel computes a rectangle of query rows and key rows: in full, under a causal mask if it is a
+square, or under an additive mask. Pieces are cut by rows, not by positions. Rows ascend in
+position, both for queries and for keys. A rank's causal mask over its own tokens is therefore a
+single causal square in any layout, and most steps of a ring take one or two kernel calls without a
+mask.
 
 Legend: B batch, Hq query heads, n query rows, m key rows.
 """
@@ -20,29 +21,34 @@ from seqpar.core.arguments import Ints
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.compute.call_options import aligned_positions, distances
 
-# Query rows of a masked tile. From 768 rows on, ATen's CPU kernel takes its largest blocks.
+# Limits for the query rows of a tile with a mask. From 768 rows on, ATen's CPU kernel uses its
+# largest blocks.
 _MIN_TILE_ROWS, _MAX_TILE_ROWS = 64, 768
-# A slice is cut into runs of rows with the same keys, without a mask, if runs have on average at
-# least this many rows.
+# If consecutive query rows with the same keys (a *run*) have on average at least this many rows, a
+# slice is cut at the ends of runs, and needs no mask.
 _MIN_RUN_ROWS = 256
 
-_BIASED_TILE_ROWS = 256  # masks of the diagonal's pieces take time that grows with it
-_MIN_BIASED_KEYS = 64  # of a piece with one row of mask
-_MAX_BIASED_SCORES = 2**24  # of a piece with a mask for each row
+_BIASED_TILE_ROWS = 256  # query rows; larger tiles need larger masks at the diagonal
+_MIN_BIASED_KEYS = 64  # keys of a piece whose mask has a single row, at least
+_MAX_BIASED_SCORES = 2**24  # scores of a piece whose mask has all rows, at most
 
 
 class Piece(NamedTuple):
-    """Query rows × key rows: full, a causal square, or masked by a band of k_pos − q_pos."""
+    """A rectangle of query rows and key rows for one kernel call.
+
+    It is computed in full, under a causal mask if `causal`, or under the mask `band`: low ≤
+    (position of key) − (position of query) ≤ high.
+    """
 
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
     causal: bool = False
-    band: tuple[int, ...] | None = None  # lo and hi
-    blank: bool = False  # whether some query row attends to none of its keys
-    first: bool = False  # whether no earlier piece has any of its query rows
-    query_end: int = 0  # the position after its last query row
+    band: tuple[int, ...] | None = None  # low and high
+    blank: bool = False  # whether some query row attends to no key of the piece
+    first: bool = False  # whether no earlier piece has any of these query rows
+    query_end: int = 0  # the position after that of the last query row
 
     @property
     def rows(self) -> slice:
@@ -60,9 +66,9 @@ def cut_slices(slices: Slices) -> list[Piece]:
 def additive_mask(
     piece: Piece, slices: Slices, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return a piece's additive mask (n, m), and a flag (n,) for each row without keys in it.
+    """Return the additive mask (n, m) of a piece, and (n,) which rows attend to no key.
 
-    Either is None where the piece needs none.
+    Each of them is None if the piece does not need it.
     """
     if piece.band is None:
         return None, None
@@ -85,7 +91,9 @@ def _build_pieces(slices: Slices) -> list[Piece]:
 
 
 def _in_order(pieces: list[Piece], slices: Slices) -> list[Piece]:
-    """Set `first` and `query_end` of pieces that are in the order in which they are computed."""
+    """Set `first` and `query_end` of pieces, which are given in the order in which they are
+    computed.
+    """
     begun, result = np.zeros(slices.query_rows, dtype=bool), list[Piece]()
     for piece in pieces:
         first, end = not begun[piece.rows].any(), int(slices.q_positions[piece.q_stop - 1]) + 1
@@ -96,7 +104,8 @@ def _in_order(pieces: list[Piece], slices: Slices) -> list[Piece]:
 
 def _cut_slice(slices: Slices, i: int) -> list[Piece]:
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
-    start, stop = slices.key_intervals(i)  # query row j attends to key rows start[j] … stop[j] − 1
+    # Query row j attends to the key rows start[j] … stop[j] − 1.
+    start, stop = slices.key_intervals(i)
     rows, keys = q1 - q0, k1 - k0
     base = int(stop[0]) - 1
     causal = base >= 0 and not start.any()  # a row without keys needs a mask
@@ -108,10 +117,11 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
 
 
 def key_runs(start: Ints, stop: Ints) -> Ints | None:
-    """Return (m, 4): the ranges of rows and of keys of each run of rows with the same keys.
+    """Return (r, 4): for each run of rows with the same keys, its range of rows and its range of
+    keys.
 
-    Row i attends to keys start[i] … stop[i] − 1. Return None if runs have on average fewer than
-    `_MIN_RUN_ROWS` rows.
+    Row i attends to the keys start[i] … stop[i] − 1. The result is None if runs have on average
+    fewer than `_MIN_RUN_ROWS` rows. Runs without keys are left out.
     """
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
     if stop.size < (edges.size + 1) * _MIN_RUN_ROWS:
@@ -122,12 +132,12 @@ def key_runs(start: Ints, stop: Ints) -> Ints | None:
 
 
 def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
-    """Cut a slice whose first row attends to `base` + 1 keys, and each next row to one key more.
+    """Cut a slice whose first row attends to `base` + 1 keys, and each further row to one key more.
 
-    Rows stop gaining keys when they attend to all of them.
+    From some row on, all rows attend to all keys.
     """
     side = min(q1 - q0, k1 - k0 - base)
-    if side == 1:  # a causal square of one pair is full
+    if side == 1:  # a causal square with one row and one key is full
         return [Piece(q0, q1, k0, k0 + base + 1)]
     pieces = [
         Piece(q0, q0 + side, k0, k0 + base),
@@ -138,11 +148,11 @@ def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
 
 
 def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...]) -> list[Piece]:
-    """Cut a slice into tiles, each with an additive mask.
+    """Cut a slice into tiles of query rows, each with an additive mask.
 
-    Row i attends to keys start[i] … stop[i] − 1. Kernels are faster without a mask, so the keys
-    that all rows of a tile attend to become an unmasked piece, if there are more than two tiles of
-    them.
+    Row i attends to the keys start[i] … stop[i] − 1. The kernel is faster without a mask. If all
+    rows of a tile attend to more keys than two tiles have rows, these keys become a piece without a
+    mask.
     """
     tile = int(np.clip((stop - start).mean(), _MIN_TILE_ROWS, _MAX_TILE_ROWS))
     pieces: list[Piece] = []
@@ -161,16 +171,20 @@ def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...])
     return pieces
 
 
-# Pieces for ALiBi's bias, which is linear in distance, and kernels that only take masks. Where all
-# keys of a piece are on one side of all of its queries, a distance is the sum of two: from the
-# query to the piece's nearest key, and from there to the key. The first is the same for all keys of
-# a row, so it only shifts the row's lse. The mask then needs one row for all queries, (Hq, 1, m).
-# Only pieces around the diagonal and at cut edges need (Hq, n, m): with tiles of 256 queries, 6% of
-# the pairs of 8,192 causal tokens.
+# The rest of this file cuts pieces for ALiBi, whose bias is linear in the distance between query
+# and key, and for a kernel that only accepts masks. If all keys of a piece are on one side of all
+# of its queries, a distance is the sum of two distances: from the query to the nearest key of the
+# piece, and from there to the key. The first is the same for all keys of a row and only shifts the
+# lse of the row. The mask therefore needs only one row for all queries, (Hq, 1, m). Other pieces
+# need a mask (Hq, n, m). They lie around the diagonal and at the ends of windows; with tiles of 256
+# queries, they are 6% of the pairs of 8,192 causal tokens.
 
 
 def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
-    """Return pieces for a kernel that adds ALiBi's bias; `score_rows` is per query row."""
+    """Return pieces for a kernel that adds ALiBi's bias as a mask.
+
+    `score_rows` is the number of rows of scores per query row: batch times query heads.
+    """
 
     def build() -> list[Piece]:
         count = range(len(slices))
@@ -183,11 +197,11 @@ def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
 def with_bias(
     mask: Tensor | None, piece: Piece, slices: Slices, slopes: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Add the bias of slopes (B or 1, Hq) to a piece's additive mask (n, m), if it has one.
+    """Add ALiBi's bias to the additive mask (n, m) of a piece, if the piece has one.
 
-    Returns the mask, now (B or 1, Hq, n or 1, m), and the shift (B or 1, n, Hq) to subtract from
-    the lse of each row, or None. The shift is fp64: it can exceed a million, where the difference
-    between rows would be lost in fp32.
+    Returns the mask, now (B or 1, Hq, n or 1, m), and a shift (B or 1, n, Hq) that the caller must
+    subtract from the lse of each row, or None. The shift is in fp64: it can exceed a million, and
+    fp32 would lose the differences between rows.
     """
     if slopes is None:
         return mask, None
@@ -203,7 +217,9 @@ def with_bias(
 
 
 def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
-    """Cut a slice into tiles of query rows, and each tile by the side on which its keys are."""
+    """Cut a slice into tiles of query rows, and each tile by the side of the queries on which keys
+    are.
+    """
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
     start, stop = slices.key_intervals(i)
     queries, keys = slices.aligned[q0:q1], slices.k_positions[k0:k1]
@@ -211,8 +227,9 @@ def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
     for a in range(0, q1 - q0, _BIASED_TILE_ROWS):
         b = min(a + _BIASED_TILE_ROWS, q1 - q0)
         first, end = int(start[a]), int(stop[b - 1])
-        all_start, all_stop = int(start[b - 1]), int(stop[a])  # keys that all rows attend to
-        # Keys before `earlier` are at or before all queries; keys from `later` on are at or after.
+        all_start, all_stop = int(start[b - 1]), int(stop[a])  # the keys to which all rows attend
+        # Keys before `earlier` are at or before the positions of all queries, and keys from `later`
+        # on at or after them.
         earlier = int(np.searchsorted(keys, queries[a], side="right"))
         later = max(earlier, int(np.searchsorted(keys, queries[b - 1], side="left")))
         sides = [(all_start, min(all_stop, earlier)), (max(all_start, later), all_stop)]

@@ -1,7 +1,10 @@
-"""Attention over slices in plain PyTorch, for any float dtype.
+"""The backend "reference": attention over slices in plain PyTorch.
 
-All other backends are tested against this one. Scores are (B, Hkv, G, n, m): batch, KV heads, the G
-query heads that share a KV head, n query rows, m key rows.
+It computes all float dtypes and options. All other backends are tested against it, and some call it
+for slices that they cannot compute.
+
+Legend: B batch, Hkv KV heads, G query heads per KV head, n query rows, m key rows. Scores are (B,
+Hkv, G, n, m).
 """
 
 from __future__ import annotations
@@ -20,18 +23,21 @@ from seqpar.softmax.compute.call_options import CallOptions, make_add_bias
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
-MAX_SCORES = 2**24  # of the query rows that are computed at a time; bounds memory
+MAX_SCORES = 2**24  # scores that are computed at a time, which limits memory
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
-    """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
+    """Merge the attention of q (B, T, Hq, D) over k and v into `partial`, in the dtype of
+    `partial`.
+    """
     add_bias = make_add_bias(slices, options, k.shape[2], partial.dtype)
     for rows, keys, mask in _tiles(q, slices):
         scores = _scores(q[:, rows], k[:, keys], options, partial.dtype)
         scores = add_bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
-        # Large scores leave no room for the digits of lse by which partial results are weighted.
+        # The largest score of a row is subtracted, because the sum of exponentials of large scores
+        # would lose digits of lse. Partial results are weighted by lse.
         largest = scores.amax(-1, keepdim=True).nan_to_num(torch.nan, 0, 0)
         scores -= largest
         rest = torch.logsumexp(scores, -1)
@@ -55,11 +61,18 @@ def attention_of_rows(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, Hq, n, Dv) and lse (B, Hq, n) in a dtype, of rows that may not be finite.
+    """Return out (B, Hq, n, Dv) and lse (B, Hq, n) of rows that may have NaNs or infinities.
 
-    q is (B, Hq, n, D), k (B, Hkv, m, D), v (B, Hkv, m, Dv), visible (n, m) or (1, m), and bias
-    broadcasts to (B, Hq, n, m). A row depends only on the keys that it attends to. If all of their
-    scores are −inf, it has out 0 and lse −inf.
+    A row depends only on the keys to which it attends. If all scores of these keys are −inf, out is
+    0 and lse −inf.
+
+    Args:
+        q: (B, Hq, n, D).
+        k, v: (B, Hkv, m, D) and (B, Hkv, m, Dv).
+        visible: (n, m) or (1, m), which keys each row attends to.
+        bias: added to scores (B, Hq, n, m), to which it is broadcast, or None.
+        scale: the factor of q·k.
+        dtype: the dtype of computation and results.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
@@ -72,9 +85,9 @@ def attention_of_rows(
 
 
 def weighted_sum(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weights (…, n, m) @ values (…, m, d) over the visible (n, m) values only.
+    """Return weights (…, n, m) @ values (…, m, d), where each row uses only its visible values.
 
-    The sum is NaN if a visible value is NaN, or if it is infinite and has weight 0.
+    The sum is NaN if a visible value is NaN, or if a visible value is infinite and has weight 0.
     """
     total = weights @ values.masked_fill(~values.isfinite(), 0)
     attended = visible.expand_as(weights)
@@ -96,7 +109,10 @@ def backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
+    """Add the gradients of the slices to `gradients`.
+
+    A score with probability p has the gradient p (dout·v − dout·out + dlse).
+    """
     dtype, kv_heads = gradients.dq.dtype, k.shape[2]
     add_bias = make_add_bias(slices, options, kv_heads, dtype)
     for rows, keys, mask in _tiles(q, slices):
@@ -118,9 +134,12 @@ def backward(
 
 
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
-    """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ without pairs."""
+    """Return (Hq,): the largest scale · q·k of the slices, without softcap; −∞ for heads without
+    pairs.
+    """
     dtype, uncapped = accumulator_dtype(q.dtype), options._replace(softcap=0.0)
-    if options.rank_invariant and k.shape[2] > 1:  # bits may depend on the number of heads
+    # One KV head at a time, because bits may depend on the number of heads.
+    if options.rank_invariant and k.shape[2] > 1:
         by_kv_head = zip(q.tensor_split(k.shape[2], 2), k.split(1, 2), strict=True)
         parts = [max_logits(x.clone(), y.clone(), slices, options) for x, y in by_kv_head]
         return torch.cat(parts)
@@ -132,11 +151,14 @@ def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Te
 
 
 def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the query rows, key rows and mask (n, m) of each tile; nothing in a rehearsal."""
+    """Yield the query rows, the key rows and the mask (n, m) of each tile.
+
+    Rehearsals get no tiles.
+    """
     if rehearsing():
         slices.positions_on(q.device)
         return
-    score_rows = q.shape[0] * q.shape[2]  # per query row
+    score_rows = q.shape[0] * q.shape[2]  # rows of scores per query row
     tiles = slices.derived(("tiles", score_rows), lambda: list(_cut(slices, score_rows)))
     for rows, keys, band in tiles:
         yield rows, keys, slices.mask(rows, keys, band, q.device)

@@ -1,8 +1,9 @@
-"""Attention over slices with our Triton kernels, `seqpar.kernels.flash_attention`.
+"""The backend "triton": attention over slices with our own Triton kernels.
 
-They run on CUDA, for bf16, fp16 and fp32. On a CPU they run only in Triton's interpreter
-(TRITON_INTERPRET=1), for tests. Tables of work are built once per layout and mask, and kept with
-the slices, together with their copy on the device.
+The kernels are in `seqpar.kernels.flash_attention`. They run on CUDA, for bf16, fp16 and fp32. On
+CPUs they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests. A *launch* is one start
+of a kernel, with a table of the tiles that it computes. Tables are built once per layout and mask,
+and stored with the slices together with their copies on the device.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def forward_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse over all blocks of keys and values; see `attend_blocks`.
 
-    No separate pass merges partials: each launch continues the partial of the launch before.
+    The launch for a block continues from the partial of the block before, so no separate kernel
+    merges partials.
     """
     remaining: Iterator[kernels.Launches] | None = None
     scores = options.scale, options.softcap
@@ -70,14 +72,14 @@ def forward_blocks(
             partial_out, partial_lse = None, None
             if some_continue:
                 partial_lse = q.new_empty(q.shape[:-1], dtype=torch.float64)
-                accumulates = out.dtype == torch.float32  # then out itself holds the partial
+                accumulates = out.dtype == torch.float32  # then out itself is used for the partial
                 partial_out = out if accumulates else torch.empty_like(out, dtype=torch.float32)
             results = kernels.Results(
                 q, out, lse, partial_out, partial_lse, *scores, sinks, _slopes(options)
             )
         if (launches := next(remaining)) and not rehearsing():
             kernels.forward_block(results, k, v, launches, config)
-        del k, v  # frees the block before the next one arrives and its successor is posted
+        del k, v  # frees this block before the next one arrives and another exchange is posted
     return out, lse
 
 
@@ -105,16 +107,16 @@ def backward(
 
 
 def _slopes(options: CallOptions) -> Tensor | None:
-    """Return ALiBi's slopes in the kernels' form, (Hq,) or (B, Hq)."""
+    """Return ALiBi's slopes in the form that the kernels read, (Hq,) or (B, Hq)."""
     slopes = options.slopes
     return slopes[0] if slopes is not None and len(slopes) == 1 else slopes
 
 
 class _Backward(NamedTuple):
-    """The queries and the kernels' configurations, shared by all blocks of keys in a backward.
+    """What the launches of a backward over all blocks of keys share: the queries, and the kernels.
 
-    The first kernel adds to dk and dv. If there is a second one, it adds to dq; otherwise the first
-    one does.
+    With one kernel, it adds to dq, dk and dv. With two kernels, the first one adds to dk and dv,
+    and the second one to dq.
     """
 
     queries: kernels.Queries
@@ -150,13 +152,14 @@ def _forward_launches(
 ) -> tuple[list[kernels.Launches], bool]:
     """Return the launches over each block of keys, and whether some tile needs a partial result.
 
-    They are kept in `derived`. With `splits`, tiles too few to fill the device are split by keys.
+    The launches are stored in `derived`. With `splits`, tiles are divided by keys if they are too
+    few to use all of the device.
     """
     heads, device = q.shape[0] * q.shape[2], device_of(q)
     key = config, device, continued, heads, splits
 
     def build() -> tuple[list[kernels.Launches], bool]:
-        programs = 0  # tiles per head and batch entry that fill the device
+        programs = 0  # the number of tiles, per head and batch entry, that use all of the device
         if device.type == "cuda" and splits:
             programs = gpu_of(device).processors // heads
         most_runs = blocks[0].most_runs
@@ -178,7 +181,10 @@ def _forward_launches(
 def _backward_launches(
     slices: Slices, configs: tuple[kernels.Config, ...], device: torch.device
 ) -> tuple[kernels.Launches | kernels.Config, ...]:
-    """Return the launches and the configuration of each kernel; the first kernel is transposed."""
+    """Return the launches and the configuration of each kernel.
+
+    The first kernel is transposed: its tiles are key rows, and it loops over queries.
+    """
 
     def build() -> list[kernels.Launches]:
         return [

@@ -1,14 +1,17 @@
-"""Attention over slices with varlen kernels: one call for all documents, if they share a window.
+"""Attention over slices with varlen kernels, which compute many documents in one call.
 
-A varlen kernel, such as FlashAttention's, computes many *segments* in one call. A segment is a run
-of query rows with a run of key rows, and all segments of a call share one window (left, right):
-with both ends aligned, query row i of n attends to the key rows i + m − n − left … i + m − n +
-right of m; −1 is unlimited. So (−1, −1) is a full rectangle and (−1, 0) a causal one. Rows ascend
-in position on both sides. Therefore a rank's own keys under a causal mask are causal on any layout,
-and on a zigzag layout each other hop is one full rectangle per document.
+A varlen kernel, such as FlashAttention's, computes many *segments* in one call. A segment is a
+range of query rows and a range of key rows. All segments of a call share one window (left, right).
+The window is counted from the last query and the last key of a segment: row i of n queries attends
+to the key rows i + m − n − left … i + m − n + right of m, and −1 means no limit. The window (−1,
+−1) is a full mask, and (−1, 0) a causal mask.
 
-Legend: B batch, T query rows, n query rows and m key rows of a call in all batch entries, H heads
-(Hq of queries, Hkv of keys and values), D head dim (Dv of values).
+Rows ascend in position, both for queries and for keys. Under a causal mask, a rank's own keys are
+therefore a causal segment in any layout, and on a zigzag layout the keys of every other step of a
+ring are one full segment per document.
+
+Legend: B batch, T query rows, n query rows and m key rows of a call in all batch entries, Hq query
+heads, Hkv KV heads, D head dim of q and k, Dv head dim of v.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 from seqpar.softmax.wire.row_messages import Rows, add_rows
 
 Window = tuple[int, int]
-# The lengths of a dense call's segments are multiples of it. cuDNN builds a plan for each new
-# shape, and lengths that change from step to step are seldom such multiples.
+# cuDNN builds a plan for each new shape, so it gets only calls whose segments have lengths that are
+# multiples of this number. Lengths that change from step to step seldom are.
 _DENSE_ROWS = 128
 
 
@@ -55,13 +58,13 @@ KeyRange = tuple[int, int]  # the first row, and the row after the last one
 
 
 class VarlenSegment(NamedTuple):
-    """Query rows and key rows that one segment of a call computes."""
+    """One segment of a call."""
 
     q_start: int
     q_stop: int
-    # Only a full segment may have several ranges: the order of its keys has no meaning.
+    # A full segment may have several ranges, because the order of its keys has no effect.
     keys: tuple[KeyRange, ...]
-    # left, right: the window that the segment needs, or −1 for a side that masks no key
+    # The window that the segment needs; −1 for a side that masks no key.
     left: int
     right: int
 
@@ -74,8 +77,8 @@ class VarlenSegment(NamedTuple):
         return sum(stop - start for start, stop in self.keys)
 
     def fits(self, window: Window) -> bool:
-        """Return whether the segment has the same pairs under this window."""
-        # Windows of at least this size mask nothing.
+        """Return whether the segment has the same (query, key) pairs under this window."""
+        # A side of at least this size masks no key.
         unlimited_from = self.key_count - 1, self.q_stop - self.q_start - 1
         return all(
             side == needed or (needed == -1 and side >= unlimited)
@@ -84,24 +87,31 @@ class VarlenSegment(NamedTuple):
 
 
 class VarlenTables(NamedTuple):
-    """The segments of a call on a device, for kernels."""
+    """The segments of a call as tensors on a device, for kernels."""
 
-    # cu_q, cu_k: int32 (n + 1,), where each of n segments begins among the call's rows
+    # int32 (n + 1,): at which row of the call each of the n segments begins.
     cu_q: Tensor
     cu_k: Tensor
-    longest_q: int  # the rows of the longest segment
-    longest_k: int  # at least the keys of the longest segment
+    longest_q: int  # the query rows of the longest segment
+    longest_k: int  # at least the key rows of the longest segment
     window: Window  # the window of all segments
-    dense: tuple[int, int] | None  # rows and keys of each segment; see `VarlenCall.dense`
-    kept: Memo  # what kernels derive from these tables
+    # Query rows and key rows of each segment, or None; see `VarlenCall.dense`.
+    dense: tuple[int, int] | None
+    kept: Memo  # what kernels make of these tables
 
 
 class VarlenCall:
     """One call of a varlen kernel.
 
-    `queries` and `keys` are the rows of all segments, in their order. No two segments share a query
-    row. Segments share key rows only in calls that are only for forward. Calls with the same query
-    rows have the same `query_key`.
+    No two segments share a query row. Segments share key rows only in calls that are used only for
+    forward.
+
+    Attributes:
+        queries, keys: the rows of all segments, in the order of the segments.
+        query_key: a key that is equal for calls with the same query rows.
+        dense: for a dense call, the numbers of query rows and key rows of each segment; otherwise
+            None. All segments of a dense call have the same two numbers, which are multiples of
+            128. The segments have full masks, or causal masks and as many keys as queries.
     """
 
     def __init__(self, segments: Sequence[VarlenSegment], window: Window) -> None:
@@ -113,22 +123,19 @@ class VarlenCall:
         lengths = [(x.q_stop - x.q_start, x.key_count) for x in segments]
         self._lengths = np.array(lengths, dtype=np.int64).T
         self._window = window
-        # The numbers of rows and of keys of each segment if the call is dense, else None. All
-        # segments of a dense call have the same two numbers, which are multiples of 128, and are
-        # full, or causal with as many keys as rows.
         is_dense = len({*lengths}) == 1 and _is_dense(*lengths[0], window)
         self.dense = lengths[0] if is_dense else None
         self._tables = Memo()
 
     def tables(self, batch: int, device: torch.device) -> VarlenTables:
-        """Return the segments of all batch entries, whose rows follow each other."""
+        """Return the segments of all batch entries, whose rows follow one another."""
 
         def build() -> VarlenTables:
             edges = (np.r_[0, np.tile(x, batch).cumsum()].astype(np.int32) for x in self._lengths)
             cu_q, cu_k = map(torch.from_numpy, edges)
             longest_q, longest_k = (int(x.max()) for x in self._lengths)
-            # If only the left side is limited, FlashAttention-2 uses longest_k as the right side.
-            # It takes right sides of at least longest_k as unlimited.
+            # If only the left side of the window is limited, FlashAttention-2 uses longest_k as the
+            # right side, and takes a right side of at least longest_k as unlimited.
             longest_k = max(longest_q, longest_k)
             return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window, self.dense, Memo())
 
@@ -149,18 +156,18 @@ class VarlenCall:
 
 
 class VarlenWork(NamedTuple):
-    """The calls of a varlen kernel, and the slices that it cannot compute."""
+    """The calls of a varlen kernel for some slices, and the slices that it cannot compute."""
 
     calls: list[VarlenCall]
     remaining: Slices | None
 
 
 def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
-    """Return the calls that compute the slices, built once per slices.
+    """Return the calls that compute the slices. They are built once and stored with the slices.
 
-    With `repeats_keys`, several segments of a call may have the same key rows, so that there are
-    fewer calls. Such calls are only for forward: in backward, these segments would add to the
-    gradients of the same rows.
+    With `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls
+    are needed. Such calls can only be used in forward. In backward, several segments would add to
+    the gradients of the same rows.
     """
     name = "varlen work with repeated keys" if repeats_keys else "varlen work"
     return slices.derived(name, lambda: _build(slices, repeats_keys))
@@ -178,8 +185,8 @@ def _build(slices: Slices, repeats_keys: bool) -> VarlenWork:
     calls = []
     for window, members in _by_window(_join_keys(segments)).items():
         of_window = [VarlenCall(layer, window) for layer in _layers(members)]
-        # The calls of one long document have one segment each, and stay as they are: they are
-        # large, and a copy of the document's keys would take much memory.
+        # The calls of one long document have one segment each. They are not joined: they are large
+        # enough, and a copy of the document's keys would take much memory.
         has_short_segments = 1 < len(of_window) < len(members)
         if repeats_keys and has_short_segments:
             of_window = _with_repeated_keys(members, window) or of_window
@@ -191,9 +198,9 @@ def _build(slices: Slices, repeats_keys: bool) -> VarlenWork:
 
 
 def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[VarlenSegment] | None:
-    """Return segments of query rows that attend to the key rows k_start + start … stop − 1 each.
+    """Return the segments of a slice, or None if varlen kernels cannot compute it.
 
-    Return None if the slice has no such segments.
+    Row i of the slice attends to the key rows k_start + start[i] … k_start + stop[i] − 1.
     """
     with_keys = np.flatnonzero(stop > start)
     if not with_keys.size:
@@ -215,7 +222,8 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Varle
         moved = np.add(runs, [q_start, q_start, k_start, k_start])
         return [VarlenSegment(a, b, ((c, d),), -1, -1) for a, b, c, d in moved.tolist()]
     key_range = ((k_start, k_start + keys),)
-    if left < 0 < right:  # causal rows, then rows that attend to all keys
+    # First the rows under a causal mask, then the rows that attend to all keys.
+    if left < 0 < right:
         cut = keys - high + 1
         causal = VarlenSegment(q_start, q_start + cut, key_range, -1, 0)
         return [causal, VarlenSegment(q_start + cut, q_stop, key_range, -1, -1)]
@@ -223,7 +231,7 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Varle
 
 
 def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
-    """Join full segments of the same query rows."""
+    """Join full segments that have the same query rows."""
     full: dict[tuple[int, int], list[KeyRange]] = {}
     for x in segments:
         if x.is_full:
@@ -233,7 +241,10 @@ def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
 
 
 def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment]]:
-    """Group segments by window; one that fits several windows joins the first of them."""
+    """Group segments by the window under which they are computed.
+
+    A segment that has the same pairs under several windows joins the first of them.
+    """
     groups: dict[Window, list[VarlenSegment]] = {}
     for x in sorted(segments, key=lambda x: (x.left < 0) + (x.right < 0)):
         window = next(filter(x.fits, groups), (x.left, x.right))
@@ -242,9 +253,9 @@ def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment
 
 
 def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
-    """Split segments into lists in which no two share a row, each in order of its query rows."""
+    """Divide segments into lists in which no two segments share a row, ordered by query rows."""
     layers: list[list[VarlenSegment]] = []
-    taken: list[list[KeyRange]] = []  # the key rows of each layer, in order
+    taken: list[list[KeyRange]] = []  # the key rows of each list, ascending
     for x in sorted(segments, key=lambda x: (x.q_start, x.keys)):
         for layer, ranges in zip(layers, taken, strict=True):
             if layer[-1].q_stop <= x.q_start and all(_is_free(pair, ranges) for pair in x.keys):
@@ -260,21 +271,24 @@ def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
 
 
 def _is_free(pair: KeyRange, ranges: list[KeyRange]) -> bool:
-    """Return whether a range shares no row with `ranges`, which ascend and do not overlap."""
+    """Return whether a range has no row in common with `ranges`, which ascend and do not
+    overlap.
+    """
     i = bisect(ranges, pair)
     starts_after = i == 0 or ranges[i - 1][1] <= pair[0]
     return starts_after and (i == len(ranges) or pair[1] <= ranges[i][0])
 
 
-# A call for forward reads each of its key rows at most this many times, on average. On a zigzag
-# layout it reads the keys of a rank before this one twice, and the keys of a rank behind it once.
+# In forward, a call may read each of its key rows at most this many times, on average. On a zigzag
+# layout, it reads the keys of an earlier rank twice, and the keys of a later rank once.
 _MOST_READS = 2
 
 
 def _with_repeated_keys(segments: list[VarlenSegment], window: Window) -> list[VarlenCall] | None:
-    """Return one call in which each query row is in one segment, with all of its keys.
+    """Return one call in which each query row belongs to one segment, which has all keys of the
+    row.
 
-    Return None if not all segments are full, or if the call would read too many key rows.
+    Return None if some segment is not full, or if the call would read too many key rows.
     """
     if not all(x.is_full for x in segments):
         return None
@@ -320,10 +334,11 @@ def _warn_of_triton() -> None:
 
 
 class BackwardRows(NamedTuple):
-    """Rows of a call that a backward kernel reads.
+    """The rows of a call that a backward kernel reads.
 
-    dout, q and out are (n, Hq, D), k and v (m, Hkv, D). out and lse (Hq, n) are the final ones,
-    over all keys on all ranks. dlse (Hq, n) is None if lse has no gradient, or if it is in dout.
+    dout, q and out are (n, Hq, D), k and v (m, Hkv, D), and lse and dlse (Hq, n). out and lse are
+    those of the whole forward, over all keys on all ranks. dlse is None if lse has no gradient, or
+    if dout contains the gradient (`lse_columns`).
     """
 
     dout: Tensor
@@ -336,7 +351,7 @@ class BackwardRows(NamedTuple):
 
 
 class HeadDims(NamedTuple):
-    """The dtype of q, k and v, the head dim of q and k, and the head dim of v."""
+    """The dtype of q, k and v, and the head dims of q and k and of v."""
 
     dtype: torch.dtype
     dim: int
@@ -350,33 +365,35 @@ class HeadDims(NamedTuple):
 class VarlenKernel(NamedTuple):
     """A kernel that computes the segments of a call, in bf16 or fp16.
 
-    All operands have one head dim, a multiple of 8. Results are new tensors: callers may keep and
-    change them.
+    All operands have the same head dim, a multiple of 8. Results are new tensors, which callers may
+    keep and change.
     """
 
-    # Gets q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and the natural lse (Hq, n)
-    # in fp32
+    # Takes q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and lse (Hq, n) in fp32.
     forward: Callable[[Tensor, Tensor, Tensor, VarlenTables, CallOptions], tuple[Tensor, Tensor]]
-    # Returns dq, dk and dv of its rows, which may have more columns, of zeros
+    # Returns dq, dk and dv. They may have additional columns of zeros.
     backward: Callable[[BackwardRows, VarlenTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
     max_head_dim: int  # the largest D
     softcap: bool = False  # whether it computes scores with a softcap
-    # Whether backward takes dlse. Otherwise operands have columns for it (`lse_columns`).
+    # Whether backward accepts dlse. If not, operands get additional columns for it (`lse_columns`).
     lse_gradient: bool = False
-    # Whether backward gives the same bits each time when the options ask for it. Otherwise our
-    # Triton kernels compute such a backward.
+    # Whether backward gives the same bits each time if the options ask for it. If not, our Triton
+    # kernels compute a backward for which the options ask it.
     deterministic: bool = False
-    only_dense: bool = False  # whether it computes only dense calls; see `VarlenCall.dense`
-    # Returns a key of the variant that the kernel compiles at the first call with it. None: it
-    # compiles nothing, or cannot compile without data.
+    only_dense: bool = False  # whether it can compute only calls with `VarlenCall.dense`
+    # Returns a key of the variant that the kernel compiles in the first call with this key. None if
+    # the kernel compiles nothing, or cannot compile ahead.
     variant: Callable[[VarlenTables, CallOptions], Hashable] | None = None
 
     def limits(self) -> dict[str, int]:
-        """Return by name the fields that are numbers, which can be compared between processes."""
+        """Return those fields, by name, that are numbers and can be compared between processes."""
         return {name: x for name, x in self._asdict().items() if isinstance(x, int)}
 
     def takes(self, operands: HeadDims, options: CallOptions, has_dlse: bool) -> bool:
-        """Return whether the kernel computes scores with these options, of these operands."""
+        """Return whether the kernel can compute scores with these options, for these operands.
+
+        `has_dlse` tells whether lse has a gradient.
+        """
         dtype, dim, value_dim = operands
         if dtype not in _HALF or options.slopes is not None:
             return False
@@ -386,7 +403,7 @@ class VarlenKernel(NamedTuple):
         return fits and (self.softcap or not options.softcap)
 
     def computes_all(self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> bool:
-        """Return whether the kernel computes all slices, also with a gradient of lse."""
+        """Return whether the kernel can compute all slices, even with a gradient of lse."""
         if not self.takes(HeadDims.of(q, v), options, True):
             return False
         calls, remaining = varlen_work(slices)
@@ -395,10 +412,10 @@ class VarlenKernel(NamedTuple):
 
 
 class VarlenBlock:
-    """A backend for the slices of one block of keys, computed with varlen kernels.
+    """A backend for the slices of one block of keys that uses varlen kernels.
 
-    What the calls of all tensors of a kind have in common is found once: the kernels, the calls,
-    and the head dim. Tensors of a kind have the same device, dtype and head dims.
+    The kernels, the calls and the head dim are found once, for all tensors with the same device,
+    dtype and head dims.
     """
 
     forward_blocks = None  # `attend_blocks` calls `forward` for each block
@@ -408,11 +425,11 @@ class VarlenBlock:
     ) -> None:
         """Prepare for tensors like q and v.
 
-        `kernels` has the kernel for these operands, by whether lse has a gradient, or None if there
-        is none.
+        `kernels[has_dlse]` is the kernel for calls in which lse has a gradient or has none. It is
+        None if no kernel can compute them.
         """
         self._kernels, self._width, kernel = kernels, joint_head_dim(q, v), kernels[False]
-        # Segments with repeated keys may differ in length, and then their call is not dense.
+        # If segments repeat keys, their lengths may differ, and the call is not dense.
         repeats_keys = kernel is not None and not kernel.only_dense
         self._forward = (
             VarlenWork([], None) if kernel is None else varlen_work(slices, repeats_keys)
@@ -427,9 +444,10 @@ class VarlenBlock:
         partial: Partial,
         options: CallOptions,
     ) -> None:
-        """Merge into `partial` the attention of q over k and v."""
+        """Merge the attention of q over k and v into `partial`."""
         (calls, remaining), kernel, width = self._forward, self._kernels[False], self._width
-        if kernel is None:  # the slices keep this object, so it does not keep the slices
+        # This object is stored with the slices, so it must not refer to them itself.
+        if kernel is None:
             remaining = slices
         if remaining is not None:
             reference.forward(q, k, v, remaining, partial, options)
@@ -462,7 +480,7 @@ class VarlenBlock:
         gradients: PartialGradients,
         options: CallOptions,
     ) -> None:
-        """Add to `gradients` what flows through the slices."""
+        """Add the gradients of the slices to `gradients`."""
         has_dlse = output.dlse is not None
         kernel = self._kernels[has_dlse]
         if kernel is None:
@@ -514,12 +532,12 @@ class VarlenBlock:
         options: CallOptions,
         output: OutputGradient | None = None,
     ) -> None:
-        """Compile a call's forward or, with an output, its backward, if its kernel compiles."""
+        """Compile the forward of a call or, with `output`, its backward, if its kernel compiles."""
         if kernel.variant is None:
             return
         batch, heads, kv_heads, dtype = q.shape[0], q.shape[2], k.shape[2], q.dtype
         tables, is_forward = call.tables(batch, q.device), output is None
-        # Of an output that came from another rank, kernels get delta as dlse; see `_Queries`.
+        # For queries of another rank, kernels get delta in the place of dlse; see `_Queries`.
         has_dlse = output is not None and (output.dlse is not None or output.out is None)
         rows, keys = batch * call.queries.count, batch * call.keys.count
         sizes = (rows, heads, self._width), (keys, kv_heads, self._width)
@@ -540,13 +558,13 @@ class VarlenBlock:
 
 
 class _ScaledQueries(NamedTuple):
-    """The query rows of a call in forward, kept for the next call with the same rows."""
+    """The query rows of a call in forward. They are kept for the next call with the same rows."""
 
-    # q, key: the source of the rows
+    # The tensor and the key from which the rows were made.
     q: Tensor
     key: tuple[bytes, int]
     rows: Tensor
-    options: CallOptions  # see `positive_scale`
+    options: CallOptions  # with the scale that belongs to `rows`; see `positive_scale`
 
     @classmethod
     def of(
@@ -555,21 +573,21 @@ class _ScaledQueries(NamedTuple):
         kept, key = partial.prepared, (call.query_key, width)
         if isinstance(kept, cls) and kept.q is q and kept.key == key:
             return kept
-        partial.prepared = kept = None  # frees the rows of another call
+        partial.prepared = kept = None  # frees the rows of the call before
         rows, options, _ = positive_scale(_flat(q, call.queries), options)
         partial.prepared = queries = cls(q, key, aligned_heads(rows, width), options)
         return queries
 
 
 class _Queries(NamedTuple):
-    """The query rows of a call in backward, kept for the next call with the same rows."""
+    """The query rows of a call in backward. They are kept for the next call with the same rows."""
 
-    # q, key: the sources of the tensors
+    # The tensor and the key from which the rows were made.
     q: Tensor
     key: tuple[bytes, int, bool, bool]
-    # dout, q, out, lse and dlse of `BackwardRows`
+    # The fields dout, q, out, lse and dlse of `BackwardRows`.
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-    # options, sign: see `positive_scale`
+    # See `positive_scale`.
     options: CallOptions
     sign: int
 
@@ -587,11 +605,12 @@ class _Queries(NamedTuple):
         kept, key = output.prepared, (call.query_key, width, has_columns, takes_dlse)
         if isinstance(kept, cls) and kept.q is q and kept.key == key:
             return kept
-        output.prepared = kept = None  # frees the rows of another call
+        output.prepared = kept = None  # frees the rows of the call before
         dout, lse = (_flat(x, call.queries) for x in (output.dout, output.lse))
         if output.out is None and takes_dlse:
-            # A kernel computes delta as out·dout − dlse, and reads out for nothing else. With zeros
-            # for out and −delta for dlse, it computes this delta.
+            # A kernel computes delta as out·dout − dlse, and reads out for nothing else. For
+            # queries of another rank, delta is known and out is not. With zeros in place of out and
+            # −delta in place of dlse, the kernel computes this delta.
             out = output.zeros.like(dout)
             dlse: Tensor | None = -_flat(output.ensure_delta(), call.queries)
         else:
@@ -609,7 +628,7 @@ class _Queries(NamedTuple):
 
 
 def _flat(x: Tensor, rows: Rows) -> Tensor:
-    """Return rows of x (B, T, …), of all batch entries one after another: (n, …)."""
+    """Return some rows of x (B, T, …), of one batch entry after another, as (n, …)."""
     if not rows.are_all(x.shape[1]):
         local = rows.local(x.device)
         x = x[:, local] if isinstance(local, slice) else x.index_select(1, local)
@@ -617,11 +636,11 @@ def _flat(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _batched(x: Tensor, batch: int) -> Tensor:
-    """Return rows (B · n, …) of all batch entries one after another as (B, n, …)."""
-    # `unflatten` would take several times as long.
+    """Return rows (B · n, …), of one batch entry after another, as (B, n, …)."""
+    # `unflatten` takes several times as long as `unsqueeze`.
     return x.unsqueeze(0) if batch == 1 else x.unflatten(0, (batch, -1))
 
 
 def _columns(x: Tensor, count: int) -> Tensor:
-    """Return the first columns of x, without those that were added for a kernel."""
+    """Return the first `count` columns of x, without columns that were added for a kernel."""
     return x if x.shape[-1] == count else x[..., :count]

@@ -1,13 +1,15 @@
-"""The options with which scores are computed, checks of their values, and ALiBi's bias.
+"""`CallOptions`: how scores are computed. Also checks of these options, and ALiBi's bias.
 
-ALiBi is a bias that is linear in the distance between query and key: Press et al., "Train Short,
-Test Long: Attention with Linear Biases Enables Input Length Extrapolation" (2022), section 3. A
-head's bias is −slope · |i − j|, where i and j are positions in a document whose queries and keys
-are aligned at their ends. Which ranks hold the tokens does not matter. The bias is computed from
-distances, which are exact integers: slope · i − slope · j would lose digits where positions are
-large.
+ALiBi subtracts slope · |i − j| from the score of the query at position i and the key at position j:
+Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+Extrapolation" (2022), section 3. Each head has its own slope. Positions are counted within a
+document, and the last query and the last key of a document have the same position. The rank that
+holds a token has no effect on the bias.
 
-Legend: B batch, Hq query heads, Hkv KV heads, n query rows, m key rows.
+The bias is computed from the distance |i − j|, which is an exact integer. The difference slope · i
+− slope · j would lose digits at large positions.
+
+Legend: B batch, Hq query heads, Hkv KV heads, G query heads per KV head, n query rows, m key rows.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ from seqpar.core.device_tables import on_device, rehearsing
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
 
-# A softcap c lowers a score s by s³/3c². With a cap of 1e30 or more, this is less than the rounding
-# error of any score under 1e21 in fp64 and 1e26 in fp32. Dividing a score by such a cap would only
-# lose its digits to underflow, so such caps are ignored.
+# A softcap c lowers a score s by about s³/3c². With a cap of 1e30 or more, this is less than the
+# rounding error of the score, for all scores below 1e21 in fp64 and 1e26 in fp32. Dividing a score
+# by such a cap would only lose digits to underflow. Such caps are therefore ignored.
 _MIN_INEFFECTIVE_SOFTCAP = 1e30
 _MIN_SOFTCAP = 1e-30
 
 
 def parse_softcap(name: str, softcap: object) -> float:
-    """Return the softcap; 0 if it is None or too large to have an effect."""
+    """Return the softcap as a number.
+
+    It is 0 if there is none or if it is too large to have an effect.
+    """
     if isinstance(softcap, Tensor):
         refuse_tangents(**{name: softcap})
         if softcap.requires_grad and torch.is_grad_enabled():
@@ -45,19 +50,18 @@ def parse_softcap(name: str, softcap: object) -> float:
 
 
 class CallOptions(NamedTuple):
-    """How ranks and servers compute a call's scores: their formula, and the backend."""
+    """How ranks and attention servers compute the scores of a call, and with which backend."""
 
-    # a score is scale · q·k
+    # The score of a pair is scale · q·k.
     scale: Annotated[float, Option(as_float, 1.0, "softmax_scale")]
-    # caps a score to softcap · tanh(scale · q·k / softcap), or 0 for no cap
+    # A softcap c > 0 turns a score s into c · tanh(s / c). 0 means no softcap.
     softcap: Annotated[float, Option(parse_softcap, 0.0)]
     backend: str  # the name of a backend, or DEFAULT
     deterministic: bool  # whether the backend's backward must give the same bits each time
-    # (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance between the two
-    # positions is subtracted from a score
+    # ALiBi's slopes, (1 or B, Hq), in the accumulator's dtype; None without ALiBi.
     slopes: Tensor | None = None
-    # Whether bits must be the same on any number of ranks. Tiles then begin at fixed positions of a
-    # document.
+    # Whether queries are computed in tiles that begin at fixed positions of a document, so that
+    # results have the same bits on any number of ranks.
     rank_invariant: Annotated[bool, NOT_CARRIED] = False
 
     def with_slopes(self, slopes: Tensor | None) -> CallOptions:
@@ -67,7 +71,7 @@ class CallOptions(NamedTuple):
         return self.with_slopes(None if self.slopes is None else self.slopes[:, heads])
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise a ValueError if a number is outside the range of the accumulator of a dtype."""
+        """Raise a ValueError if a number is outside the range of the accumulator for this dtype."""
         scale, softcap = self.scale, self.softcap
         accumulator = torch.finfo(accumulator_dtype(dtype))
         smallest, largest = accumulator.smallest_normal, accumulator.max
@@ -91,7 +95,7 @@ def parse_slopes(slopes: Tensor | None) -> Tensor | None:
 
 
 def check_slopes(slopes: Tensor, shape: OperandShape) -> Tensor:
-    """Return slopes as `CallOptions` holds them: (1 or B, Hq), in the accumulator's dtype."""
+    """Return slopes in the form of `CallOptions.slopes`."""
     heads, batch = shape.heads, shape.batch
     if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype not in _SLOPE_DTYPES:
         expected = f"({heads},) or ({batch}, {heads}), one per query head, of fp32 or fp64"
@@ -103,7 +107,10 @@ def check_slopes(slopes: Tensor, shape: OperandShape) -> Tensor:
 def make_add_bias(
     slices: Slices, options: CallOptions, kv_heads: int, dtype: torch.dtype
 ) -> Callable[[Tensor, slice, slice], Tensor]:
-    """Return a function that adds the bias to scores (B, Hkv, G, n, m) of query and key rows."""
+    """Return a function that adds ALiBi's bias to scores (B, Hkv, G, n, m).
+
+    The function takes the scores and the ranges of query rows and key rows to which they belong.
+    """
     slopes = options.slopes
     if slopes is None:
         return lambda scores, rows, keys: scores
@@ -124,7 +131,10 @@ def distances(slices: Slices, rows: slice, keys: slice, device: torch.device) ->
 
 
 def aligned_positions(slices: Slices, device: torch.device) -> list[Tensor]:
-    """Return positions on a device: of all query rows, aligned at the end, and of all key rows."""
+    """Return the positions of all query rows and of all key rows, as tensors on a device.
+
+    The last query and the last key of a document have the same position.
+    """
     on_host = slices.aligned, slices.k_positions
     tables = slices.derived("aligned positions", lambda: [torch.from_numpy(x) for x in on_host])
     return [on_device(x, device) for x in tables]

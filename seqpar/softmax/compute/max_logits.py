@@ -1,9 +1,10 @@
-"""The largest score of each head, as QK-clip needs it.
+"""The largest score of each head, which QK-clip needs during training.
 
 Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1: S_max of a head is the largest
-scale · q·k over all pairs of a batch, before the softmax. If it is above a threshold, training
-shrinks the head's weights. Attention kernels return no maximum, and lse exceeds the maximum by up
-to the log of the number of keys. The scores are therefore computed a second time, in plain PyTorch.
+scale · q·k over all pairs of a batch, before the softmax. If it exceeds a threshold, training
+scales down the weights that make q and k of this head. Attention kernels return only lse, which
+exceeds the largest score by up to the logarithm of the number of keys. `attend.py` therefore
+computes the scores a second time, in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from seqpar.core.traffic import Traffic
 
 @dataclass(eq=False)
 class MaxLogits:
-    """The largest score of each head so far."""
+    """The largest score of each head over the slices that were computed so far."""
 
     values: Tensor  # (Hq,), fp32 (fp64 for fp64); −∞ for a head without pairs
 
@@ -32,14 +33,14 @@ class MaxLogits:
         return cls(q.new_full((q.shape[2],), -torch.inf, dtype=dtype))
 
     def of_heads(self, heads: slice) -> MaxLogits:
-        """Return a view of some heads: updating it also updates this object."""
+        """Return an object for some heads. Updating it also updates this object."""
         return MaxLogits(self.values[heads])
 
     def update(self, scores: Tensor) -> None:
         torch.maximum(self.values, scores, out=self.values)
 
     def of_all_ranks(self, comm: Comm) -> Tensor:
-        """Return the maximum over all ranks; each rank sends Hq numbers to each other one."""
+        """Return the maximum over all ranks. Each rank sends Hq numbers to each other rank."""
         arriving = [(peer, torch.empty_like(self.values)) for peer in comm.peers]
         sends = [(peer, self.values) for peer in comm.peers]
         comm.exchange(sends, arriving, label="max logits").wait()

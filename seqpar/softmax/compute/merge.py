@@ -1,6 +1,6 @@
-"""`seqpar.merge`: combine attention over disjoint sets of keys into attention over all of them.
+"""`seqpar.merge`: combine attention over several sets of keys into attention over all of them.
 
-The public function checks its arguments and differentiates; `Partial.merge` computes.
+This public function checks its arguments and has a backward. `Partial.merge` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class _MergeContext(FunctionCtx):
 
 
 class _Merge(torch.autograd.Function):
-    """Merge partials one after another; backward needs the inputs and the result.
+    """Merge partials one after another, with a backward.
 
-    wᵢ is the share of set i in the softmax. Then d outᵢ = wᵢ dout and
-    d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse).
+    Let wᵢ be the fraction of the softmax's denominator that the keys of set i contribute. Then
+
+        d outᵢ = wᵢ dout
+        d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse)
     """
 
     @staticmethod

@@ -1,7 +1,12 @@
-"""Partial results and gradients, which the softmax primitive reads and writes.
+"""Results of attention and gradients, while they are added up over blocks of keys.
 
-Legend: B batch, T query rows, Tk key rows, H heads (Hq of queries, Hkv of keys and values), D head
-dim (Dv of values).
+Backends (`softmax/backends/`) write to these objects. In forward, a `Partial` has out and lse over
+the keys so far. In backward, `OutputGradient` has what backward reads, and `PartialGradients` has
+the sums of dq, dk and dv. A result of a kernel may be stored for a while, so that one Triton kernel
+adds several results at once (`waiting_results.py`).
+
+Legend: B batch, T query rows, Tk key rows, Hq query heads, Hkv KV heads, D head dim of q and k, Dv
+head dim of v. Without a letter, H and D are those of queries or of keys.
 """
 
 from __future__ import annotations
@@ -21,12 +26,15 @@ from seqpar.softmax.wire.row_messages import Rows, add_rows
 class Sums:
     """Sums of the results that several kernel calls return for the same rows.
 
-    The first results may be kept as their kernel returned them. They become sums when they are
-    needed as sums. A call whose results remain the only ones writes and reads no sums.
+    The result of the first call is stored as its kernel returned it. The sums are allocated only
+    when a second call needs them. If there is only one call, no sums are written.
     """
 
     def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        """`make` returns sums that begin with the results that were kept, if any, or with 0."""
+        """Args:
+        make: allocates the sums. It gets the first results, or nothing, and returns sums that
+            begin with these results or with 0.
+        """
         self._make = make
         self._kept: tuple[Tensor, ...] = ()  # torch.compile cannot trace `tuple[Tensor, ...]()`
         self._made: Sequence[Tensor] | None = None
@@ -46,11 +54,14 @@ class Sums:
 
     @property
     def results(self) -> Sequence[Tensor]:
-        """The only results, as their kernel returned them, or the sums."""
+        """The results of the only call, or the sums."""
         return self._kept or self.tensors
 
     def keep(self, *results: Tensor) -> bool:
-        """Keep the first results, of all rows; return False if sums or other results exist."""
+        """Store the results of a first call that has all rows.
+
+        Return False if it is not the first call.
+        """
         if self._kept or self._made is not None:
             return False
         self._kept = results
@@ -60,45 +71,55 @@ class Sums:
         _ = self.tensors
 
     def release(self) -> None:
-        """Turn results that were kept into sums, before a kernel allocates other results."""
+        """Turn stored results into sums, so that their memory is free for a kernel's other
+        results.
+        """
         if self._kept:
             self.allocate()
 
 
-_MIN_COPIED_ROWS = 1024  # a copy of this many rows takes little memory
+_MIN_COPIED_ROWS = 1024  # products are computed for at least this many rows at a time
 
 
 class Partial(WaitingResults):
-    """Attention of some queries over the keys so far, which can be merged with other partials.
+    """The attention of some queries over the keys so far. More keys can be merged into it.
 
     A row without keys has out 0 and lse −inf.
 
-    On CUDA, results wait in the dtypes of their kernels until one Triton kernel merges several of
-    them. The merged result has the same bits as merging them one by one. On other devices each
-    result is merged at once, except that a first result of all rows waits for the next result.
+    On CUDA, results of kernels are stored until one Triton kernel merges several of them, with the
+    same bits as if they were merged one by one. On other devices each result is merged immediately,
+    except the first result if it has all rows: that one is stored until a second result arrives.
     """
 
-    # Enough for six results in half precision, or for the sums in fp32 and four such results. With
-    # four query heads per KV head, the fp32 gradients of a group of heads take as much in backward.
+    # 12 bytes suffice for six results in half precision, or for the sums in fp32 and four such
+    # results. With four query heads per KV head, backward needs as much memory for the fp32
+    # gradients of a group of heads.
     most_bytes = 12
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, rank_invariant: bool = False
     ) -> None:
-        """Make a partial of this shape (B, T, Hq, Dv), in a dtype, on the device of `like`."""
+        """Prepare out (B, T, Hq, Dv) and lse on the device of `like`.
+
+        Args:
+            shape: (B, T, Hq, Dv).
+            dtype: the dtype of out.
+            like: any tensor on the device.
+            rank_invariant: whether the bits of a merged row may not depend on the other rows.
+        """
         super().__init__(shape, dtype, like, by_kernel=not rank_invariant)
         self._sums: tuple[Tensor, Tensor] | None = None
-        self._into: Tensor | None = None  # the tensor for the sums of out, if there is one
+        self._into: Tensor | None = None  # the memory for out, if the caller gave some
         self.empty = True  # whether no row has keys yet
-        # Whether the merged bits of a row do not depend on its place among other rows
+        # Whether the bits of a merged row may not depend on its position in the tensor.
         self.rank_invariant = rank_invariant
-        # Whether one call of a backend computes the partial, and nothing is merged into it
+        # Whether one backend call computes everything, so that nothing is merged.
         self.single = False
-        self.prepared: object = None  # what a backend keeps from one block of keys to the next
+        self.prepared: object = None  # a backend's own state between two blocks of keys
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor) -> Partial:
-        """Make it from tensors like `out` and `lse`, which are changed in place."""
+        """Make a partial from existing tensors. Merging changes these tensors in place."""
         partial = cls(tuple(out.shape), out.dtype, out)
         partial._sums, partial._may_wait, partial.empty = (out, lse), False, False
         return partial
@@ -112,9 +133,9 @@ class Partial(WaitingResults):
         rank_invariant: bool = False,
         single: bool = False,
     ) -> Partial:
-        """Make the partial of queries (B, T, Hq, D) that have no keys yet.
+        """Make the partial of queries (B, T, Hq, D) over no keys.
 
-        If `out` has the accumulator's dtype, it is overwritten and becomes the partial's out.
+        If `out` has the accumulator's dtype, the partial uses its memory.
         """
         dtype = accumulator_dtype(q.dtype)
         partial = cls((*q.shape[:-1], v.shape[-1]), dtype, q, rank_invariant)
@@ -124,15 +145,21 @@ class Partial(WaitingResults):
 
     @property
     def out(self) -> Tensor:
-        """(B, T, Hq, Dv) in fp32 (fp64 for fp64). See `sums`."""
+        """(B, T, Hq, Dv) in fp32 (fp64 for fp64).
+
+        Reading it ends the storing of results, as in `sums`.
+        """
         return self.sums[0]
 
     @property
     def lse(self) -> Tensor:
-        """(B, T, Hq), natural log, in fp64. See `sums`.
+        """(B, T, Hq), the natural logarithm, in fp64.
 
-        An fp32 lse is rounded in each merge; after 16 merges its error is 1.5 times the error of a
-        single kernel's lse, and 1.35 is the limit. lse takes 1/Dv of the memory of out.
+        Reading it ends the storing of results, as in `sums`.
+
+        An fp32 lse would be rounded in each merge: after 16 merges, its error is 1.5 times the
+        error of a single kernel's lse, and our limit is 1.35 times. In fp64, lse takes 2/Dv of the
+        memory of out.
         """
         return self.sums[1]
 
@@ -140,7 +167,7 @@ class Partial(WaitingResults):
     def sums(self) -> tuple[Tensor, Tensor]:
         """out and lse, which callers may change in place.
 
-        Reading them merges the results that wait. Later results are merged at once.
+        Reading them merges all stored results. Results that are added later are merged immediately.
         """
         self._may_wait = False
         return self._sum_up()
@@ -149,7 +176,7 @@ class Partial(WaitingResults):
         _ = self.sums
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Set rows that have no keys yet. The tensors belong to the partial from now on."""
+        """Set rows that have no keys yet. The partial owns the two tensors from now on."""
         if not self._keep(Result(rows, out, lse, is_owned=True)):
             self.out[:, rows], self.lse[:, rows] = out, lse
 
@@ -161,11 +188,15 @@ class Partial(WaitingResults):
         is_owned: bool = False,
         heads: slice | None = None,
     ) -> None:
-        """Add the partial of the same rows over other keys.
+        """Merge attention of some rows over further keys.
 
-        out (B, n, H, Dv) and lse (B, n, H) must not change until the partial is finished or its
-        sums are read. With `is_owned`, both tensors belong to the partial from now on. `heads` are
-        the heads of the result, a group of `divide`; None means all heads.
+        Args:
+            rows: the rows of the result.
+            out: (B, n, H, Dv).
+            lse: (B, n, H). out and lse must not change until the partial is finished or `sums` are
+                read.
+            is_owned: whether the partial owns both tensors from now on.
+            heads: the heads of the result, one of the groups of `divide`, or None for all heads.
         """
         result = Result(rows, out, lse, is_owned, heads)
         if rehearsing():
@@ -181,10 +212,13 @@ class Partial(WaitingResults):
         dtype: torch.dtype,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out, cast once to `dtype`, and lse.
+        """Return out, rounded once to `dtype`, and lse.
 
-        With `into`, out and lse are written to these two tensors, in their dtypes. The sinks (Hq,)
-        are added to the denominator of out, and are not part of lse.
+        Args:
+            sinks: (Hq,) or None. Their exponentials are added to the denominator of out, but not to
+                lse.
+            dtype: the dtype of out.
+            into: two tensors to which out and lse are written, in the dtypes of these tensors.
         """
         if self._by_kernel and self._waiting and not self._all_wait:
             self._sum_up()
@@ -216,7 +250,7 @@ class Partial(WaitingResults):
         return out, lse
 
     def _sum_up(self) -> tuple[Tensor, Tensor]:
-        """Merge the results that wait into the sums, and return the sums."""
+        """Merge the stored results into the sums, and return the sums."""
         if self._waiting and self._sums is None and not self._all_wait:
             self._sums = self._without_keys()
         into, sums = self._into, self._sums
@@ -240,10 +274,9 @@ class Partial(WaitingResults):
 
     def _without_keys(self) -> tuple[Tensor, Tensor]:
         """Return the sums of rows that have no keys yet."""
-        # Not `torch.zeros`, which stands for scores where a model's own attention is read.
         device, rows = self._device, self._shape[:-1]
         if self._into is None:
-            out = torch.full(self._shape, 0.0, dtype=self.dtype, device=device)
+            out = torch.zeros(self._shape, dtype=self.dtype, device=device)
         else:
             out = self._into.zero_()
         return out, torch.full(rows, -torch.inf, dtype=torch.float64, device=device)
@@ -259,8 +292,9 @@ class Partial(WaitingResults):
             old_out, old_lse = (x.index_select(1, local) for x in sums)
         else:
             old_out, old_lse = (x[:, local] for x in sums)
-        # Only the difference of the two lse needs fp64. A row without keys on either side keeps its
-        # out of 0: its weight is 0, not NaN. So a weight is NaN only if one of the lse is NaN.
+        # Only the difference of the two lse needs fp64. −∞ is replaced by a finite number in one of
+        # them, so that a row without keys on either side gets the weight 0 and keeps its out of 0.
+        # A weight is therefore NaN only if one of the lse is NaN.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
         torch.sub(lse, _finite(old_lse), out=weight)
         out = out if out.dtype == old_out.dtype else out.to(old_out.dtype)
@@ -277,13 +311,13 @@ class Partial(WaitingResults):
 
 
 class Zeros:
-    """Zeros that several kernel calls of a pass read one after another, in one allocation."""
+    """Zeros that several kernel calls read one after another, in one allocation."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
     def like(self, x: Tensor) -> Tensor:
-        """Return zeros of the shape, dtype and device of x, which must not be written to."""
+        """Return zeros with the shape, dtype and device of x. Nobody may write to them."""
         buffer = self._buffer
         if buffer is None or buffer.numel() < x.numel():
             self._buffer = None  # frees the smaller buffer first
@@ -293,19 +327,19 @@ class Zeros:
 
 @dataclass
 class OutputGradient:
-    """The forward's result over all keys on all ranks, with its gradients: backward's input.
+    """What backward reads: the final output of some queries, and the gradients of this output.
 
-    With the final result, backward can compute the gradients of one block of keys without the
-    others.
+    The output is final, over all keys on all ranks. With it, backward computes the gradients of one
+    block of keys without reading the other blocks.
     """
 
     dout: Tensor  # (B, T, Hq, Dv)
-    # Shaped like dout. None for rows that came from another rank: backward needs only their delta.
+    # Shaped like dout. None for rows from another rank, which sends delta instead.
     out: Tensor | None
-    lse: Tensor  # (B, T, Hq), finite everywhere
+    lse: Tensor  # (B, T, Hq); finite, also in rows without keys
     dlse: Tensor | None  # (B, T, Hq), or None if lse has no gradient
     delta: Tensor | None = None  # (B, T, Hq), out·dout − dlse, or None until it is computed
-    prepared: object = None  # state that a backend keeps from one block of keys to the next
+    prepared: object = None  # a backend's own state between two blocks of keys
     zeros: Zeros = field(default_factory=Zeros)
 
     @classmethod
@@ -318,25 +352,30 @@ class OutputGradient:
         sinks: Tensor | None,
         rank_invariant: bool = False,
     ) -> OutputGradient:
-        """Make it from the forward's out, which includes the sinks, and lse, which does not.
+        """Make it from forward's results out and lse.
 
-        The gradient of a score is p (g·dout·v − g·dout·out + dlse), where g is the keys' fraction
-        of the denominator. The sinks therefore only scale dout.
+        out includes the sinks, and lse excludes them. The gradient of a score with probability p is
+        p (g·dout·v − g·dout·out + dlse). Here g is the fraction of the softmax's denominator that
+        does not come from the sinks. To include the sinks, it is therefore enough to multiply dout
+        by g.
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks, rank_invariant), out.dtype)
-        # In a row without keys any finite value will do.
+        # A row without keys has probabilities of 0, with any finite lse.
         finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
 
     def received(
         self, dout: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None
     ) -> OutputGradient:
-        """Return the output of rows that came from another rank in the same pass."""
+        """Return the object for rows that came from another rank during the same backward."""
         return OutputGradient(dout, None, lse, dlse, delta, zeros=self.zeros)
 
     def ensure_delta(self) -> Tensor:
-        """Return delta. On CUDA one Triton kernel computes it, without copies in fp32."""
+        """Return delta, and compute it if necessary.
+
+        On CUDA, one Triton kernel does so without copies in fp32.
+        """
         if self.delta is None:
             assert self.out is not None
             if self.out.is_cuda and self.lse.dtype == torch.float32:
@@ -349,11 +388,12 @@ class OutputGradient:
         return self.delta
 
     def ensure_out(self) -> Tensor:
-        """Return out or, if it is None, a tensor that kernels can use instead.
+        """Return out or, if it is None, a tensor that kernels can read instead.
 
-        Kernels need out only for out·dout, so the substitute is the multiple of dout with the same
-        product. dout is first divided by its largest element: in fp32, squares of numbers below
-        1e-23 are 0, and squares of numbers above 1e19 are infinite.
+        Kernels read out only to compute out·dout. The substitute is the multiple of dout that has
+        the same product with dout. To compute it, dout is first divided by its largest element: in
+        fp32, the square of a number below 1e-23 is 0, and the square of a number above 1e19 is
+        infinite.
         """
         if self.out is None:
             assert self.delta is not None
@@ -368,15 +408,15 @@ class OutputGradient:
 
 
 class QuerySums(WaitingResults):
-    """Sums of dq over several blocks of keys. On CUDA, results wait as in `Partial`."""
+    """Sums of dq over several blocks of keys. Results of kernels are stored as in `Partial`."""
 
-    # Less than in `Partial`, because backward also holds gradients of keys.
+    # Less than in `Partial`, because backward holds the gradients of keys in addition.
     most_bytes = 8
 
     def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
-        """Make sums of 0 in a dtype, shaped like `like` (B, T, Hq, D).
+        """Prepare sums of 0 with the shape of `like` (B, T, Hq, D).
 
-        If `into` has the dtype, it is overwritten and becomes the sums.
+        If `into` has the dtype `dtype`, the sums use its memory.
         """
         super().__init__(tuple(like.shape), dtype, like, by_kernel=True)
         self._sums: Tensor | None = None
@@ -384,7 +424,7 @@ class QuerySums(WaitingResults):
 
     @classmethod
     def of(cls, dq: Tensor) -> QuerySums:
-        """Make it from sums, which are changed in place."""
+        """Make the object from existing sums. Adding changes them in place."""
         made = cls(dq, dq.dtype)
         made._sums, made._may_wait = dq, False
         return made
@@ -393,7 +433,7 @@ class QuerySums(WaitingResults):
     def sums(self) -> Tensor:
         """dq, which callers may change in place.
 
-        Reading it adds the results that wait. Later results are added at once.
+        Reading it adds all stored results. Results that are added later are added immediately.
         """
         self._may_wait = False
         return self._sum_up()
@@ -415,11 +455,15 @@ class QuerySums(WaitingResults):
         heads: slice | None = None,
         is_owned: bool = True,
     ) -> None:
-        """Add sign · part to these rows.
+        """Add sign · part to some rows.
 
-        The part is (B, n, H, D), and the sign is −1, 0 or 1. `heads` are the heads of the part, a
-        group of `divide`; None means all heads. With `is_owned`, the part belongs to the sums from
-        now on. Otherwise it must not change until the results that wait are added.
+        Args:
+            rows: the rows of the part.
+            part: (B, n, H, D).
+            sign: −1, 0 or 1.
+            heads: the heads of the part, one of the groups of `divide`, or None for all heads.
+            is_owned: whether the object owns the part from now on. Otherwise the part must not
+                change until `sums` are read or `finish` is called.
         """
         if sign != 1 and self._may_wait:
             part, sign = part.mul_(sign), 1
@@ -434,9 +478,9 @@ class QuerySums(WaitingResults):
             add_rows(part, sums, local, sign)
 
     def finish(self, into: Tensor | None = None) -> Tensor:
-        """Return dq in fp32 or, rounded once, in the dtype of the results.
+        """Return dq, in fp32 or rounded once to the dtype of the kernel's results.
 
-        With `into`, dq is written to this tensor, in its dtype.
+        With `into`, dq is written to this tensor, in the dtype of this tensor.
         """
         if self._by_kernel and self._waiting and not self._all_wait:
             self._sum_up()
@@ -480,14 +524,14 @@ class QuerySums(WaitingResults):
 
 @dataclass
 class PartialGradients:
-    """Sums that backward adds to, in fp32 (fp64 for fp64)."""
+    """The sums of dq, dk and dv to which backward adds, in fp32 (fp64 for fp64)."""
 
     queries: QuerySums  # dq (B, T, Hq, D)
     keys: Sums  # dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv)
 
     @classmethod
     def of(cls, dq: Tensor, dk: Tensor, dv: Tensor) -> PartialGradients:
-        """Make them from sums, which are changed in place."""
+        """Make the object from existing sums. Backward changes them in place."""
         return cls(QuerySums.of(dq), Sums.of(dk, dv))
 
     @classmethod
@@ -518,28 +562,32 @@ class PartialGradients:
 
 @dataclass
 class PackedGradients(PartialGradients):
-    """Gradients whose dk and dv share one tensor, so that they are sent and added in one operation.
+    """Gradients whose dk and dv are views of one tensor, so that one message can carry both.
 
     Attributes:
-        keys: dk, dv, and the tensor of which they are views.
+        keys: dk, dv, and the tensor of which these two are views.
     """
 
     @classmethod
     def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
-        """Return this dq with dk and dv of 0, for `shape` (Tk, B, Hkv) and `dims` (D, Dv)."""
+        """Return this dq, with dk and dv of 0.
+
+        `shape` is (Tk, B, Hkv), and `dims` are D and Dv.
+        """
         packed = dq.new_zeros((*shape, sum(dims)))
         return cls(QuerySums.of(dq), Sums.of(*_split(packed, dims), packed))
 
     @property
     def packed(self) -> Tensor:
-        """(Tk, B, Hkv, D + Dv)."""
+        """dk and dv as one tensor (Tk, B, Hkv, D + Dv)."""
         return self.keys.tensors[2]
 
     def message(self, dtype: torch.dtype) -> Tensor:
-        """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv), in a dtype.
+        """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv) of this dtype, to be sent.
 
-        If a single kernel call returned dk and dv in this dtype, they are not copied to sums. The
-        bits are the same, because fp32 represents each number of bf16 and fp16.
+        If a single kernel call returned dk and dv in this dtype, they are joined without sums in
+        fp32. The receiver adds the same bits, because fp32 can represent each number of bf16 and
+        fp16.
         """
         dk, dv, *sums = self.keys.results
         if sums or dk.dtype != dtype:
@@ -547,12 +595,12 @@ class PackedGradients(PartialGradients):
         return torch.cat([dk.transpose(0, 1), dv.transpose(0, 1)], -1)
 
     def of_block(self, k: Tensor, v: Tensor) -> PackedGradients:
-        """Return this dq with dk and dv of 0, for a block of other keys and values."""
+        """Return gradients for another block k, v: the same dq, with new dk and dv of 0."""
         return PackedGradients(self.queries, _sums_like(k, v))
 
 
 def _sums_like(k: Tensor, v: Tensor) -> Sums:
-    """Return dk and dv of 0 for these keys and values, and the tensor of which they are views."""
+    """Return sums dk and dv of 0, shaped like k and v, and the tensor of which both are views."""
     (batch, rows, heads, dim), value_dim = k.shape, v.shape[3]
     dtype, device = accumulator_dtype(k.dtype), k.device
 
@@ -568,15 +616,18 @@ def _sums_like(k: Tensor, v: Tensor) -> Sums:
 
 
 def _split(packed: Tensor, dims: list[int]) -> Sequence[Tensor]:
-    """Return dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv) of packed ones (Tk, B, Hkv, D + Dv)."""
+    """Split a tensor (Tk, B, Hkv, D + Dv) into views dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv)."""
     return packed.transpose(0, 1).split_with_sizes(dims, -1)
 
 
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the gradients in a dtype and contiguous, freeing each before the next is cast.
+    """Return the gradients as contiguous tensors of one dtype.
 
-    torch requires that an operator's results share no memory. In half precision the cast separates
-    dk and dv; in fp32 that takes one more copy.
+    Each is freed before the next is cast.
+
+    torch requires that the results of an operator share no memory. In half precision, the cast
+    separates dk and dv, which were views of one tensor. In fp32, separating them takes one more
+    copy.
     """
     remaining = list(gradients)
     del gradients
@@ -586,7 +637,7 @@ def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def key_weight(lse: Tensor, total: Tensor) -> Tensor:
-    """Return (…, 1): the share that keys with this lse have in a softmax whose lse is `total`.
+    """Return (…, 1): exp(lse − total), the fraction of a softmax with the lse `total`.
 
     It is 0 in rows without any keys, and NaN in rows whose lse is NaN.
     """
@@ -594,10 +645,10 @@ def key_weight(lse: Tensor, total: Tensor) -> Tensor:
 
 
 def key_fraction(lse: Tensor, sinks: Tensor, rank_invariant: bool = False) -> Tensor:
-    """Return (B, T, Hq, 1): the keys' fraction of a denominator that includes the sinks (Hq,).
+    """Return (B, T, Hq, 1): the fraction of the softmax's denominator that the keys contribute.
 
-    lse (B, T, Hq) excludes the sinks. Where lse and sink are −∞ the fraction is 1: such a row has
-    no keys, and its out is 0 in any case.
+    The sinks (Hq,) contribute the rest. lse (B, T, Hq) excludes the sinks. If lse and the sink are
+    both −∞, the fraction is 1; such a row has no keys, and its out is 0 with any fraction.
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
     return (sigmoid_anywhere if rank_invariant else torch.sigmoid)(difference)[..., None]
@@ -606,8 +657,8 @@ def key_fraction(lse: Tensor, sinks: Tensor, rank_invariant: bool = False) -> Te
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return (Hq,): the gradient of the sinks, summed over these rows.
 
-    It is −Σ f · (dout · out), where f is the sink's fraction of the denominator. dout and out are
-    (B, T, Hq, Dv); lse (B, T, Hq) excludes the sinks.
+    It is −Σ f · (dout · out), where f is the fraction of the softmax's denominator that the sink
+    contributes. dout and out are (B, T, Hq, Dv), and lse (B, T, Hq) excludes the sinks.
     """
     delta = _products(dout, out, lse.dtype)
     sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - _finite(lse))
@@ -615,12 +666,12 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Replace the −∞ of rows without keys by the least finite number."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
-    """Return x · factor, rounded once to a dtype; no copy is larger than the result.
+    """Return x · factor, rounded once to `dtype`, without a temporary tensor larger than the
+    result.
 
     With `into`, a tensor of this dtype, the product is written there.
     """
@@ -628,9 +679,9 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, into: Tensor | None =
 
 
 def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B, T, H): the dot products of x and y (B, T, H, D), computed in a dtype.
+    """Return (B, T, H): the dot products of the rows of x and y (B, T, H, D), computed in `dtype`.
 
-    Long tensors are cast a quarter at a time, to save memory.
+    To save memory, a quarter of the rows is cast at a time.
     """
     result = x.new_empty(x.shape[:-1], dtype=dtype)
     step = max(_MIN_COPIED_ROWS, -(-x.shape[1] // 4))
@@ -640,9 +691,10 @@ def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-# On CPUs torch computes the last elements of a range with other code than the rest. sigmoid and
-# logaddexp then round differently; exp, log1p, and single additions and multiplications do not. The
-# next two functions give an element the same bits wherever it is in a tensor.
+# torch computes the last elements of a tensor on CPUs with other code than the elements before.
+# sigmoid and logaddexp round differently in the two codes. exp, log1p, and single additions and
+# multiplications do not. The next two functions are made of these, so they give an element the same
+# bits wherever it is in a tensor.
 
 
 def sigmoid_anywhere(x: Tensor) -> Tensor:
@@ -650,6 +702,6 @@ def sigmoid_anywhere(x: Tensor) -> Tensor:
 
 
 def logaddexp_anywhere(x: Tensor, y: Tensor) -> Tensor:
-    """Return log(exp(x) + exp(y)), also where both are infinite."""
+    """Return log(exp(x) + exp(y)). Both may be infinite."""
     larger, distance = torch.maximum(x, y), (x - y).abs()
     return torch.where(larger.isinf(), larger, larger + torch.log1p(torch.exp(-distance)))

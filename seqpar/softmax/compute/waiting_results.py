@@ -1,4 +1,7 @@
-"""Results of kernel calls that wait until one Triton kernel merges or adds several of them.
+"""Results of kernel calls that are stored until one Triton kernel merges or adds several of them.
+
+One launch that reads several results writes the sum only once. `Partial` and `QuerySums` in
+`partial.py` inherit from `WaitingResults`.
 
 Legend: B batch, T rows, n rows of a result, H heads, D head dim.
 """
@@ -18,16 +21,16 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Result(NamedTuple):
-    """What a kernel computed for some rows over some keys."""
+    """What one kernel call computed for some rows over some keys."""
 
     rows: slice | Rows
     out: Tensor  # (B, n, H, D)
-    lse: Tensor | None  # (B, n, H), or None for results that are added without weights
-    is_owned: bool  # whether nothing else uses the tensors
-    heads: slice | None = None  # the heads that the result has, or None for all of them
+    lse: Tensor | None  # (B, n, H), or None for gradients, which are added without weights
+    is_owned: bool  # whether nobody else uses the two tensors
+    heads: slice | None = None  # the heads of the result, or None for all heads
 
     def of(self, heads: slice | None) -> Result:
-        """Return the result of these heads, which are some of its heads."""
+        """Return a part of the result: these heads, which are some of its heads."""
         if heads == self.heads:
             return self
         lse = None if self.lse is None else self.lse[:, :, heads]
@@ -35,13 +38,15 @@ class Result(NamedTuple):
 
 
 class WaitingResults:
-    """Keeps results for rows of (B, T, H, D), in the dtypes of their kernels, until it sums them.
+    """Stores results of kernels for rows of a tensor (B, T, H, D), to sum them later.
 
-    `Partial` sums results by merging them, weighted by lse. `QuerySums` adds them. On CUDA several
-    results wait. On other devices only a first result of all rows waits, for the next result.
+    `Partial` sums results by merging them with weights that depend on lse. `QuerySums` adds them.
+    On CUDA, several results may be stored, in the dtypes of their kernels. On other devices only
+    one result is stored: the first one, if it has all rows.
     """
 
-    # The most that results and sums may take together, in bytes per element of (B, T, H, D)
+    # How much memory the stored results and the sums may take together, in bytes per element of (B,
+    # T, H, D).
     most_bytes: int
 
     def __init__(
@@ -49,16 +54,18 @@ class WaitingResults:
     ) -> None:
         """Prepare for sums of this shape and dtype, on the device of `like`.
 
-        With `by_kernel`, the Triton kernel sums the results on CUDA, if the sums are in fp32.
+        With `by_kernel`, a Triton kernel sums the results if they are on CUDA and the sums are in
+        fp32.
         """
         self._shape, self._device, self.dtype = shape, like.device, dtype
-        # Whether the Triton kernel sums the results
+        # Whether a Triton kernel sums the results.
         self._by_kernel = by_kernel and is_on_cuda(like) and dtype == torch.float32
         self._elements = math.prod(shape)
         self._waiting: list[Result] = []
-        self._held = 0  # bytes of the results that wait
+        self._held = 0  # bytes of the stored results
         self._may_wait = True
-        # Heads that are summed together. A result has all heads, or those of one group.
+        # Groups of heads that are summed separately. A result has all heads, or the heads of one
+        # group.
         self._groups: Sequence[slice | None] = [None]
 
     @property
@@ -67,21 +74,26 @@ class WaitingResults:
         return self._elements
 
     def divide(self, groups: Sequence[slice | None]) -> None:
-        """Let later results have all heads, or the heads of one of these groups."""
+        """Allow later results that have only the heads of one of these groups."""
         self._groups = groups
 
     @property
     def waits(self) -> bool:
-        """Whether results wait for the kernel."""
+        """Whether a result is stored until the kernel sums it."""
         return self._by_kernel and self._may_wait
 
     def make_room(
         self, rows: int, dtype: torch.dtype, columns: int = 0, heads: slice | None = None
     ) -> None:
-        """Sum the results that wait, unless a result of `rows` rows can wait beside them.
+        """Sum the stored results if a further result would exceed the memory limit.
 
-        Backends call it before a kernel allocates its result in this dtype. `columns` is the head
-        dim of what the kernel allocates, if that is larger than D. `heads` are those of the result.
+        Backends call it before a kernel allocates its result.
+
+        Args:
+            rows: the number of rows of the further result.
+            dtype: the dtype of the further result.
+            columns: the head dim that the kernel allocates, if it is larger than D.
+            heads: the heads of the further result, or None for all heads.
         """
         if not self._waiting:
             return
@@ -92,19 +104,19 @@ class WaitingResults:
             self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
-        """Request the table that summing results of these rows reads."""
+        """Send the table that summing results of these rows reads to the device."""
         if self._by_kernel:
             self._place(rows)
         elif isinstance(rows, Rows):
             rows.local(self._device)
 
     def add_up(self) -> None:
-        """Sum the results that wait, so that their tensors may change."""
+        """Sum the stored results. After that, their tensors may change."""
         if self._waiting:
             self._sum_up()
 
     def _sum_up(self) -> object:
-        """Sum the results that wait, and return the sums."""
+        """Sum the stored results, and return the sums."""
         raise NotImplementedError
 
     @property
@@ -112,26 +124,26 @@ class WaitingResults:
         raise NotImplementedError
 
     def _wait(self, result: Result) -> None:
-        """Let a result wait for the kernel, if results may wait."""
+        """Store a result, or sum it immediately if results may not be stored any more."""
         needed = _held_bytes(result)
         if self._waiting and not (
             self._fits(needed, result.heads) and _dtypes(self._waiting[0]) == _dtypes(result)
         ):
-            self._sum_up()  # one launch reads results of one dtype
+            self._sum_up()  # One launch reads results of a single dtype.
         self._waiting.append(result)
         self._held += needed
         if not self._may_wait:
             self._sum_up()
 
     def _keep(self, result: Result) -> bool:
-        """Let a result wait if it is the first one and has all rows; return whether it waits."""
+        """Store a result if it is the first one and has all rows. Return whether it was stored."""
         kept = not self._has_sums and not self._waiting and self._is_whole(result)
         if kept:
             self._waiting.append(result)
         return kept
 
     def _is_whole(self, result: Result) -> bool:
-        """Return whether the result could be the sums: owned, of all rows, and contiguous."""
+        """Return whether the result's own tensor can serve as the sums."""
         rows, count = result.rows, self._shape[1]
         are_all = rows.are_all(count) if isinstance(rows, Rows) else rows == slice(0, count)
         is_all = are_all and result.heads is None
@@ -143,7 +155,9 @@ class WaitingResults:
         return not self._has_sums and len(waiting) == 1 and self._is_whole(waiting[0])
 
     def _fits(self, needed: int, heads: slice | None) -> bool:
-        """Return whether a result of these heads, in these bytes, can wait with the others."""
+        """Return whether a result of these heads, of `needed` bytes, can be stored with the
+        others.
+        """
         limit = self.most_bytes - (self.dtype.itemsize if self._has_sums else 0)
         groups = self._groups if heads is None else [heads]
         has_hop = all(len(self._waiting_of(x)) < _most_hops() for x in groups)
@@ -151,11 +165,11 @@ class WaitingResults:
 
     @property
     def _all_wait(self) -> bool:
-        """Whether results of each group of heads wait."""
+        """Whether there are stored results for each group of heads."""
         return all(self._waiting_of(x) for x in self._groups)
 
     def _waiting_of(self, heads: slice | None) -> list[Result]:
-        """Return the waiting results that have these heads, which are those of a group."""
+        """Return the stored results that have the heads of this group."""
         return [x for x in self._waiting if x.heads is None or x.heads == heads]
 
     def _merge_by_kernel(
@@ -165,9 +179,9 @@ class WaitingResults:
         sums: tuple[Tensor, Tensor | None] | None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Write the sums, if there are any, merged with the results that wait, to out and lse.
+        """Merge the sums, if there are any, with the stored results, and write to out and lse.
 
-        Without sums, results of each group of heads must wait.
+        If there are no sums, there must be stored results for each group of heads.
         """
         from seqpar.kernels.flash_attention import HopResult, merge_hops  # imports Triton
 
@@ -203,7 +217,9 @@ def _of_heads(x: Tensor | None, heads: slice | None) -> Tensor | None:
 
 
 def _held_bytes(result: Result) -> int:
-    """Return the memory that a result keeps: also that of columns that its kernel has added."""
+    """Return the bytes of memory that a result occupies, with columns that were added for its
+    kernel.
+    """
     out = result.out
     return out.untyped_storage().nbytes() if result.is_owned else out.nbytes
 

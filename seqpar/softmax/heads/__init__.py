@@ -1,5 +1,5 @@
-"""Tokens are exchanged for heads: the common code of Ulysses and USP.
+"""Ulysses and USP: ranks exchange tokens for heads.
 
-Start with `head_exchange.py`. `head_messages.py` packs messages and brings the rows that arrive
-into the order of documents.
+Start with `head_exchange.py`, which plans and carries out the exchange. `head_messages.py` packs
+tensors into messages, and puts rows that arrive into the order of documents.
 """

@@ -1,11 +1,13 @@
-"""Divide heads among ranks, and exchange tokens for heads and back, group after group.
+"""Divide heads among ranks, and exchange tokens for heads and back.
 
-Before the exchange a rank has all heads of its tokens. After it, the rank has some heads of the
-tokens of all ranks of its row, in the order of documents and positions. Everything that depends
-only on the layouts is decided once, in a `HeadPlan`.
+Before the exchange, a rank has all heads of its tokens. After it, the rank has some heads of the
+tokens of all ranks in its *row*, in the order of documents and positions. In Ulysses, all ranks are
+one row; in USP, the ranks form a mesh with several rows. Heads are exchanged and computed in
+groups, so that the messages of one group hide under the compute of another. A `HeadPlan` has
+everything that depends only on the layouts, and `HeadExchange` sends the messages.
 
-Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks of the row, H heads, h
-some of them, D head dim.
+Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks in the row, H all
+heads, h the heads of one group, D head dim.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from seqpar.softmax.heads.head_messages import MergedRows, MessageBlock, Operand
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Heads of one rank that are computed together: query heads `q`, and their KV heads `kv`.
+    """Heads of one rank that are computed together: some query heads `q`, and their KV heads `kv`.
 
-    All of the KV heads have the same number of the query heads.
+    All of these KV heads have the same number of these query heads.
     """
 
     q: slice
     kv: slice
-    first: bool  # whether it is the first of the rank's groups with these KV heads
-    last: bool  # whether it is the last of them
+    first: bool  # whether it is the rank's first group with these KV heads
+    last: bool  # whether it is the rank's last group with these KV heads
 
     @property
     def q_count(self) -> int:
@@ -46,24 +48,31 @@ class HeadGroup:
 
     @property
     def arriving_kv(self) -> slice:
-        """The KV heads that arrive with this group; none if an earlier group brought them."""
+        """The KV heads that arrive with this group.
+
+        It is empty if they arrived with an earlier group.
+        """
         return self.kv if self.first else slice(0, 0)
 
     @property
     def leaving_kv(self) -> slice:
-        """The KV heads whose gradients are complete after this group and can be sent back."""
+        """The KV heads whose gradients are complete after this group.
+
+        It is empty if a later group adds to them.
+        """
         return self.kv if self.last else slice(0, 0)
 
 
 class HeadGroups:
-    """The heads of all ranks, in groups.
+    """The heads of all ranks in a row, divided into groups.
 
-    Rank r of P gets query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that they use. With
-    `whole_on_ranks`, KV heads are divided in this way instead, each with all of its query heads.
+    Rank r of P gets the query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that these use.
+    With `whole_on_ranks`, the KV heads are divided in this way instead, and a rank gets all query
+    heads of each of its KV heads.
 
-    Each rank's heads are cut into `groups` groups, or fewer if it has fewer heads. Cuts are between
-    KV heads if possible; with `whole_kv` all of them are. There are more groups if that is needed
-    to give all KV heads of a group the same number of query heads.
+    Each rank's heads are cut into `groups` groups, or into fewer if it has fewer heads. If
+    possible, cuts lie between KV heads; with `whole_kv`, all cuts do. A rank has more groups if
+    otherwise the KV heads of a group would have different numbers of its query heads.
     """
 
     def __init__(
@@ -75,20 +84,24 @@ class HeadGroups:
         whole_kv: bool,
         whole_on_ranks: bool = False,
     ) -> None:
-        self._group_size = q_heads // kv_heads  # query heads per KV head
+        self._group_size = q_heads // kv_heads  # the number of query heads per KV head
         self._whole_kv = whole_kv
-        unit = self._group_size if whole_on_ranks else 1  # query heads that stay together
+        # The number of query heads that stay together.
+        unit = self._group_size if whole_on_ranks else 1
         edges = [rank * (q_heads // unit) // ranks * unit for rank in range(ranks + 1)]
         cuts = [self._cut(start, stop, groups) for start, stop in pairwise(edges)]
-        self.count = max(map(len, cuts)) - 1  # the groups of the rank with the most
+        self.count = max(map(len, cuts)) - 1  # the number of groups of the rank that has the most
         padded = [cut + cut[-1:] * (self.count + 1 - len(cut)) for cut in cuts]
         self._ranks = [self._groups(cut) for cut in padded]
         sent = (group.arriving_kv for rank in self._ranks for group in rank)
-        # Whether some KV head goes to several ranks.
+        # Whether some KV head is sent to several ranks.
         self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
 
     def group(self, number: int) -> list[HeadGroup]:
-        """Return each rank's group of this number; it is empty if the rank has fewer groups."""
+        """Return the group with this number of each rank.
+
+        It is empty for ranks with fewer groups.
+        """
         return [rank[number] for rank in self._ranks]
 
     def of_rank(self, rank: int) -> list[HeadGroup]:
@@ -96,7 +109,8 @@ class HeadGroups:
 
     def _cut(self, start: int, stop: int, groups: int) -> list[int]:
         size = self._group_size
-        # Query heads whose KV heads have all of their query heads in this range.
+        # The range of those query heads whose KV heads have all of their query heads in start …
+        # stop.
         whole_start = min(stop, -(-start // size) * size)
         whole_stop = max(start, stop // size * size)
         cuts = sorted({start, whole_start, whole_stop, stop}) if stop > start else [start, stop]
@@ -128,30 +142,35 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The exchanges and the call of one group of heads."""
+    """What is exchanged and computed for one group of heads."""
 
-    own: HeadGroup  # this rank's heads in the group
-    # The call of these heads, as if each row of ranks were one rank with all their tokens
+    own: HeadGroup  # the heads of this rank in the group
+    # The call for these heads, as if each row of ranks were a single rank with all of the row's
+    # tokens.
     call: ResolvedCall
-    # arriving, leaving: the blocks exchanged before the group is computed, and afterwards
+    # The messages that are exchanged before the group is computed, and those exchanged afterwards.
     arriving: list[MessageBlock]
     leaving: list[MessageBlock]
-    kept: list[MessageBlock]  # the blocks that an earlier pass received and kept
+    kept: list[MessageBlock]  # the messages that forward received and kept for backward
 
     def sinks(self, sinks: Tensor | None) -> Tensor | None:
         return None if sinks is None else sinks[self.own.q]
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
-        """Return k and v of these heads, which came with this group or with the one before."""
+        """Return k and v of these heads.
+
+        They arrived with this group, or are those of the group before.
+        """
         if self.own.first or not self.own.kv_count:
             return [heads["k"], heads["v"]]
         return before
 
 
 class HeadPlan:
-    """The exchange of heads in one pass, within this rank's row of the mesh.
+    """The plan of a forward or backward for one rank: what it exchanges within its row.
 
-    Tensors are named as in the code: q, k, v, out, lse, their gradients, and delta.
+    Tensors are called by their names in the code: q, k, v, out, lse, dq, dk, dv, dout, dlse and
+    delta.
     """
 
     def __init__(
@@ -164,21 +183,31 @@ class HeadPlan:
         leaving: Sequence[str],
         kept: Sequence[str] = (),
     ) -> None:
-        """Plan to exchange the tensors of these names in rows of `size` ranks."""
-        self.index, shape = rank % size, call.shape  # this rank's number in its row
+        """Make the plan.
+
+        Args:
+            call: the call.
+            rank: this rank.
+            heads: the heads of all ranks in a row.
+            size: the number of ranks in a row.
+            arriving: the names of the tensors that are exchanged before a group is computed.
+            leaving: the names of the tensors that are exchanged afterwards.
+            kept: the names of the tensors that forward received and kept for backward.
+        """
+        self.index, shape = rank % size, call.shape  # the number of this rank in its row
         self.row = range(rank - self.index, rank - self.index + size)
         self.column = range(self.index, call.ranks, size)
-        # If several ranks compute with a KV head, the owner of the tokens sums their dk and dv,
-        # which travel in the accumulator's dtype. Otherwise dk and dv are complete, and travel in
-        # q's dtype.
-        self._shape, self.adds_kv = shape, heads.kv_on_several_ranks  # whether dk and dv are sums
+        # If several ranks compute with a KV head, the rank that holds the tokens adds up dk and dv
+        # of these ranks. They are then sent in the accumulator's dtype. Otherwise dk and dv are
+        # complete, and are sent in q's dtype.
+        self._shape, self.adds_kv = shape, heads.kv_on_several_ranks
         self.kv_dtype = accumulator_dtype(shape.dtype) if self.adds_kv else shape.dtype
         self._queries = self._keys = MergedRows.of(call.layout, self.row)
         if call.kv_layout is not call.layout and call.kv_layout.digest != call.layout.digest:
             self._keys = MergedRows.of(call.kv_layout, self.row)
-        self.kv_tokens = self._keys.counts[self.index]  # of this rank
+        self.kv_tokens = self._keys.counts[self.index]  # the number of this rank's keys
         merged = merged_call(call, rank, size)
-        # The groups of this rank's heads, in the order in which they are computed.
+        # In the order in which the groups are computed.
         self.groups = [
             GroupPlan(
                 own := heads.group(number)[self.index],
@@ -212,10 +241,11 @@ class HeadPlan:
 
 
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
-    """Return the call as if each row of `size` ranks were one rank with all of their tokens.
+    """Return the call as if each row of `size` ranks were a single rank with all of the row's
+    tokens.
 
-    Its slopes and max logits are left out: it is cached with the layouts, which must not hold a
-    call's tensors.
+    Slopes and max logits are left out, because the result is stored with the layouts and must not
+    keep a call's tensors alive.
     """
     return replace(call, max_logits=None).altered(
         rank=rank // size,
@@ -230,7 +260,7 @@ def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
 
 
 def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
-    """Return the tensors (B, T_merged, h, D) of blocks that have arrived, by name."""
+    """Return the tensors (B, T_merged, h, D) of messages that have arrived, by name."""
     return {
         name: x
         for block, flat in zip(blocks, merged, strict=True)
@@ -239,7 +269,7 @@ def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
 
 
 class HeadExchange:
-    """Carries out a `HeadPlan`."""
+    """Sends and receives the messages of a `HeadPlan`."""
 
     def __init__(
         self,
@@ -249,24 +279,28 @@ class HeadExchange:
         outer_name: str,
         make_results: Callable[[], Tensors],
     ) -> None:
-        """Prepare the exchange; `label` and `outer_name` name the messages.
+        """Prepare the exchange.
 
-        `make_results` allocates the tensors (B, T_local, H, D) for results when the first one
-        returns.
+        Args:
+            comm: all ranks of the call.
+            plan: this rank's plan.
+            label, outer_name: names of the messages in errors and traces.
+            make_results: allocates the tensors (B, T_local, H, D) for results. It is called when
+                the first result arrives.
         """
         self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
         between = comm.channel("rows") if len(plan.column) > 1 else comm
-        # Communication within this rank's column, for the outer strategy.
+        # For the messages of the outer strategy, between the ranks of this rank's column.
         self.outer = SubComm(between, plan.column, outer_name, label)
         self._make_results, self._results = make_results, Tensors()
         self._returning: tuple[list[MessageBlock], Arriving] | None = None
-        self._sent_back = 0  # groups
+        self._sent_back = 0  # the number of groups whose results were sent
 
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
         """Yield, for each group, this rank's heads of these tensors (B, T_local, H, D).
 
-        A group comes as one buffer per block, for `in_heads`. While the caller computes with it,
-        the exchange of the next group is under way.
+        A group comes as one buffer for each `MessageBlock`; `in_heads` makes tensors of these.
+        While the caller computes a group, the messages of the next group are under way.
         """
 
         def post(number: int) -> Arriving:
@@ -282,13 +316,15 @@ class HeadExchange:
             yield [block.merge(x) for block, x in zip(group.arriving, current.wait(), strict=True)]
 
     def send_back(self, tensors: Tensors) -> None:
-        """Send the results of the next group, (B, T_merged, h, D), to the tokens' owners.
+        """Send the results of the next group, (B, T_merged, h, D), to the ranks that hold the
+        tokens.
 
-        Empties `tensors`, and waits until the results of the group before have arrived.
+        The function empties `tensors`. It waits until the results of the group before have arrived.
         """
         blocks = self._plan.groups[self._sent_back].leaving
         flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
-        tensors.clear()  # while the next group is computed, only the messages are held
+        # Frees the tensors, so that only messages are held while the next group is computed.
+        tensors.clear()
         self._collect()
         self._returning = blocks, self._post(blocks, flats, False, self._sent_back)
         self._sent_back += 1
@@ -298,7 +334,7 @@ class HeadExchange:
         return self._results
 
     def _collect(self) -> None:
-        """Wait for the results of the group before, and put them into the result tensors."""
+        """Wait for the results of the group before, and write them to the result tensors."""
         if self._returning is None:
             return
         blocks, arriving = self._returning
@@ -310,7 +346,11 @@ class HeadExchange:
     def _post(
         self, blocks: list[MessageBlock], flats: list[Tensor], to_heads: bool, step: int
     ) -> Arriving:
-        """Post the messages `flats` of blocks, in token form if they go `to_heads`."""
+        """Post the messages of some blocks.
+
+        `flats` are in token form if heads are sent to the ranks that compute them (`to_heads`),
+        otherwise in head form (see `head_messages.py`).
+        """
         sends: list[Message] = []
         recvs: list[Message] = []
         arriving = []

@@ -1,14 +1,16 @@
 """Pack tensors into the messages that exchange tokens for heads, and unpack them.
 
-Tensors have two forms. In *token form* a rank has all heads of its tokens; in *head form* it has
-its heads of the tokens of all ranks of its row. In each form a flat buffer holds one message per
-rank, in the order of the ranks. Messages are sent in one form and arrive in the other. In a message
-all tensors of a token are next to each other. One strided copy per tensor packs it if heads are
-evenly spaced. In head form, one index_select of whole rows puts the buffer in order, and contiguous
+There are two forms of the same data. In *token form*, a rank has all heads of its tokens. In *head
+form*, it has its heads of the tokens of all ranks in its row. In both forms, a flat buffer has one
+message for each rank, in the order of the ranks. A message is sent in one form and arrives as part
+of the other. Within a message, all tensors of a token lie next to each other.
+
+To pack token form, one strided copy per tensor suffices if heads are evenly spaced. In head form,
+one index_select of whole rows brings the rows of all ranks into the order of documents; contiguous
 layouts need none. Each tensor is then a view of the buffer.
 
-Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks of the row, H heads, h
-this rank's heads, D head dim. lse, dlse and delta have no D.
+Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks in the row, H all
+heads, h this rank's heads, D head dim. lse, dlse and delta have no D.
 """
 
 from __future__ import annotations
@@ -27,30 +29,31 @@ from seqpar.layout.geometry import Geometry
 
 
 class MergedRows:
-    """Rows of some ranks, one rank after another, and their order on the merged rank.
+    """The tokens of several ranks, as rows: one rank after another, and in the order of documents.
 
-    Indices are copied to a device once and cached: a copy in each call would make the host wait.
+    The indices that convert between the two orders are copied to a device only once. A copy in each
+    call would make the host wait for the device.
     """
 
     def __init__(self, layout: Geometry, ranks: range) -> None:
         indices = [layout.token_indices(rank) for rank in ranks]
-        self.counts = [index.size for index in indices]  # how many rows each rank has
+        self.counts = [index.size for index in indices]  # the number of rows of each rank
         self.total = sum(self.counts)
         tokens = np.concatenate(indices)
-        # 32 bits need half the memory of torch's usual indices, and are faster to read.
+        # Indices of 32 bits need half the memory of torch's usual indices, and are read faster.
         order = np.argsort(tokens).astype(np.int32 if self.total < 2**31 else np.int64)
-        # Whether the merged order is just one rank after another.
+        # Whether the rows of one rank after another already are in the order of documents.
         self.in_order = bool((tokens[1:] > tokens[:-1]).all())
         self._order = None if self.in_order else order
         self._derived = Memo()
 
     @classmethod
     def of(cls, layout: Geometry, ranks: range) -> MergedRows:
-        """Return the rows of these consecutive ranks, cached with the layout."""
+        """Return the rows of these consecutive ranks. They are stored with the layout."""
         return layout.derived(("merged rows", ranks), lambda: cls(layout, ranks))
 
     def merge(self, x: Tensor) -> Tensor:
-        """Bring x (total, …), with the rows of one rank after another, into the merged order."""
+        """Bring x (total, …), the rows of one rank after another, into the order of documents."""
         return x if self.in_order else x.index_select(0, self._index("merge", x.device))
 
     def split(self, merged: Tensor) -> Tensor:
@@ -71,9 +74,13 @@ class MergedRows:
 
 
 class Operand(NamedTuple):
-    """A tensor that is exchanged: its tokens, the heads that each rank gets, and D or None.
+    """A tensor to exchange.
 
-    With `add`, heads that come back from several ranks are added in the order of the ranks.
+    Attributes:
+        rows: its tokens on all ranks of the row.
+        heads: for each rank of the row, the heads that this rank gets.
+        dim: D, or None for a tensor without D.
+        add: whether heads that come back from several ranks are added, in the order of the ranks.
     """
 
     name: str
@@ -92,16 +99,19 @@ class Operand(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Heads of consecutive ranks, equally many per rank and evenly spaced: one strided copy."""
+    """The heads of one or more consecutive ranks, which one strided copy can pack.
 
-    shape: tuple[int, ...]  # ranks, T_local, B, heads of a rank, D
-    strides: tuple[int, ...]  # of these dimensions, in the messages
-    offset: int  # in the messages
-    head: int  # the first rank's first head
-    step: int  # from one rank's first head to the next rank's
+    The ranks have equally many heads of the tensor, and these are evenly spaced.
+    """
+
+    shape: tuple[int, ...]  # number of ranks, T_local, B, heads of a rank, D
+    strides: tuple[int, ...]  # strides of these dimensions in the buffer in token form
+    offset: int  # the first element in this buffer
+    head: int  # the first head of the first rank
+    step: int  # the number of heads from one rank's first head to the next rank's first head
 
     def in_messages(self, flat: Tensor) -> Tensor:
-        """Return a view of these heads in messages in token form."""
+        """Return a view of these heads in a buffer in token form."""
         return flat.as_strided(self.shape, self.strides, self.offset)
 
     def in_tensor(self, x: Tensor) -> Tensor:
@@ -111,7 +121,9 @@ class _Run(NamedTuple):
         return x.as_strided(self.shape, strides, x.storage_offset() + self.head * head_stride)
 
     def followed_by(self, other: _Run) -> _Run | None:
-        """Join this run and `other`, a run of one rank; return None if that is not possible."""
+        """Return this run joined with `other`, a run of one rank, or None if one copy cannot do
+        both.
+        """
         last = self.shape[0] - 1
         step = other.head - (self.head + last * self.step)
         stride = other.offset - (self.offset + last * self.strides[0])
@@ -125,34 +137,38 @@ class _Run(NamedTuple):
 class _Part(NamedTuple):
     add: bool
     runs: list[_Run]  # in token form
-    heads: int  # in head form
-    view: tuple[tuple[int, ...], tuple[int, ...], int]  # in head form: shape, strides, offset
+    heads: int  # this rank's number of heads, in head form
+    # Shape, strides and offset of the tensor in head form.
+    view: tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class _Section(NamedTuple):
-    """The messages in head form of all tensors with the same tokens."""
+    """The part of the buffer in head form that has all tensors with the same tokens."""
 
     rows: MergedRows
     offset: int
     width: int  # elements per token
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the section (T_merged, width) of a buffer."""
+        """Return this part of a buffer as (T_merged, width)."""
         return flat.as_strided((self.rows.total, self.width), (self.width, 1), self.offset)
 
 
 class MessageBlock:
-    """Tensors of one dtype, exchanged in one buffer; tensors of the same tokens share messages.
+    """Tensors of one dtype that are exchanged in one buffer.
 
-    Methods take and return tensors in the order of `names`.
+    Tensors with the same tokens share messages. Methods take and return tensors in the order of
+    `names`.
     """
 
     def __init__(self, operands: Sequence[Operand], row: range, index: int, batch: int) -> None:
-        """Plan the exchange in a row of ranks; this rank is number `index` of it."""
+        """Plan the exchange of these tensors among the ranks of `row`; this rank is
+        `row[index]`.
+        """
         self.dtype, self.names = operands[0].dtype, list[str]()
-        # The elements of each message, in each form. There is one message per rank of the row. If
-        # queries and keys are different tokens, messages of the tokens that come first are followed
-        # by messages of the others.
+        # The number of elements of each message in token form and in head form, one message for
+        # each rank of the row. If queries and keys are different tokens, the messages with the
+        # first tokens are followed by messages with the others.
         self.token_sizes: list[int] = []
         self.head_sizes: list[int] = []
         self._parts: list[_Part] = []
@@ -162,7 +178,7 @@ class MessageBlock:
         self.token_elements, self.head_elements = sum(self.token_sizes), sum(self.head_sizes)
         self._in_order = all(section.rows.in_order for section in self._sections)
         messages = list(enumerate([*row] * len(self._sections)))
-        # The numbers of messages from this rank to itself, and (number, rank) of the others.
+        # The numbers of the messages from this rank to itself, and (number, rank) of all others.
         self.own = [number for number, rank in messages if rank == row[index]]
         self.others = [(number, rank) for number, rank in messages if rank != row[index]]
 
@@ -192,7 +208,7 @@ class MessageBlock:
             offset += x.width(index)
 
     def pack_tokens(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the messages with these tensors (B, T_local, H, D) in token form."""
+        """Pack these tensors (B, T_local, H, D) into a buffer in token form."""
         flat = tensors[0].new_empty(self.token_elements, dtype=self.dtype)
         for x, part in zip(tensors, self._parts, strict=True):
             for run in part.runs:
@@ -200,7 +216,7 @@ class MessageBlock:
         return flat
 
     def unpack_tokens(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
-        """Write the heads of all ranks to the targets (B, T_local, H, D), or add them there."""
+        """Write or add the heads in a buffer in token form to the targets (B, T_local, H, D)."""
         for target, part in zip(targets, self._parts, strict=True):
             for run in part.runs:
                 heads, arrived = run.in_tensor(target), run.in_messages(flat)
@@ -208,14 +224,15 @@ class MessageBlock:
                     heads.copy_(arrived)
                 elif run.step >= run.shape[3]:
                     heads.add_(arrived)
-                else:  # ranks have the same heads
+                else:  # several ranks return the same heads
                     for ours, theirs in zip(heads, arrived, strict=True):
                         ours.add_(theirs)
 
     def pack_heads(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the messages with these tensors (B, T_merged, h, D) in head form.
+        """Pack these tensors (B, T_merged, h, D) into a buffer in head form.
 
-        A single tensor whose rows are in order is not copied. Tensors without heads are ignored.
+        A single tensor is not copied if its rows already are in the order of the messages. Tensors
+        without heads are ignored.
         """
         if len(tensors) == 1:
             flat = tensors[0].to(self.dtype).transpose(0, 1).reshape(-1)
@@ -227,7 +244,7 @@ class MessageBlock:
         return self._reordered(flat, MergedRows.split)
 
     def merge(self, flat: Tensor) -> Tensor:
-        """Return messages in head form with their rows in order: `flat` itself if they are."""
+        """Bring the rows of a buffer in head form into the order of documents."""
         return self._reordered(flat, MergedRows.merge)
 
     def _reordered(self, flat: Tensor, order: Callable[[MergedRows, Tensor], Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Exchange key rows step by step, as planned, and return their gradients to their owners.
+"""Send keys and values step by step, and return their gradients to the ranks that hold the keys.
 
-Keys and values of a row travel together, in messages (n, B, Hkv, D + Dv): n rows, B batch, Hkv KV
-heads, head dims D of k and Dv of v. k and v are views of a message. Gradients return in messages of
-the same form, and dk and dv are views of these.
+A `KeyPlan` says which rows are sent in which step. k and v of a row are sent together, in messages
+(n, B, Hkv, D + Dv): n rows, B batch, Hkv KV heads, head dims D of k and Dv of v. Gradients return
+in messages of the same shape, with dk in place of k and dv in place of v.
 """
 
 from __future__ import annotations
@@ -34,17 +34,25 @@ def travelling_keys(
     message_dtype: torch.dtype | None = None,
     buffers: MessageBuffers | None = None,
 ) -> Generator[Sequence[Tensor], None, None]:
-    """Yield this rank's `own` k (B, Tkv_local, Hkv, D) and v, then k and v of each of these steps.
+    """Yield this rank's k and v, then the k and v that arrive in each step.
 
-    While the caller computes with them, the exchanges of the next `ahead` steps are under way. Rows
-    travel in their own dtype, or in 8 bits (`wire/message_dtypes.py`).
+    While the caller computes with a step's k and v, the messages of the next `ahead` steps are
+    under way. The caller may read a step's k and v until it requests the next ones.
 
-    A step's k and v may be read until the next ones are requested. A pass of several groups of
-    heads calls this once per group, with the same `buffers`.
+    The exchanges of the steps are posted between the same numbered steps on all ranks, even on
+    ranks that leave out steps without rows. In backward, exchanges of keys and exchanges of
+    gradients alternate, and any two ranks must post the exchanges between them in the same order.
 
-    Steps without rows may be left out, but they count: each exchange is posted at the same point
-    between the numbered steps on all ranks. In backward the exchanges of keys and of gradients
-    alternate, and two ranks must post the exchanges between them in the same order.
+    Args:
+        comm: the ranks that exchange keys.
+        steps: the steps of this rank's plan. Steps without rows may be left out.
+        own: this rank's k (B, Tkv_local, Hkv, D) and v (B, Tkv_local, Hkv, Dv).
+        label: the name of the messages in errors and traces.
+        ahead: the number of steps whose messages are under way while the caller computes.
+        message_dtype: the dtype of 8-bit messages (`wire/message_dtypes.py`), or None for the dtype
+            of the keys.
+        buffers: the memory for messages. If heads are sent in groups, this function is called once
+            for each group with the same buffers.
     """
     k, v = own
     dims, code = [k.shape[3], v.shape[3]], message_dtype
@@ -52,13 +60,15 @@ def travelling_keys(
     by_row = k.transpose(0, 1), v.transpose(0, 1)
     if buffers is None:
         buffers = key_buffers(steps, ahead, k.shape[0] * k.shape[2], dims, code)
-    packed: tuple[Rows, Tensor] | None = None  # kept: consecutive receivers often get equal rows
+    # Kept, because consecutive receivers often get the same rows.
+    packed: tuple[Rows, Tensor] | None = None
     under_way: deque[Arriving] = deque()
-    no_rows: Sequence[Tensor] = ()  # yielded for a step in which no rows arrive
+    no_rows: Sequence[Tensor] = ()  # k and v without rows, for steps in which nothing arrives
 
     def post(step: KeyStep, following: KeyStep | None) -> None:
         nonlocal packed
-        if not step.travels:  # this rank may still relay messages of other ranks
+        # This rank posts no messages of its own, but may relay messages of other ranks.
+        if not step.travels:
             idle = comm.exchange([], [], label=label, step=step.number)
             under_way.append(Arriving([], idle))
             return
@@ -101,7 +111,7 @@ def travelling_keys(
 
 
 class PassBuffers(NamedTuple):
-    """The buffers into which a pass receives keys and, in backward, gradients."""
+    """The memory into which a backward receives keys and gradients."""
 
     keys: MessageBuffers
     gradients: MessageBuffers
@@ -115,11 +125,16 @@ def key_buffers(
     message_dtype: torch.dtype | None,
     groups: int = 1,
 ) -> MessageBuffers:
-    """Return the buffers for the keys of a pass in which `groups` groups of heads travel.
+    """Return the buffers for the keys of one forward or backward.
 
-    In the largest group, a token has `rows` rows, one per batch entry and KV head. `dims` are D and
-    Dv, the elements of a row of k and of v. While a step's block is read, the blocks of the next
-    `ahead` steps are under way.
+    Args:
+        steps: the steps of this rank's plan.
+        ahead: as in `travelling_keys`.
+        rows: the rows of a token in the largest group of heads, one for each batch entry and KV
+            head.
+        dims: D and Dv, the number of elements of a row of k and of v.
+        message_dtype: as in `travelling_keys`.
+        groups: the number of groups in which heads are sent.
     """
     width = rows * (encoded_width(dims) if message_dtype else sum(dims))
     sizes = [x.rows * width for x in steps if x.travels]
@@ -129,10 +144,16 @@ def key_buffers(
 def gradient_buffer(
     steps: Sequence[KeyStep], width: int, groups: int, dtypes: ResultDtypes
 ) -> MessageBuffers:
-    """Return the buffer for gradients that return, of `width` elements per token.
+    """Return the buffer for gradients of keys that return to this rank.
 
-    Each step's gradients must be added before those of the next step are posted. The gradients of
-    some steps may have a larger dtype than those of others.
+    There is only one buffer, so the gradients of a step must be added before those of the next step
+    are posted.
+
+    Args:
+        steps: the steps of this rank's plan.
+        width: the number of elements per token, in the largest group of heads.
+        groups: the number of groups in which heads are sent.
+        dtypes: the dtypes of gradients. They may differ between steps.
     """
     unit, sizes = dtypes.of_one_call, list[int]()
     for step in steps:
@@ -143,7 +164,11 @@ def gradient_buffer(
 
 
 class GradientReturn:
-    """A step's exchange of gradients: they return to the owners of the rows that travelled."""
+    """The exchange of gradients of one step.
+
+    This rank sends the gradients of the keys that arrived in the step, and receives the gradients
+    of the keys that it sent.
+    """
 
     def __init__(
         self,
@@ -156,9 +181,13 @@ class GradientReturn:
     ) -> None:
         """Post the exchange.
 
-        `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
-        travelled. The ranks that received this rank's rows send back the gradients of these rows,
-        in this dtype. They arrive in one of the `buffers`, or in new memory if `buffers` is None.
+        Args:
+            comm, label: as in `travelling_keys`.
+            step: the step in which the keys were sent.
+            block: dk and dv of the keys that arrived in the step, packed in one tensor, or None if
+                neither this rank sent keys in the step nor any arrived.
+            dtype: the dtype in which gradients of this rank's keys arrive.
+            buffers: the memory for arriving gradients. None makes a new tensor.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:
@@ -174,13 +203,13 @@ class GradientReturn:
         self._arriving = Arriving([x for _, x in recvs], pending)
 
     def add_to(self, total: PackedGradients) -> None:
-        """Wait for the gradients of own rows, and add them to this rank's dk and dv."""
+        """Wait for the gradients of this rank's keys, and add them to dk and dv."""
         for rows, part in zip(self._rows, self._arriving.wait(), strict=True):
             rows.add(part, total.packed)
 
 
 def _messages(peers: list[int], block: Tensor, counts: list[int]) -> list[Message]:
-    """Split a block into one message per peer, of `counts` rows each."""
+    """Split a block into one message for each peer, with the number of rows in `counts`."""
     if len(peers) == 1:
         return [(peers[0], block)]
     return list(zip(peers, block.split_with_sizes(counts), strict=True)) if peers else []

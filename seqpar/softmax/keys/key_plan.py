@@ -1,8 +1,12 @@
-"""Decide, once per layout and mask, which key rows travel in which step, and to which ranks.
+"""Plan which key rows a rank sends in which step, and to which ranks.
 
-Ranks are counted around a ring. In a step with distances d, rank r sends rows to ranks r + d and
-receives rows of ranks r − d. A strategy is a choice of the distances of each step. On ranks with
-many rows, heads travel and are computed in groups.
+The plan is made once per layout and mask. Ranks are counted around a ring. A step has one or more
+distances d: in it, rank r sends rows to rank r + d and receives rows from rank r − d. A strategy
+chooses the distances of each step. A rank sends only the rows to which some query of the receiver
+attends.
+
+On ranks with many rows, heads are sent and computed in groups; see the comment at
+`_ROWS_PER_GROUP`.
 """
 
 from __future__ import annotations
@@ -32,22 +36,23 @@ from seqpar.softmax.result_dtypes import ResultDtypes, hops_are_one_call, is_one
 from seqpar.softmax.wire.message_dtypes import encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
-Distances = Sequence[Sequence[int]]  # for each step
+Distances = Sequence[Sequence[int]]  # the distances of each step
 
 
 @dataclass(eq=False)
 class KeyStep:
-    """An exchange of key rows, as one rank takes part in it."""
+    """One step, as one rank takes part in it."""
 
-    number: int  # its number in errors, traces and traffic
-    receivers: list[int]  # the ranks that get rows of this rank
-    sent_counts: list[int]  # how many rows go to each receiver
-    source: list[int]  # the ranks whose rows arrive here
-    counts: list[int]  # how many rows arrive from each rank of `source`
+    number: int  # the step's number in errors, traces and traffic
+    receivers: list[int]  # the ranks to which this rank sends rows
+    sent_counts: list[int]  # how many rows it sends to each of these ranks
+    source: list[int]  # the ranks from which this rank receives rows
+    counts: list[int]  # how many rows it receives from each rank of `source`
     rows_for: Callable[[int], Rows]
     build_slices: Callable[[], Slices]
-    # Return whether one kernel call returns the gradients of the rows that arrive, and of the rows
-    # that this rank sends. These are False if one block has the rows of several ranks.
+    # Whether a single kernel call computes the gradients that this rank sends back, and the
+    # gradients that it gets back (`result_dtypes.py`). Both are False if a block has rows of
+    # several ranks.
     leave_of_one_call: Callable[[], bool]
     return_of_one_call: Callable[[], bool]
 
@@ -66,23 +71,27 @@ class KeyStep:
 
     @cached_property
     def to(self) -> list[tuple[int, Rows]]:
-        """The ranks that get rows of this rank, each with the rows that its queries attend to."""
+        """The ranks to which this rank sends rows, each with the rows to which its queries
+        attend.
+        """
         return [(peer, self.rows_for(peer)) for peer in self.receivers]
 
     @cached_property
     def slices(self) -> Slices:
-        """The slices of this rank's queries over the block of all rows that arrive."""
+        """The slices of this rank's queries over all rows that arrive in the step."""
         return self.build_slices()
 
     def sends_last_rows_of(self, step: KeyStep) -> bool:
-        """Return whether the rows that this step sends first are those that `step` sends last."""
+        """Return whether the first rows that this step sends are the last rows that `step`
+        sends.
+        """
         return bool(step.receivers and self.receivers) and step.to[-1][1] is self.to[0][1]
 
 
 class LazySlices(Sequence[Slices]):
-    """Slices over own keys and over the keys of each step, built when they are computed.
+    """The slices of this rank's queries over its own keys, and over the keys of each step.
 
-    Messages of later steps travel meanwhile.
+    Slices of a step are built when they are computed, while messages of later steps are under way.
     """
 
     def __init__(self, own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
@@ -96,20 +105,24 @@ class LazySlices(Sequence[Slices]):
 
 
 class KeyPlan:
-    """The exchanges and slices of one rank, step by step.
+    """All steps of one rank, with the rows that are sent and the slices that are computed.
 
-    Which ranks exchange how many rows is known at the start. Rows and slices of a step are found
-    when the step is posted and computed, while earlier steps travel.
+    The plan knows from the start how many rows ranks exchange in each step. It finds the rows of a
+    step when the step is posted, and the slices when the step is computed.
     """
 
     def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
-        """Plan for the call's rank; with `every_step`, steps without rows are also in `steps`."""
+        """Make the plan of the call's rank.
+
+        With `every_step`, steps in which this rank sends and receives no rows are part of the plan,
+        too.
+        """
         tables = KeyTables(call)
         numbers, senders, receivers = _numbered(call.rank, call.ranks, distances)
         sent, received = key_counts(call, call.rank)
         used = np.full(numbers.size, every_step) | (sent[receivers] > 0) | (received[senders] > 0)
-        # The steps in which this rank sends or receives rows, or all steps, if ranks relay messages
-        # for others: such ranks count exchanges.
+        # The steps in which this rank sends or receives rows. If ranks relay messages for each
+        # other, these are all steps, because such ranks count exchanges.
         self.steps = list[KeyStep]()
         used_steps, first = np.unique(numbers[used], return_index=True)
         edges = [*first.tolist(), int(used.sum())]
@@ -126,34 +139,35 @@ class KeyPlan:
             step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build, *calls)
             self.steps.append(step)
         last = self.steps[-1].number if self.steps else 0
-        self.ends_early = last < len(distances)  # whether steps without rows were left out
+        self.ends_early = last < len(distances)  # whether the last steps were left out
         own = partial(tables.slices_over, [call.rank])
-        # For forward, the slices over this rank's own keys and over the keys of each step.
+        # The slices that forward computes: over this rank's own keys, then over the keys of each
+        # step.
         self.blocks = Blocks(LazySlices(own, self.steps))
 
     @cached_property
     def own(self) -> tuple[Slices, ...]:
-        """For backward, the slices over this rank's own keys.
+        """The slices that backward computes over this rank's own keys.
 
-        If rows travel these are two halves, one to compute before the first step, while keys
-        arrive, and one after the last step, while gradients return. Undivided, 11% of Ring's
-        transfer and 80% of AllGather's were exposed.
+        If rows are sent, these are two halves. The first half is computed before the first step,
+        while keys arrive, and the second half after the last step, while gradients return. Without
+        this division, 11% of Ring's and 80% of AllGather's transfer time was not hidden by compute.
         """
         own = self.blocks.slices[0]
         return halves(own) if any(step.travels for step in self.steps) else (own,)
 
 
 class KeyTables:
-    """Finds rows and slices of a call's rank when they are needed.
+    """Finds the rows and slices of a call's rank.
 
-    Plans are kept with the layouts, so this does not keep the layouts alive.
+    It refers to the layouts weakly: plans are stored with the layouts and must not keep them alive.
     """
 
     def __init__(self, call: ResolvedCall) -> None:
         self._queries, self._keys = weakref.ref(call.layout), weakref.ref(call.kv_layout)
         self._mask, self._rank = call.mask, call.rank
         self._known: dict[bytes, Rows] = {}
-        self._kept = Memo()  # what `are_one_call` has found
+        self._kept = Memo()  # results of `are_one_call`
 
     @property
     def _geometry(self) -> tuple[Geometry, Geometry]:
@@ -162,7 +176,10 @@ class KeyTables:
         return queries, keys
 
     def rows_for(self, peer: int) -> Rows:
-        """Return this rank's rows that queries of a peer attend to: one object for equal rows."""
+        """Return the rows of this rank to which queries of a peer attend.
+
+        Equal rows are the same object, so that they are packed only once.
+        """
         queries, keys = (x.worst_case for x in self._geometry)
         side = AttentionSide.of_keys(queries, keys, self._mask)
         ranges = side.own_ranges(keys.holdings[self._rank], [queries.holdings[peer]])
@@ -178,10 +195,10 @@ class KeyTables:
         return slices_over(queries, self._rank, keys, tuple(owners), self._mask)
 
     def are_one_call(self, pairs: list[tuple[int, int]]) -> bool:
-        """Return whether one kernel call returns the gradients of each block.
+        """Return whether a single kernel call computes the gradients of each pair's keys.
 
-        A block is a pair of ranks, the first with queries and the second with keys. Return False if
-        there are no blocks.
+        A pair is the rank of the queries and the rank of the keys. The result is False if there are
+        no pairs.
         """
 
         def find() -> bool:
@@ -195,9 +212,9 @@ class KeyTables:
 
 
 def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
-    """Return how many key rows a rank sends to and receives from each rank, (ranks,) arrays.
+    """Return how many key rows a rank sends to each rank, and how many it receives from each rank.
 
-    For the rank itself they are 0.
+    Both are arrays (ranks,), with 0 for the rank itself.
     """
     queries, keys = call.layout.worst_case, call.kv_layout.worst_case
     sent = AttentionSide.of_keys(queries, keys, call.mask).own_rows(keys.holdings[rank]).counts
@@ -207,20 +224,27 @@ def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
 
 
 def with_rows(ranks: list[int], counts: list[int]) -> tuple[list[int], list[int]]:
-    """Return the ranks that have rows, and their counts."""
+    """Return the ranks that have rows, and the number of their rows."""
     used = [i for i, count in enumerate(counts) if count]
     return [ranks[i] for i in used], [counts[i] for i in used]
 
 
 def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, Ints]:
-    """Return the number of each exchange with a pair of ranks, the sender and the receiver."""
+    """Return three arrays with one element for each distance of each step.
+
+    They are the number of the step, the rank from which this rank receives, and the rank to which
+    it sends.
+    """
     numbers = np.repeat(np.arange(1, len(distances) + 1), [len(step) for step in distances])
     flat = np.fromiter(chain.from_iterable(distances), np.int64, numbers.size)
     return numbers, (rank - flat) % ranks, (rank + flat) % ranks
 
 
 def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return the areas that a rank computes: over its own keys, then over the keys of each step."""
+    """Return how much a rank computes over its own keys and in each step.
+
+    The unit is (query, key) pairs times query heads.
+    """
     numbers, senders, _ = _numbered(rank, call.ranks, distances)
     _, received = key_counts(call, rank)
     areas = [0] * (len(distances) + 1)
@@ -239,14 +263,19 @@ def key_traffic(
     gradient_dtypes: ResultDtypes | None = None,
     groups: int = 1,
 ) -> list[Traffic]:
-    """Return a rank's messages: keys and values in both passes, and gradients in these dtypes.
+    """Return the messages that a rank sends in forward and in backward.
 
-    Without `gradient_dtypes`, no gradients return. Heads travel in `groups` groups, each with its
-    own messages.
+    Args:
+        call: the call.
+        rank: the rank.
+        distances: the distances of each step.
+        message_dtype: as in `travelling_keys`.
+        gradient_dtypes: the dtypes of gradients, or None if no gradients return.
+        groups: the number of groups in which heads are sent.
     """
     shape, rows = call.shape, list[Traffic]()
     dims, heads = (shape.dim, shape.value_dim), shape.batch * shape.kv_heads
-    size = heads * sum(dims) * shape.dtype.itemsize  # bytes per row
+    size = heads * sum(dims) * shape.dtype.itemsize  # bytes per token
     if message_dtype is not None:
         size = heads * encoded_width(dims)
     numbers, senders, receivers = _numbered(rank, call.ranks, distances)
@@ -271,11 +300,12 @@ def key_traffic(
     return rows
 
 
-# Heads are computed in groups, so that the blocks that travel stop growing with the rows. The work
-# on a group must keep a GPU busy for longer than the host needs to post the next group. There is
-# therefore one group for each 4,096 rows that a document has on a rank. If documents are too short
-# for that, more groups only limit memory: there is at least one group for each 16,384 rows of a
-# rank. Heads are divided and not rows, because each group of rows would need its own tables.
+# If all heads of a rank were sent at once, messages would grow with the number of rows. Heads are
+# therefore sent and computed in groups. The work on a group must keep a GPU busy for longer than
+# the host needs to post the next group. There is therefore one group for each 4,096 rows that a
+# document has on a rank. If documents are too short for that, groups only limit memory, and there
+# is at least one group for each 16,384 rows of a rank. Heads are divided, and not rows, because
+# each group of rows would need its own tables.
 _ROWS_PER_GROUP = 4096
 _ROWS_PER_SHORT_GROUP = 16384
 
@@ -300,7 +330,9 @@ class HeadSlices(NamedTuple):
         return OutputGradient(dout, out, lse, dlse, delta)
 
     def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients of this group to its heads of dq, dk and dv, in their dtypes."""
+        """Write the gradients of this group into the heads of dq, dk and dv, in the dtypes of
+        these.
+        """
         total.queries.finish(gradients[0][:, :, self.queries])
         for x, part in zip(gradients[1:], total.keys.results, strict=False):
             x[:, :, self.keys] = part
@@ -312,13 +344,16 @@ def gradients_by_group(
     operands: Operands,
     add: Callable[[HeadSlices, OutputGradient, Operands, PackedGradients], None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, which `add` adds up for one group of heads after another.
+    """Return dq, dk and dv of all heads, computed for one group of heads after another.
 
-    `add` gets a group, its output and operands, and its sums. With one group the gradients may be
-    in the accumulator's dtype. With several groups, only the sums of one group exist in that dtype
-    at any time. They are rounded here, and not again inside USP. Ranks of USP add the gradients of
-    a KV head only if they share it, and in a call with several KV heads, a rank has all query heads
-    of each of them (`HeadGroups`).
+    `add` is called for each group with the group, its output, its operands, and the sums to which
+    it adds the group's gradients.
+
+    With one group, the returned gradients may be in the accumulator's dtype. With several groups,
+    only one group's sums exist in that dtype at a time, and the gradients are rounded to the dtype
+    of q here. USP does not round them again: its ranks add gradients of a KV head only if they
+    share that head, and in a call with several KV heads a rank has all query heads of each of them
+    (`HeadGroups`).
     """
     q, k, v, _ = operands
     if len(groups) == 1:
@@ -330,18 +365,22 @@ def gradients_by_group(
         own = heads.operands(operands)
         total = PartialGradients.zeros(own.q, own.k, own.v)
         add(heads, heads.output(output), own, total)
-        # Allocated only now, because the messages of the first group needed the memory.
+        # The result is allocated only now: during the first group, its memory was needed for
+        # messages.
         gradients = gradients or [x.new_empty(x.shape) for x in (q, k, v)]
         heads.put(total, gradients)
-        del total  # before the sums of the next group are made
+        del total  # freed before the sums of the next group are made
     return gradients[0], gradients[1], gradients[2]
 
 
 def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:
-    """Return the groups of heads, the same on all ranks, at most one per KV head.
+    """Return the groups of heads.
 
-    With one document and no window there is one group for each 4,096 rows of the rank with the most
-    rows. Short documents and windows have less work for these rows, so they need fewer groups.
+    All ranks have the same groups, and each has at least one KV head.
+
+    With one document and no window, there is one group for each 4,096 rows of the rank with the
+    most rows. With short documents or a window there is less work for these rows, and there are
+    fewer groups.
     """
     layout = layout.worst_case
     rows = layout.most_tokens * shape.batch
@@ -349,16 +388,16 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
     for_memory = rows // _ROWS_PER_SHORT_GROUP
     groups = max(1, min(shape.kv_heads, max(for_work, for_memory)))
     edges = pairwise(i * shape.kv_heads // groups for i in range(groups + 1))
-    shared = shape.heads // max(shape.kv_heads, 1)  # inside USP a rank may have no heads
+    shared = shape.heads // max(shape.kv_heads, 1)  # within USP, a rank may have no heads
     return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
 
 
 def _attended(layout: Geometry, mask: Mask) -> int:
-    """Return the length of a token's document, limited by the window, on average over all tokens.
+    """Return the length of the document of a token, limited by the window, on average over tokens.
 
-    The limit is 2w + 1, where w is the reach of the window to its wider side. A window to one side
-    counts as if it reached to both, because a causal document also counts with its whole length,
-    although it has only half of its pairs.
+    A window with a reach of w to its wider side limits this length to 2w + 1. A window to one side
+    counts as if it reached to both sides, because a causal document also counts with its whole
+    length, although it has only half of the pairs.
     """
     reach = 2 * max(mask.left, mask.right) + 1
     if mask.prefix is not None or mask.ranges is not None:

@@ -1,6 +1,8 @@
-"""The base class of strategies whose queries stay while keys and values travel.
+"""`KeyStrategy`, the base class of Ring and AllGather.
 
-Subclasses choose which ranks' keys arrive together, and how many exchanges are posted ahead.
+Queries stay on their ranks. Keys and values are sent in steps, and in backward their gradients
+return. A subclass chooses from which ranks keys arrive in each step, and how many steps ahead
+messages are posted.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ from seqpar.softmax.wire.message_dtypes import (
 
 @dataclass(frozen=True)
 class KeyStrategy(Strategy):
-    """Keys and values travel in steps; in backward their gradients return to the owners."""
+    """Sends keys and values in steps and, in backward, returns their gradients."""
 
-    message_dtype: torch.dtype | None = None  # of keys and values: None is their own, or 8 bits
-    gradient_dtype: torch.dtype | None = None  # of dk and dv: None is the accumulator's, or bf16
+    # The dtype in which k and v are sent: None for their own, or an 8-bit dtype.
+    message_dtype: torch.dtype | None = None
+    # The dtype in which dk and dv return: None for the accumulator's, or bf16.
+    gradient_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_message_dtype(self.message_dtype)
@@ -66,7 +70,8 @@ class KeyStrategy(Strategy):
         check_gradient_digits(self.gradient_dtype, call.shape.dtype)
 
     def to_rank_invariant(self) -> Self:
-        if self.message_dtype is not None:  # keys of other ranks would have 8 bits, own keys more
+        # Keys of other ranks would have 8 bits, and a rank's own keys more.
+        if self.message_dtype is not None:
             raise ValueError('message_dtype must be None with deterministic="ranks"')
         if self.gradient_dtype is not None:  # a rank's own contributions would have more digits
             raise ValueError('gradient_dtype must be None with deterministic="ranks"')
@@ -77,18 +82,18 @@ class KeyStrategy(Strategy):
         return TileCall(comm, call, distances, f"{self.name} {direction}, tiles")
 
     def distances(self, ranks: int) -> Distances:
-        """Return, for each step, the distances d: rank r receives keys of rank r − d."""
+        """Return, for each step, the distances d such that rank r receives keys of rank r − d."""
         raise NotImplementedError
 
     def ahead(self, ranks: int) -> int:
-        """Return the number of steps whose exchanges are under way while a rank computes."""
+        """Return how many steps have messages under way while a rank computes."""
         raise NotImplementedError
 
     def plan(self, call: ResolvedCall, every_step: bool = False) -> KeyPlan:
-        """Return the call's plan, made once per layout and mask.
+        """Return the call's plan, which is made once per layout and mask.
 
-        With `every_step` it has steps in which this rank sends and receives no rows; it may still
-        relay messages of other ranks.
+        With `every_step`, the plan has all steps, also those in which this rank sends and receives
+        no rows. Ranks that relay messages for others need them.
         """
         build = lambda: KeyPlan(call, self.distances(call.ranks), every_step)  # noqa: E731
         return call.once(("keys", self, every_step), build)
@@ -96,7 +101,8 @@ class KeyStrategy(Strategy):
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         if self.rank_invariant:
             return self._tiles(comm, call, "forward").forward(operands)
-        ranks_have_equal_kernels(comm, call)  # so that backward, which needs it, does not ask
+        # Compares kernels now, so that backward need not exchange messages for it.
+        ranks_have_equal_kernels(comm, call)
         groups = self.groups(call, comm.is_routed)
         buffers = self._key_buffers(comm, call, operands, len(groups))
         if len(groups) == 1:
@@ -111,9 +117,9 @@ class KeyStrategy(Strategy):
         return ForwardResult(out, lse, [])
 
     def groups(self, call: ResolvedCall, every_step: bool = False) -> list[HeadSlices]:
-        """Return the groups of heads that travel and are computed one after another.
+        """Return the groups of heads that are sent and computed one after another.
 
-        `every_step` is as in `plan`. If this rank sends and receives no rows, it has one group.
+        A rank that sends and receives no rows has one group. `every_step` is as in `plan`.
         """
 
         def build() -> list[HeadSlices]:
@@ -126,10 +132,12 @@ class KeyStrategy(Strategy):
     def _key_buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
     ) -> MessageBuffers:
-        """Return the buffers for keys of a pass that computes heads in this number of groups."""
+        """Return the memory for keys in one forward or backward, if heads are sent in `groups`
+        groups.
+        """
         steps, ahead = self.plan(call, comm.is_routed).steps, self.ahead(call.ranks)
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
-        rows = batch * -(-kv_heads // groups)  # of a token, in the largest group
+        rows = batch * -(-kv_heads // groups)  # rows of a token in the largest group
         return key_buffers(steps, ahead, rows, [dim, value_dim], self.message_dtype, groups)
 
     def _attend(
@@ -140,7 +148,10 @@ class KeyStrategy(Strategy):
         buffers: MessageBuffers,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse. With `into`, they are written to these two tensors."""
+        """Return out and lse of the heads in `operands`.
+
+        With `into`, out and lse are written to these two tensors.
+        """
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
         ahead = self.ahead(call.ranks)
@@ -154,7 +165,8 @@ class KeyStrategy(Strategy):
             return self._tiles(comm, call, "backward").gradients(output, operands)
         groups = self.groups(call, comm.is_routed)
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
-        width = batch * -(-kv_heads // len(groups)) * (dim + value_dim)  # in the largest group
+        # Elements per token in the largest group.
+        width = batch * -(-kv_heads // len(groups)) * (dim + value_dim)
         steps = self.plan(call, comm.is_routed).steps
         dtypes = result_dtypes(comm, call, True, self.gradient_dtype)
         buffers = PassBuffers(
@@ -182,8 +194,8 @@ class KeyStrategy(Strategy):
     ) -> None:
         """Add the gradients of the heads in `operands` to `total`.
 
-        The gradients of each step return to the rows' owners while the next step is computed.
-        Owners add them in the order of the steps.
+        The gradients of a step's keys return to their ranks while the next step is computed. Each
+        rank adds the gradients that return in the order of the steps.
         """
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
         (q, k, v, _), options, ahead = operands, call.options, self.ahead(call.ranks)
@@ -207,9 +219,10 @@ class KeyStrategy(Strategy):
             arriving = dtypes.of(step.return_of_one_call)
             returning = GradientReturn(comm, label, step, message, arriving, buffers.gradients)
             del gradients, message
-        keys.close()  # frees the last block
+        keys.close()  # frees the block of the last step
         if returning is not None and plan.ends_early:
-            # Sums have the same bits whether steps without rows are left out or not.
+            # This rank left out the last steps. Gradients are added here, before the second half of
+            # the local work, so that sums have the same bits as with all steps.
             returning.add_to(total)
             returning = None
         for slices in plan.own[1:]:

@@ -1,13 +1,17 @@
-"""Compute whole tiles of queries, so that bits depend neither on the ranks nor on their layout.
+"""`deterministic="ranks"`: attention with the same bits on any number of ranks and in any layout.
 
-On CPUs a backend call computes one tile, one batch entry, and one KV head with its query heads, on
-one torch thread. Its operands always have the same shapes, strides, alignment and slices. Bits
-therefore depend neither on a rank's number of heads nor on its number of threads. On CUDA, and in
-Triton's interpreter, a call computes one tile of all heads, because each of Triton's programs
-computes a single head. Merges and sinks use operations whose bits do not depend on an element's
-place in a tensor.
+`KeyStrategy` calls this file instead of its own loop if the user asks for `deterministic="ranks"`.
+Queries are cut into tiles at fixed positions of a document (`rank_invariant_plan.py`). One rank
+computes a whole tile over all keys to which it attends.
 
-Legend: B batch, n rows of a tile, m keys that it attends to, H heads, D head dim.
+On CPUs, a backend call computes one tile for one batch entry and for one KV head with its query
+heads, on one torch thread. Its operands always have the same shapes, strides, alignment and slices.
+Bits therefore depend neither on how many heads a rank has nor on how many threads. On CUDA and in
+Triton's interpreter, a call computes all heads of one tile, because each Triton program computes a
+single head. Merging and sinks use operations whose bits do not depend on where an element is in a
+tensor.
+
+Legend: B batch, n rows of a tile, m keys to which the tile attends, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -45,8 +49,9 @@ from seqpar.softmax.keys.rank_invariant_plan import TilePlan, Unit
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.wire.row_messages import Rows
 
-_ALIGNMENT = 64  # bytes of a cache line; keys begin at a multiple of it
-_ROWS_ALIGNMENT = 64  # each head's keys begin at a multiple of this many rows, and so of a line
+_ALIGNMENT = 64  # bytes of a cache line; the keys of a call begin at a multiple of it
+# In rows; the keys of each head begin at a multiple of it, and so at a cache line.
+_ROWS_ALIGNMENT = 64
 
 
 T = TypeVar("T")
@@ -60,9 +65,11 @@ class HeadTile(NamedTuple):
     kv_heads: slice
 
     def rows_of(self, x: Tensor, rows: slice) -> Tensor:
-        """Return a copy (b, n, h, …) of this part of rows of x (B, T, H, …), stored by heads.
+        """Return a copy (b, n, h, …) of these batch entries and heads, of some rows of x (B, T, H,
+        …).
 
-        It is copied because the strides and alignment of a view depend on the number of ranks.
+        In memory the copy is ordered by heads. A view would have strides and an alignment that
+        depend on the number of ranks.
         """
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
         return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
@@ -76,13 +83,13 @@ class HeadTile(NamedTuple):
 
 
 class TileCall:
-    """A call on one rank, whose tiles are computed whole."""
+    """A call on one rank that is computed in whole tiles."""
 
     def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
-        """Plan to exchange keys over these distances; `label` names the messages.
+        """Plan the exchange of keys over these distances. `label` names the messages.
 
-        All exchanges are posted together. Posted step by step, keys would wait until ranks that
-        need other keys have computed.
+        All exchanges are posted together. If they were posted step by step, a rank's keys would
+        wait until ranks that need other keys have computed.
         """
         self._comm, self._call, self._label = comm, call, label
         self._plan = call.once(("tile plan", distances), lambda: TilePlan.of(call, distances))
@@ -99,7 +106,7 @@ class TileCall:
         pool, parts = self._pool(k, v), self._parts(q, k)
 
         def compute(unit: Unit, part: HeadTile) -> tuple[HeadTile, MaxLogits | None]:
-            """Write a part of a unit; return the part and any requested max logits."""
+            """Compute some heads of a tile, and write them to out and lse."""
             keys, values = pool.of_unit(unit, part)
             queries = part.rows_of(q, unit.rows)
             partial = Partial.nothing(queries, values, rank_invariant=True, single=True)
@@ -121,7 +128,7 @@ class TileCall:
             if max_logits is not None:
                 assert self._call.max_logits is not None
                 self._call.max_logits.of_heads(part.heads).update(max_logits.values)
-        pool.fill()  # receive messages that no tile needs, too
+        pool.fill()  # also receives the messages that no tile needs
         return ForwardResult(self._move(out, back=True), self._move(lse, back=True), [])
 
     def gradients(self, output: OutputGradient, operands: Operands) -> Gradients:
@@ -134,12 +141,17 @@ class TileCall:
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
     ) -> list[SumBlock]:
-        """Write dq, and return for each node the sum of its tiles' contributions to dk and dv."""
+        """Write dq.
+
+        Return for each node (a subtree of tiles) the sum of its contributions to dk and dv.
+        """
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
 
         def compute(unit: Unit, part: HeadTile, total: PackedGradients) -> Tensor:
-            """Write a part's dq, add its dk and dv to `total`, and return the packed dk and dv."""
+            """Add dq, dk and dv of some heads of a tile to the sums, and return the sums of dk and
+            dv.
+            """
             assert output.out is not None
             keys, values = pool.of_unit(unit, part)
             queries, dout, out, lse = (
@@ -166,7 +178,7 @@ class TileCall:
         packed = self._run(q, jobs())
 
         def block(unit: Unit) -> SumBlock:
-            for _ in parts:  # all return the same tensor, which the last one completes
+            for _ in parts:  # all of them return the same tensor, which is complete after the last
                 rows = next(packed)
             return _spread(unit.keys, rows)
 
@@ -177,7 +189,7 @@ class TileCall:
         return sums
 
     def _parts(self, q: Tensor, k: Tensor) -> list[HeadTile]:
-        """Return the parts of a tile, one per backend call."""
+        """Return the batch entries and heads of each backend call for a tile."""
         heads = k.shape[2]
         whole = HeadTile(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, heads))
         if self._by_triton(q):
@@ -202,7 +214,9 @@ class TileCall:
         return Pool(self._plan, blocks, k, v)
 
     def _return(self, sums: list[SumBlock], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the sums to the owners of the keys, and return dk and dv of this rank's keys."""
+        """Send the sums to the ranks that hold the keys, and return dk and dv of this rank's
+        keys.
+        """
         (batch, tokens, heads, _), rank = k.shape, self._comm.rank
         dims, dtype = [k.shape[3], v.shape[3]], accumulator_dtype(k.dtype)
         row = batch, heads, sum(dims)
@@ -230,11 +244,14 @@ class TileCall:
         for blocks in by_document.values():
             block = tree_sum(sorted(blocks, key=lambda x: x[0]))
             total.packed[block.start : block.stop] = block.rows
-        total.packed.add_(0.0)  # −0 becomes 0, as where other layouts add 0 to it
+        # Turns −0 into 0, as in layouts in which other ranks' gradients are added.
+        total.packed.add_(0.0)
         return total.dk, total.dv
 
     def _move(self, x: Tensor, back: bool = False) -> Tensor:
-        """Move rows (B, T_local, …) from their owners to the ranks of their tiles, or back."""
+        """Move rows (B, T_local, …) from the ranks that hold them to the ranks of their tiles, or
+        back.
+        """
         if self._plan.moved is None:
             return x
         source, target, step = self._call.layout, self._tiled, 0
@@ -244,7 +261,7 @@ class TileCall:
         return moved.transpose(0, 1)
 
     def _output_to_tiles(self, output: OutputGradient, q: Tensor) -> tuple[OutputGradient, Tensor]:
-        """Return the output's gradient and the queries of this rank's tiles."""
+        """Return the gradient of the output and the queries, for the tiles of this rank."""
         assert output.out is not None
         dlse = self._call.dlse_on_all_ranks(output.dlse, output.dout)
         if self._plan.moved is None:
@@ -258,12 +275,17 @@ class TileCall:
 
 
 class Pool:
-    """The keys and values that a rank's tiles attend to, (B, Hkv, rows, D and Dv)."""
+    """The keys and values to which a rank's tiles attend, (B, Hkv, rows, D) and (B, Hkv, rows,
+    Dv).
+    """
 
     def __init__(
         self, plan: TilePlan, blocks: Iterator[Sequence[Tensor]], k: Tensor, v: Tensor
     ) -> None:
-        """Make room for all keys; `blocks` yields them as they arrive, beginning with k and v."""
+        """Allocate the memory.
+
+        `blocks` yields keys and values as they arrive, this rank's own first.
+        """
         rows = -(-plan.pool // _ROWS_ALIGNMENT) * _ROWS_ALIGNMENT
         make = torch.Tensor.new_zeros if plan.blank else torch.Tensor.new_empty
         shapes = [(k.shape[0], k.shape[2], rows, x.shape[3]) for x in (k, v)]
@@ -271,7 +293,7 @@ class Pool:
         self._blocks, self._remaining, self._arrived = blocks, iter(plan.arrivals), 0
 
     def fill(self, count: int | None = None) -> None:
-        """Wait for the first `count` blocks, or for all of them."""
+        """Wait until the first `count` blocks have arrived, or all blocks."""
         while count is None or self._arrived < count:
             if (places := next(self._remaining, None)) is None:
                 return
@@ -284,20 +306,24 @@ class Pool:
             self._arrived += 1
 
     def of_unit(self, unit: Unit, part: HeadTile) -> list[Tensor]:
-        """Return k (b, m, h, D) and v (b, m, h, Dv) of a part; its keys must have arrived."""
+        """Return k (b, m, h, D) and v (b, m, h, Dv) for some heads of a tile.
+
+        The keys must have arrived.
+        """
         result = []
         for x in self._tensors:
             ranges = [x[part.batch, part.kv_heads, keys] for keys in unit.keys]
             rows = ranges[0] if len(ranges) == 1 else torch.cat(ranges, 2)
             rows = rows if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone()
-            if rows.shape[:2] == (1, 1):  # strides of dimensions of size 1 differ between views
+            # Views can have different strides for dimensions of size 1.
+            if rows.shape[:2] == (1, 1):
                 rows = rows[0, 0][None, None]
             result.append(rows.transpose(1, 2))
         return result
 
 
 def _rows_of(block: SumBlock, places: Rows) -> Tensor:
-    """Return the rows of a block that are at these places of the sum."""
+    """Return those rows of a block that the sum has at `places`."""
     where = places.local(block.rows.device)
     if isinstance(where, slice):
         return block.rows[where.start - block.start : where.stop - block.start]
@@ -305,7 +331,7 @@ def _rows_of(block: SumBlock, places: Rows) -> Tensor:
 
 
 def _at(places: Rows, rows: Tensor) -> SumBlock:
-    """Return a block with rows at these ascending places, and 0 between them."""
+    """Return a block that has `rows` at these ascending places, and 0 between them."""
     (start, stop), where = places.reach, places.local(rows.device)
     if isinstance(where, slice):
         return SumBlock(start, rows)
@@ -315,7 +341,7 @@ def _at(places: Rows, rows: Tensor) -> SumBlock:
 
 
 def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
-    """Return a block with rows in these ascending ranges, and 0 between them."""
+    """Return a block that has `rows` in these ascending ranges, and 0 between them."""
     start, stop = keys[0].start, keys[-1].stop
     if len(keys) == 1:
         return SumBlock(start, rows)
@@ -325,14 +351,18 @@ def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
     return block
 
 
-# Contributions to a document's keys are summed over a binary tree of the tiles' numbers: first
-# tiles 2i and 2i + 1, then two such pairs, and so on. Tiles without contributions are left out. The
-# order does not depend on the layout: a rank sums the subtrees whose tiles it computes, and the
-# owner of the keys sums the rest.
+# Each tile contributes to dk and dv of the keys to which it attends. The contributions to a
+# document's keys are added along a binary tree of the tiles' numbers: first tiles 2i and 2i + 1,
+# then two such pairs, and so on. Tiles without contributions are left out. The order does not
+# depend on the layout: a rank adds the subtrees whose tiles it computes, and the rank that holds
+# the keys adds the rest.
 
 
 class SumBlock(NamedTuple):
-    """Rows (n, …) of a sum, from row `start` on; all other rows are 0. Summing may overwrite it."""
+    """Rows (n, …) of a sum, from row `start` on. All other rows of the sum are 0.
+
+    Adding may overwrite the tensor.
+    """
 
     start: int
     rows: Tensor
@@ -343,9 +373,10 @@ class SumBlock(NamedTuple):
 
 
 def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
-    """Return the sum of one or more blocks, each of a tile or of a complete subtree.
+    """Return the sum of one or more blocks, added along the binary tree.
 
-    Each block comes with the number of one of its tiles; the numbers ascend.
+    Each block is the contribution of one tile or of a complete subtree. It comes with the number of
+    one of its tiles, and these numbers ascend.
     """
     waiting = list[tuple[int, SumBlock]]()
     for number, block in contributions:
@@ -359,7 +390,7 @@ def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
 
 
 def _height(one: tuple[int, SumBlock], other: tuple[int, SumBlock]) -> int:
-    """Return the height of the smallest subtree that has two tiles, or two disjoint subtrees."""
+    """Return the height of the smallest subtree that contains both tiles."""
     return (one[0] ^ other[0]).bit_length()
 
 
@@ -382,15 +413,15 @@ def _sum(one: SumBlock, other: SumBlock) -> SumBlock:
     return total
 
 
-# ATen and the libraries below it divide a matrix product among threads and add the parts in an
+# ATen and the libraries that it uses divide a matrix product among threads, and add the parts in an
 # order that depends on the number of threads. On one thread, operands with the same shapes, strides
-# and alignment give the same bits. To use all cores, several computations run simultaneously
-# instead.
+# and alignment give the same bits. To use all cores, several computations therefore run at the same
+# time, each on one thread.
 def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Run each job on one torch thread, and yield the results in the order of the jobs.
 
-    The number of jobs that run simultaneously is the caller's number of torch threads, so jobs must
-    not depend on each other. Up to that many finished results are held.
+    As many jobs run at the same time as the caller has torch threads, so jobs must not depend on
+    each other. At most this number of finished results is held.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -402,7 +433,7 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
     try:
         for job in jobs:
             pending.append(workers.submit(in_this_mode(job)))
-            del job  # it holds tensors
+            del job  # frees the tensors to which the job refers
             if len(pending) > threads:
                 yield pending.popleft().result()
         while pending:
@@ -414,5 +445,5 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the worker threads of a process; a forked process has its own."""
+    """Return the worker threads of a process. A forked process gets its own."""
     return ThreadPoolExecutor(threads, "seqpar one thread", set_own_threads, (1,))

@@ -1,10 +1,12 @@
-"""Tiles of queries, each computed by one rank, and a rank's messages and work for its tiles.
+"""The plan of `deterministic="ranks"`: which rank computes which queries.
 
-A tile is `TILE` positions of a document, counted from its start. Its rows, and the keys that they
-attend to, are therefore the same on any number of ranks and in any layout. One rank computes a
-whole tile. If several ranks hold parts of it, it is one of these ranks.
+A *tile* is `TILE` consecutive queries of a document, counted from the document's start. The rows of
+a tile, and the keys to which they attend, are therefore the same on any number of ranks and in any
+layout. One rank computes a whole tile. If several ranks hold rows of the tile, it is one of these
+ranks, and the others send it their rows. A `TilePlan` has the messages and the work of one rank.
 
-Legend: *pool*, the keys that a rank's tiles attend to and the keys that it holds, in pack order.
+The *pool* of a rank is the keys to which its tiles attend and the keys that it holds itself, in the
+order of the packed batch.
 """
 
 from __future__ import annotations
@@ -27,32 +29,39 @@ from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.key_plan import Distances, KeyPlan, key_traffic
 from seqpar.softmax.wire.row_messages import Rows
 
-# Queries per tile. ATen's CPU kernels use blocks of 256 queries from 768 on. Each tile writes and
-# adds its contribution to dk and dv once, which costs more with smaller tiles. Larger tiles leave
-# ranks without work in short documents.
+# Queries per tile. ATen's CPU kernel computes 256 queries at a time from 768 queries on. Each tile
+# adds its contribution to dk and dv once, which costs more in total with smaller tiles. Larger
+# tiles leave ranks without work if documents are short.
 TILE = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class RankInvariantTiles:
-    """All tiles of the queries of a pack, ascending by document and position."""
+    """All tiles of the queries of a packed batch, ordered by document and position.
 
-    # documents, numbers: (n,) the document of each tile, and the tile's number in it
+    Attributes:
+        documents, numbers: (n,) the document of each tile, and the tile's number in its document.
+        first_rows: (n + 1,) the index in the pack of each tile's first query, then the number of
+            all queries.
+        parts: (m, 7) the slices of all tiles, ordered by tile. The columns are tile, q_start,
+            q_stop, k_start, k_stop, low and high. Queries are counted from the tile's first query,
+            and keys from the start of the pack.
+        areas: (n,) how many (query, key) pairs each tile has.
+        k_starts, k_stops: (n,) a range of the pack that contains all keys of a tile. For a tile
+            without keys, k_start is the number of all keys and k_stop is 0.
+        owners: (n,) the rank that computes each tile.
+        moved: a layout of the queries in which each rank holds the rows of its tiles, or None if
+            each tile already is on one rank.
+    """
+
     documents: Ints
     numbers: Ints
-    # (n + 1,) the index in the pack of each tile's first query, then the number of all queries
     first_rows: Ints
-    # (m, 7) the tiles' slices: tile, q_start, q_stop, k_start, k_stop, low and high. Queries are
-    # counted from the tile's first one, and keys in the pack. Tiles ascend.
     parts: Ints
-    areas: Ints  # (n,) how many (query, key) pairs each tile has
-    # k_starts, k_stops: (n,) a range of the pack with all keys that a tile attends to. For a tile
-    # without keys it is empty: k_start is the number of all keys, and k_stop 0.
+    areas: Ints
     k_starts: Ints
     k_stops: Ints
-    owners: Ints  # (n,) the rank that computes each tile
-    # A layout of the queries in which each rank holds the rows of its tiles, or None if no tile is
-    # divided between ranks
+    owners: Ints
     moved: Geometry | None
 
     @classmethod
@@ -76,17 +85,20 @@ class RankInvariantTiles:
         return self.parts[slice(*np.searchsorted(self.parts[:, 0], [tile, tile + 1]))]
 
     def key_ranges(self, tile: int) -> Ints:
-        """Return (m, 2): ascending ranges of the pack with the keys that a tile attends to."""
+        """Return (m, 2): ascending ranges of the pack that contain the keys to which a tile
+        attends.
+        """
         starts, stops = self.parts_of(tile)[:, 3:5].T
         order = np.argsort(starts, kind="stable")
         return union(starts[order], stops[order])
 
     def slices(self, tile: int, queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
-        """Return the slices of a tile's queries over a block with the keys of its ranges."""
+        """Return the slices of a tile's queries over a block that consists of its key ranges."""
         whole, ranges = _whole(queries, keys, mask), self.key_ranges(tile)
         _, q_start, q_stop, k_start, k_stop, low, high = self.parts_of(tile).T
         lengths = ranges[:, 1] - ranges[:, 0]
-        shifts = ranges[:, 0] - (np.cumsum(lengths) - lengths)  # from the block to the pack
+        # Add this to a row of the block to get its row in the pack.
+        shifts = ranges[:, 0] - (np.cumsum(lengths) - lengths)
         shifts = shifts[np.searchsorted(ranges[:, 1], k_stop)]
         rows = slice(*self.first_rows[[tile, tile + 1]])
         return replace(
@@ -103,15 +115,16 @@ class RankInvariantTiles:
 
 
 def _whole(queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
-    """Return the slices of all queries over all keys, as if one rank had them."""
+    """Return the slices of all queries over all keys, as if one rank held them."""
     merged = queries.merged_ranks(queries.ranks), keys.merged_ranks(keys.ranks)
     return slices_between(merged[0], 0, merged[1], 0, mask)
 
 
 def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
-    """Cut slices at the tiles' first rows; return the parts, and the area of each tile.
+    """Cut slices at the first rows of the tiles. Return the parts, and the area of each tile.
 
-    Like every slice, a part is trimmed to the rows that have keys, and to the keys that have rows.
+    Like every slice, a part has only rows that attend to some key, and keys to which some row
+    attends.
     """
     table, areas = list[tuple[int, ...]](), np.zeros(first_rows.size - 1, np.int64)
     for i, (q_start, q_stop) in enumerate(whole.q_rows.tolist()):
@@ -134,11 +147,11 @@ def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
 
 
 def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
-    """Give each tile to a rank that holds some of it.
+    """Assign each tile to a rank that holds some of its rows.
 
-    Return (n,) the rank of each tile, and whether several ranks hold parts of some tile.
-    Tiles that several ranks hold are assigned by area, the largest first, to the rank with the
-    smallest area so far.
+    Return (n,) the rank of each tile, and whether several ranks hold rows of the same tile. A tile
+    that only one rank holds stays there. The other tiles are assigned in the order of their areas,
+    the largest first, each to the rank with the smallest total area so far.
     """
     first, total = np.cumsum(counts) - counts, int(counts.sum())
     pairs = []
@@ -163,47 +176,46 @@ class Unit(NamedTuple):
     """The work of one tile."""
 
     number: int  # the tile's number in its document
-    rows: slice  # its queries, among the queries of the rank's tiles
-    # Ranges of the pool; joined, they are the block of keys that the slices refer to
+    rows: slice  # the tile's queries, counted among the queries of the rank's tiles
+    # Ranges of the pool. Joined, they are the block of keys to which the slices refer.
     keys: list[slice]
     slices: Slices  # slices of its queries over this block
-    # How many blocks of keys must have arrived; the rank's own block counts as the first
+    # How many blocks of keys must have arrived. The rank's own keys are the first block.
     ready: int
 
 
 class Node(NamedTuple):
-    """A subtree of the sum over a document's tiles, which one rank computes completely."""
+    """A subtree of the sum over a document's tiles. One rank computes all tiles of the subtree."""
 
     document: int
-    number: int  # of the subtree's first tile in the document
-    tiles: tuple[int, int]  # the range of the pack's tiles that are in the subtree
-    keys: tuple[int, int]  # a range of the pack with all keys that these tiles attend to
+    number: int  # the number of the subtree's first tile in its document
+    tiles: tuple[int, int]  # the range of the subtree's tiles among all tiles
+    keys: tuple[int, int]  # a range of the pack that contains all keys of these tiles
 
 
 class KeyGradientShare(NamedTuple):
-    """The part of a node's gradients that belongs to one rank's keys."""
+    """Those gradients of a node that belong to keys of one rank. They are sent to this rank."""
 
-    node: int  # the node's index among the nodes of its rank
+    node: int  # the index of the node among the nodes of the rank that computes it
     document: int
     number: int
-    # The rows of the gradients: in the pool on the rank that computes the node, and among the local
-    # rows on the rank that owns the keys
+    # The rows of the gradients. On the rank that computes the node they are counted in the pool,
+    # and on the rank that holds the keys among its local rows.
     places: Rows
 
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """One rank's part of a call."""
+    """What one rank sends, receives and computes in a call."""
 
-    # A layout of the queries in which each rank holds the rows of its tiles, or None if the call's
-    # layout is one
+    # As in `RankInvariantTiles`.
     moved: Geometry | None
     pool: int  # how many keys the pool has
-    blank: bool  # whether some keys of the pool never arrive, because no query attends to them
-    arrivals: list[Rows]  # the rows of the pool for each block of keys, this rank's own block first
-    nodes: list[list[Unit]]  # the units of each subtree that this rank computes
-    sent: list[list[KeyGradientShare]]  # the shares of gradients for each rank, including this one
-    # The shares of this rank's key gradients from each rank, including this one
+    blank: bool  # whether no query attends to some keys of the pool, so that these never arrive
+    arrivals: list[Rows]  # the rows of the pool in each block of keys, this rank's own block first
+    nodes: list[list[Unit]]  # the tiles of each subtree that this rank computes
+    sent: list[list[KeyGradientShare]]  # for each rank, the gradients that this rank sends to it
+    # For each rank, the gradients that this rank receives from it.
     received: list[list[KeyGradientShare]]
 
     @classmethod
@@ -251,16 +263,17 @@ def tiles_of(call: ResolvedCall) -> RankInvariantTiles:
 
 
 def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
-    """Return the largest subtrees whose tiles with keys are all computed by this rank."""
+    """Return the largest subtrees of which this rank computes all tiles that have keys."""
     with_keys = tiles.areas > 0
     own = np.r_[0, np.cumsum(with_keys & (tiles.owners == rank))]
     others = np.r_[0, np.cumsum(with_keys & (tiles.owners != rank))]
     nodes = list[Node]()
 
     def cover(first: int, start: int, size: int, stop: int) -> None:
-        """Add nodes for tiles `start` … `start + size − 1` of a document.
+        """Add the nodes among tiles `start` … `start + size − 1`, as far as they belong to the
+        document.
 
-        The document has tiles `first` … `stop − 1`; tiles outside it are ignored.
+        The document has the tiles `first` … `stop − 1`.
         """
         end = min(start + size, stop)
         if start >= end or own[end] == own[start]:
@@ -280,16 +293,16 @@ def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
 
 
 def tile_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return the area that a rank computes, in a single step with all keys."""
+    """Return the area that a rank computes, as a single step."""
     tiles = tiles_of(call)
     return [int(tiles.areas[tiles.owners == rank].sum()) * call.shape.heads]
 
 
 def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
-    """Return a rank's messages: rows of divided tiles, keys, and gradients of keys.
+    """Return the messages that a rank sends.
 
-    Rows of divided tiles move in step 0. They return, like the gradients of keys, in the step after
-    the last step of keys.
+    In step 0, it sends rows of tiles that another rank computes. In the steps of the plan, it sends
+    keys. In the last step, it sends results of tiles and gradients of keys.
     """
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
     tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)
@@ -318,7 +331,9 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
 
 
 def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
-    """Return the keys of `owner` that travel to `computer`; all of them if both are one rank."""
+    """Return the keys that `owner` sends to `computer`, or all of its keys if both are the same
+    rank.
+    """
     held = tiled.kv_layout.token_indices(owner)
     if owner == computer:
         return held
@@ -326,9 +341,9 @@ def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
-    """Return the nodes' shares of the gradients of these keys, leaving out empty ones.
+    """Return those gradients of each node that belong to these keys, without empty ones.
 
-    `keys` and `index` ascend in the pack; the places of a share are places in `index`.
+    `keys` and `index` ascend. The rows of a share are counted in `index`.
     """
     shares = []
     for i, node in enumerate(nodes):

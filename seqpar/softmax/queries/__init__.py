@@ -1,5 +1,5 @@
-"""Queries move and partial results return: the common code of TokenRing and Mesh.
+"""TokenRing and Mesh: queries are sent to other ranks, and their results return.
 
-Start with `tile_strategy.py`. `tiles.py` decides which rows travel on the mesh of ranks, and
-`query_exchange.py` sends queries and gets their results back.
+Start with `tile_strategy.py`, which has forward and backward. `tiles.py` decides which rows are
+sent between the ranks of a mesh, and `query_exchange.py` sends queries and receives their results.
 """

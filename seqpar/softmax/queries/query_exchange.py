@@ -1,4 +1,8 @@
-"""Send query rows to the other ranks of a row, which compute with them, and get results back.
+"""Send queries to the other ranks of a row, which compute with them, and receive the results.
+
+A *hop* is one step of this exchange: this rank sends queries to a receiver, and gets queries from a
+sender. Their results travel in the opposite direction. `tile_strategy.py` plans with
+`QuerySchedule` and runs `QueryExchange`.
 
 Legend: B batch, T local rows, Hq query heads.
 """
@@ -26,20 +30,22 @@ from seqpar.softmax.wire.row_messages import Packing, RowFormat, Rows
 
 @dataclass(eq=False)
 class QueryHop:
-    """In one step, queries of this rank go to a receiver, and queries of a sender come here."""
+    """One hop of this rank: queries go to a receiver, and queries of a sender arrive."""
 
-    step: int  # the step's number, from 1
+    step: int  # the number of the step, from 1
     receiver: int
     sender: int
     sent_count: int  # how many query rows go to the receiver
-    received_count: int  # how many come from the sender
-    build_sent: Callable[[], Ints]  # returns the ranges of rows that go to the receiver
-    build_received: Callable[[], Ints]  # returns the sender's ranges of rows that arrive
-    build_slices: Sequence[Callable[[], Slices]]  # return slices over each block of keys
-    # Returns whether one kernel call returns the results that leave or return in the hop, if it is
-    # known without slices, or None.
+    received_count: int  # how many query rows come from the sender
+    build_sent: Callable[[], Ints]  # returns the ranges of this rank's rows that go to the receiver
+    build_received: Callable[[], Ints]  # returns the ranges of the sender's rows that arrive
+    # For each block of keys, returns the slices of the arriving queries over it.
+    build_slices: Sequence[Callable[[], Slices]]
+    # Whether a single kernel call computes the results of the hop, if this is known without slices
+    # (`Tiles.known_calls`); otherwise None.
     known_calls: bool | None
-    build_returning: Callable[[], Slices]  # returns slices of this rank's queries over their keys
+    # Returns the slices of this rank's queries over the receiver's keys.
+    build_returning: Callable[[], Slices]
 
     @cached_property
     def sent(self) -> Rows:
@@ -51,31 +57,33 @@ class QueryHop:
 
     @cached_property
     def blocks(self) -> Blocks | None:
-        """The slices of received rows over each block of keys that is here, or None."""
+        """The slices of the arriving queries over each block of keys, or None if no queries
+        arrive.
+        """
         return Blocks([build() for build in self.build_slices]) if self.received_count else None
 
     def leave_of_one_call(self, backward: bool) -> bool:
-        """Return whether one kernel call returns the results that leave."""
+        """Return whether a single kernel call computes the results that this rank sends."""
         if self.known_calls is not None:
             return self.known_calls
         return self.blocks is not None and is_one_call(self.blocks.slices[0], backward)
 
     def return_of_one_call(self, backward: bool) -> bool:
-        """Return whether one kernel call returns the results that return."""
+        """Return whether a single kernel call computes the results that this rank receives."""
         if self.known_calls is not None:
             return self.known_calls
         return self.sent_count > 0 and is_one_call(self.build_returning(), backward)
 
 
 class Travelling(NamedTuple):
-    """The formats of tensors that travel in a pass, and the dtypes of the results that return.
+    """The tensors that a forward or backward sends, by their formats.
 
     Attributes:
-        queries: the formats of tensors that travel to other ranks.
-        result: the format of results; its dtype is that of results of several kernel calls.
-        others: the formats of tensors that return with each result.
+        queries: the formats of the tensors that are sent with the queries.
+        result: the format of results; its dtype is that of sums over several kernel calls.
+        others: the formats of tensors that return with each result, such as lse.
         dtypes: the dtypes of results.
-        backward: whether the pass is backward.
+        backward: whether this is a backward.
     """
 
     queries: tuple[RowFormat, ...]
@@ -85,34 +93,39 @@ class Travelling(NamedTuple):
     backward: bool
 
     def results(self, is_one_call: Callable[[bool], bool]) -> list[RowFormat]:
-        """Return the formats of results; `is_one_call` gets whether the pass is backward."""
+        """Return the formats of the tensors that return.
+
+        `is_one_call(backward)` returns whether a single kernel call computes the result.
+        """
         dtype = self.dtypes.of(lambda: is_one_call(self.backward))
         return [self.result._replace(dtype=dtype), *self.others]
 
 
 class HopMessages(NamedTuple):
-    """The messages of a hop for one group of heads."""
+    """The messages of one hop for one group of heads."""
 
     hop: QueryHop
-    number: int  # among the hops of all groups; the same on the two ranks of a message
+    # The number among the hops of all groups; sender and receiver of a message use the same.
+    number: int
     group: int  # the number of the group of heads
-    packs: bool  # whether tensors whose rows are one range also share one message
-    outgoing: Packing  # queries to the receiver
-    incoming: Packing  # queries from the sender
-    leaving: Packing  # the sender's results
-    returning: Packing  # this rank's results
+    # Whether all tensors share one message, even where they could be sent without a copy.
+    packs: bool
+    outgoing: Packing  # this rank's queries, to the receiver
+    incoming: Packing  # the sender's queries, to this rank
+    leaving: Packing  # results of the sender's queries, to the sender
+    returning: Packing  # results of this rank's queries, from the receiver
 
     def packs_rows(self, rows: Rows) -> bool:
-        """Return whether the tensors that travel share one message, or have one message each."""
+        """Return whether the tensors share one message. Otherwise each has its own message."""
         return self.packs or not rows.is_range
 
 
 class QuerySchedule(NamedTuple):
-    """The hops of one pass, in order."""
+    """All hops of a forward or backward, in order."""
 
-    groups: list[HeadSlices]  # the groups in which heads travel; the same on all ranks
-    hops: list[HopMessages]  # each hop of each group
-    ends_early: bool  # whether hops without rows were left out at the end
+    groups: list[HeadSlices]  # the groups in which heads are sent; all ranks have the same
+    hops: list[HopMessages]  # for each group, its hops
+    ends_early: bool  # whether the last hops, without rows, were left out
 
     @classmethod
     def of(
@@ -123,11 +136,17 @@ class QuerySchedule(NamedTuple):
         hop_count: int,
         travelling: Travelling,
     ) -> QuerySchedule:
-        """Return the schedule of a pass in which tensors of these formats travel and return.
+        """Return the schedule.
 
-        All hops of a group of heads come before those of the next group, so that the results of a
-        group can wait for one merge. `last_step` is the number of the last hop, and `hop_count` is
-        the number of hops of a group. Both count hops that were left out.
+        All hops of one group of heads come before the hops of the next group, so that the results
+        of a group can be merged together.
+
+        Args:
+            call: the call.
+            query_hops: the hops of this rank, without hops that were left out.
+            last_step: the number of the last hop, even if it was left out.
+            hop_count: the number of hops of a group, with those that were left out.
+            travelling: the formats of the tensors that are sent.
         """
         groups, packs, hops = query_groups(call), packs_all_rows(call), list[HopMessages]()
         formats = [
@@ -153,35 +172,36 @@ class QuerySchedule(NamedTuple):
 
 
 def query_groups(call: ResolvedCall) -> list[HeadSlices]:
-    """Return the groups in which heads travel: the same on all ranks."""
+    """Return the groups of heads. All ranks have the same groups."""
     return head_groups(call.shape, call.layout, call.mask)
 
 
 def packs_all_rows(call: ResolvedCall) -> bool:
-    """Return whether all tensors that travel are packed into one message, whatever their rows are.
+    """Return whether all tensors that are sent to a rank share one message, whatever their rows
+    are.
 
-    Otherwise tensors whose rows are one range are sent one by one, without a copy.
+    Otherwise tensors whose rows are a single range are sent one by one, which needs no copy.
     """
     return call.shape.batch > 1 or len(query_groups(call)) > 1
 
 
-# Each of them needs a buffer of its own.
+# Results that are stored at the same time; each needs a buffer.
 _MOST_KEPT = 4
 
 
 class _KeptResults:
-    """How many results of a group of heads are kept, and the numbers of the last ones.
+    """Decides how many results of a group of heads are stored before they are merged.
 
     Attributes:
-        most: the largest number of results that are kept, at least 1.
-        last: the numbers of the messages after which no result is kept.
+        most: the largest number of results that are stored at the same time, at least 1.
+        last: the numbers of the hops after whose result all stored results are merged.
     """
 
     def __init__(self, returning: Sequence[HopMessages], kept_bytes: int) -> None:
         by_group: dict[int, list[HopMessages]] = {}
         for x in returning:
             by_group.setdefault(x.group, []).append(x)
-        # Messages of a rank without heads have no bytes.
+        # At least 1, because messages of a rank without heads have no bytes.
         largest = max([1, *(x.returning.nbytes for x in returning)])
         longest = max(map(len, by_group.values()), default=1)
         self.most = most = max(1, min(longest, kept_bytes // largest, _MOST_KEPT))
@@ -191,10 +211,10 @@ class _KeptResults:
 
 
 class QueryExchange:
-    """Carries out the hops of a schedule.
+    """Sends and receives the messages of a schedule.
 
-    Results travel in separate exchanges on a separate channel. In one exchange with the queries of
-    the next hop they would leave a step later.
+    Queries and results use separate channels. In one exchange with the queries of the next hop,
+    results would be sent one step later.
     """
 
     def __init__(
@@ -205,17 +225,17 @@ class QueryExchange:
         label: str,
         kept_bytes: int = 0,
     ) -> None:
-        """Prepare a pass in which the tensors `travelling`, (B, T, Hq, …), travel.
+        """Prepare to send the tensors `travelling`, each (B, T, Hq, …).
 
-        The caller may keep results that have returned, in up to `kept_bytes`.
+        The caller may store results that have arrived, in up to `kept_bytes` bytes.
         """
         self._queries, self._results = comm, comm.channel("results")
         self._schedule, self._label, self._device = schedule, label, travelling[0].device
-        # The queries of a hop are read while the queries of the next hop arrive. The results that
-        # this rank sends in a hop, and those that return to it, are in use until the results of the
-        # next hop have been computed and posted. By then, the results that leave have been sent.
-        # Buffers grow, because early hops may have fewer rows than late hops, and hold more memory
-        # beside the messages.
+        # How many buffers are needed at a time: the queries of one hop are read while those of the
+        # next hop arrive. The results of a hop, in both directions, are in use until the results of
+        # the next hop have been computed and posted; by then, the results that this rank sent have
+        # left. Buffers grow, because early hops may have fewer rows than late hops, and early hops
+        # hold more memory in addition to the messages.
         leaving = [x.leaving for x in schedule.hops if x.hop.received_count]
         returning = [x for x in schedule.hops if x.hop.sent_count]
         sizes = [x.incoming.elements for x in schedule.hops if x.hop.received_count]
@@ -235,7 +255,7 @@ class QueryExchange:
 
     @property
     def keeps_results(self) -> bool:
-        """Whether results that have returned may be kept while others return."""
+        """Whether the caller stores results that have arrived while others are under way."""
         return self._kept.most > 1
 
     def results(
@@ -244,18 +264,19 @@ class QueryExchange:
         compute_last: Callable[[], None],
         compute: Callable[[HopMessages, list[Tensor], list[Tensor]], None],
     ) -> Iterator[tuple[int, Rows, list[Tensor], bool]]:
-        """Yield the results of this rank's queries in the order of the hops, as they return.
-
-        Each comes with the number of its group of heads, with its local rows, and with whether it
-        is the last one that is kept: all results so far may be overwritten when the next one is
-        requested.
+        """Run all hops, and yield the results of this rank's queries as they arrive.
 
         Args:
             compute_first: computes with this rank's own queries while the first queries arrive.
-            compute_last: does so while the last results return.
-            compute: writes the results of received queries to the tensors of a message. While it
-                runs, the queries of the next hop and, in the other direction, the results of the
-                hop before are under way.
+            compute_last: does so while the last results arrive.
+            compute: computes with queries that have arrived. It gets the hop, the queries, and the
+                tensors of the message to which it writes the results. While it runs, the queries of
+                the next hop arrive, and the results of the hop before are under way.
+
+        Yields:
+            The number of the group of heads, the local rows of the result, its tensors, and whether
+                the caller must now merge all results that it stores: their memory may be
+                overwritten when the next result is requested.
         """
         hops = self._schedule.hops
         arriving = self._post_queries(hops[0]) if hops else None
@@ -264,7 +285,9 @@ class QueryExchange:
         for messages, following in zip_longest(hops, hops[1:]):
             assert arriving is not None
             received, arriving = arriving.wait(), None
-            # Where ranks leave out hops without rows, all post the others in one order.
+            # The next hop is posted now if it directly follows this one. Otherwise hops between the
+            # two were left out, and it is posted after the results, so that all ranks post in one
+            # order.
             if adjacent := following and following.number == messages.number + 1:
                 arriving = self._post_queries(following)
             message: Tensor | None = None
@@ -272,7 +295,7 @@ class QueryExchange:
                 packing = messages.leaving
                 message = self._leaving_memory.take(packing.elements, packing.dtype, self._device)
                 compute(messages, received, packing.tensors(message))
-            del received  # before the next queries are computed
+            del received  # freed before the next queries are computed
             returned = self._returned(*returning) if returning else None
             returning = messages, self._post_results(messages, message)
             del message
@@ -282,7 +305,8 @@ class QueryExchange:
                 yield returned
             del returned
         if returning and self._schedule.ends_early:
-            # Sums have the same bits whether hops without rows are left out or not.
+            # This rank left out the last hops. The result is yielded here, before the last local
+            # work, so that sums have the same bits as with all hops.
             if returned := self._returned(*returning):
                 yield returned
             returning = None
@@ -293,7 +317,7 @@ class QueryExchange:
     def _returned(
         self, messages: HopMessages, results: Arriving
     ) -> tuple[int, Rows, list[Tensor], bool] | None:
-        """Wait for the results of a hop; return None if it has no rows."""
+        """Wait for the results of a hop. Return None if this rank sent no queries in it."""
         tensors, hop = results.wait(), messages.hop
         if not hop.sent_count:
             return None

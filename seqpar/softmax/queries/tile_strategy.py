@@ -1,7 +1,8 @@
-"""The base class of strategies whose ranks form a mesh and compute a tile of attention each.
+"""`TileStrategy`, the base class of TokenRing and Mesh.
 
-A rank's tile is the queries of its row over the keys of its column. Subclasses choose the number of
-columns.
+Ranks form a mesh. Each rank computes one tile of attention: the queries of all ranks in its row
+over the keys of all ranks in its column. A subclass chooses the number of columns. In TokenRing all
+ranks are one row, so that keys stay on their ranks.
 """
 
 from __future__ import annotations
@@ -55,15 +56,17 @@ from seqpar.softmax.wire.row_messages import RowFormat
 
 @dataclass(frozen=True)
 class TileStrategy(Strategy):
-    """Queries travel to the other ranks of their row and results return; keys travel in columns.
+    """Sends queries to the other ranks of a row, and keys to the other ranks of a column.
 
-    A rank first computes with its own queries while the keys of its column arrive; these stay until
-    the pass ends. Then it computes with the queries of one sender after another. It leaves some of
-    its own work for the end, to overlap with the last messages.
+    A rank first computes with its own queries, while the keys of its column arrive. It holds these
+    keys until the end of the forward or backward. Then it computes with the queries of one sender
+    after another, and returns their results. It leaves some of the work with its own queries for
+    the end, to hide the last messages.
     """
 
-    partial_dtype: torch.dtype | None = None  # of outputs that return; None is the accumulator's
-    # of dq that returns, and of dk and dv: None is the accumulator's, or bf16
+    # The dtype in which outputs return: None for the accumulator's.
+    partial_dtype: torch.dtype | None = None
+    # The dtype in which dq, dk and dv return: None for the accumulator's, or bf16.
     gradient_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -81,12 +84,12 @@ class TileStrategy(Strategy):
 
     @property
     def partial_code(self) -> torch.dtype | None:
-        """The dtype of the 8-bit codes of outputs that return, or None if they have more bits."""
+        """The dtype of the codes if outputs return in 8 bits, otherwise None."""
         return self.partial_dtype if self.partial_dtype in CODES else None
 
     @property
     def keys_dtype(self) -> torch.dtype | None:
-        """The dtype of keys and values in messages: None for their own dtype, or 8 bits."""
+        """The dtype in which keys and values are sent: None for their own, or an 8-bit dtype."""
         return None
 
     def _partial_dtypes(self, comm: Comm | None, call: ResolvedCall) -> ResultDtypes:
@@ -105,7 +108,7 @@ class TileStrategy(Strategy):
         call: ResolvedCall,
         travelling: Travelling,
     ) -> tuple[Tile, QuerySchedule]:
-        """Return this rank's tile, and the schedule by which tensors of these formats travel.
+        """Return this rank's tile and the schedule of its messages.
 
         Both are made once for all calls that differ only in their tensors.
         """
@@ -135,7 +138,7 @@ class TileStrategy(Strategy):
         total, groups = Partial.nothing(q, v), schedule.groups
         steps = tile.steps
         exchanged = travelling_keys(comm, steps, (k, v), label, len(steps), self.keys_dtype)
-        # The first `next` posts the exchanges of all steps.
+        # This first `next` already posts the exchanges of all steps.
         arriving: Iterator[Sequence[Tensor]] = chain([next(exchanged)], exchanged)
         blocks: list[Sequence[Tensor]] = []
         keys: list[list[list[Tensor]]] = []  # for each group of heads, k and v of each block
@@ -175,8 +178,10 @@ class TileStrategy(Strategy):
             if code:
                 (out,) = decode_rows(out, dims, code, accumulator)
             total.merge(rows, out, lse, heads=parts[group])
-            total.empty = False  # for the second half of this rank's own slices
-            del out, lse  # before the next hop is computed
+            # So that the remaining slices of this rank's own queries are merged, and do not
+            # overwrite.
+            total.empty = False
+            del out, lse  # freed before the next hop is computed
             if is_last:
                 total.add_up()
         return ForwardResult(*total.finish(sinks, q.dtype), [])
@@ -284,8 +289,9 @@ class TileStrategy(Strategy):
         width = encoded_width([shape.value_dim]) if self.partial_code else shape.value_dim
         statistics = (2 + call.return_lse) * accumulator
         sent_size = (shape.dim + shape.value_dim) * element + statistics
-        # For each direction: messages of queries, the bytes of queries per row and head, and of
-        # results the elements per row and head, their dtypes, and further bytes.
+        # For forward and backward: the number of messages of queries to a rank; then, per row and
+        # head, the bytes of queries, the elements of results, the dtypes of results, and the bytes
+        # of the tensors that return with them.
         sizes = {
             "forward": (1, shape.dim * element, width, partials, accumulator),
             "backward": (3, sent_size, shape.dim, gradients, 0),
@@ -309,20 +315,20 @@ class TileStrategy(Strategy):
 
 
 def _kept_bytes(total: WaitingResults) -> int:
-    """Return the bytes of results that returned and may wait for one merge, beside fp32 sums.
+    """Return how many bytes of results may be stored until one merge, in addition to sums in fp32.
 
-    The lse of a result takes less than 1/16 of the bytes of the result.
+    The factor 17/16 is for lse: it takes less than 1/16 of the bytes of its result.
     """
     return total.elements * (total.most_bytes - 4) * 17 // 16 if total.waits else 0
 
 
 def _parts(groups: Sequence[HeadSlices]) -> list[slice | None]:
-    """Return the query heads of each group, or None for all of them."""
+    """Return the query heads of each group, or None if there is only one group."""
     return [None] if len(groups) == 1 else [heads.queries for heads in groups]
 
 
 def partial_bytes(shape: OperandShape, partial_dtype: torch.dtype | None) -> int:
-    """Return the bytes of a row and head of a travelling partial output, without its lse."""
+    """Return how many bytes an output that returns has per row and head, without its lse."""
     if partial_dtype in CODES:
         return encoded_width([shape.value_dim])
     return shape.value_dim * (partial_dtype or accumulator_dtype(shape.dtype)).itemsize

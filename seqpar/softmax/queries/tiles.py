@@ -1,8 +1,8 @@
-"""The rows that travel if ranks form a mesh and each one computes a tile of queries and keys.
+"""Which rows ranks send if they form a mesh and each computes one tile of queries and keys.
 
-A rank's tile is the queries of all ranks of its row over the keys of all ranks of its column. Every
-pair of ranks, one with queries and one with keys, is therefore in exactly one tile: it belongs to
-the rank where the row of the first crosses the column of the second.
+The tile of a rank is the queries of all ranks in its row over the keys of all ranks in its column.
+Take any rank's queries and any rank's keys: exactly one rank computes them, at the crossing of the
+row of the first rank and the column of the second.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Tiles:
-    """The tiles of all ranks of a call, on a mesh whose ranks are counted along its rows.
+    """The tiles of all ranks, on a mesh whose ranks are numbered along its rows.
 
-    It does not keep the layouts alive, because plans that are kept with the layouts use it.
+    It refers to the layouts weakly: plans that are stored with the layouts use it and must not keep
+    them alive.
     """
 
     def __init__(self, queries: Geometry, keys: Geometry, mask: Mask, columns: int) -> None:
@@ -36,12 +37,12 @@ class Tiles:
         self._key_rows: dict[tuple[int, int], Ints] = {}
 
     def row(self, rank: int) -> list[int]:
-        """Return the other ranks of a rank's row, in the order in which it sends them queries."""
+        """Return the other ranks in a rank's row, in the order in which it sends them queries."""
         first = rank - rank % self._columns
         return [first + (rank + step) % self._columns for step in range(1, self._columns)]
 
     def column(self, rank: int) -> list[int]:
-        """Return the other ranks of a rank's column, in the order in which it sends them keys."""
+        """Return the other ranks in a rank's column, in the order in which it sends them keys."""
         ranks, columns = self._ranks, self._columns
         return [other % ranks for other in range(rank + columns, rank + ranks, columns)]
 
@@ -52,9 +53,9 @@ class Tiles:
         return rank % self._columns
 
     def query_rows(self, rank: int, receiver: int) -> Ints:
-        """Return (m, 2): ranges of a rank's queries that travel to another rank of its row.
+        """Return (m, 2): the ranges of a rank's queries that it sends to another rank of its row.
 
-        These are the queries that attend to a key of the receiver's column.
+        These are the queries that attend to some key of the receiver's column.
         """
         if (rows := self._query_rows.get((rank, receiver))) is None:
             queries, keys = self._geometry
@@ -64,9 +65,9 @@ class Tiles:
         return rows
 
     def key_rows(self, rank: int, receiver: int) -> Ints:
-        """Return (m, 2): ranges of a rank's keys that travel to another rank of its column.
+        """Return (m, 2): the ranges of a rank's keys that it sends to another rank of its column.
 
-        These are the keys that queries of the receiver's row attend to.
+        These are the keys to which some query of the receiver's row attends.
         """
         if (rows := self._key_rows.get((rank, receiver))) is None:
             queries, keys = self._geometry
@@ -76,32 +77,41 @@ class Tiles:
         return rows
 
     def sent_queries(self, rank: int) -> ReachedRows:
-        """Return the queries that a rank sends to the rank of its row in each column."""
+        """Return the queries that a rank sends to each column, that is, to the rank of its row
+        there.
+        """
         queries, groups = self._geometry[0], np.arange(self._ranks) % self._columns
         groups_of_ranks = groups if self._columns < self._ranks else None
         return self._side_of_queries.own_rows(queries.holdings[rank], groups_of_ranks)
 
     def sent_keys(self, rank: int) -> ReachedRows:
-        """Return the keys that a rank sends to the rank of its column in each row."""
+        """Return the keys that a rank sends to each row, that is, to the rank of its column
+        there.
+        """
         keys, groups = self._geometry[1], np.arange(self._ranks) // self._columns
         groups_of_ranks = groups if self._columns > 1 else None
         return self._side_of_keys.own_rows(keys.holdings[rank], groups_of_ranks)
 
     def received_queries(self, rank: int) -> Ints:
-        """Return how many queries of each rank, (ranks,), attend to a key of a rank's column."""
+        """Return (ranks,): how many queries of each rank attend to some key of the column of
+        `rank`.
+        """
         column = self._geometry[1].merged_holding([rank, *self.column(rank)])
         return self._side_of_keys.their_rows(column)
 
     def received_keys(self, rank: int) -> Ints:
-        """Return how many keys of each rank, (ranks,), queries of a rank's row attend to."""
+        """Return (ranks,): to how many keys of each rank some query of the row of `rank`
+        attends.
+        """
         row = self._geometry[0].merged_holding([rank, *self.row(rank)])
         return self._side_of_queries.their_rows(row)
 
     def slices(self, q_rank: int, k_rank: int, at: int) -> Slices:
-        """Return the slices of one rank's queries over another's keys, as the rank `at` has them.
+        """Return the slices of `q_rank`'s queries over `k_rank`'s keys, with rows counted on the
+        rank `at`.
 
-        `q_rank` is in the row of `at`, and `k_rank` in its column. The rank has all rows of its
-        tensors, and those rows of other ranks that travelled to it.
+        `q_rank` is in the row of `at`, and `k_rank` in its column. The rank `at` has all rows of
+        its own tensors, and those rows of other ranks that were sent to it.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:
@@ -109,22 +119,23 @@ class Tiles:
         return slices if k_rank == at else slices.of_keys(self.key_rows(k_rank, at))
 
     def known_calls(self) -> bool | None:
-        """Return whether one kernel call computes with another rank's queries, without slices.
+        """Return whether a single kernel call computes another rank's queries, if this is known
+        now.
 
-        It is False if a rank has several blocks of keys, True if `hops_are_one_call`, and otherwise
-        None: it then depends on the two ranks.
+        The result is False if a rank has several blocks of keys, and True if `hops_are_one_call`.
+        Otherwise it depends on the two ranks, and the result is None.
         """
         if self._columns < self._ranks:
             return False
         return hops_are_one_call(*self._geometry, self._mask) or None
 
     def is_one_call(self, q_rank: int, at: int, backward: bool) -> bool:
-        """Return whether one kernel call of the rank `at` computes with another rank's queries."""
+        """Return whether the rank `at` computes the queries of `q_rank` in a single kernel call."""
         known = self.known_calls()
         return is_one_call(self.slices(q_rank, at, at), backward) if known is None else known
 
     def area(self, q_rank: int, k_rank: int) -> int:
-        """Return the number of (query, key) pairs between one rank's queries and another's keys."""
+        """Return how many (query, key) pairs one rank's queries have with another rank's keys."""
         return self._slices(q_rank, k_rank).area
 
     @property
@@ -147,44 +158,47 @@ class Tiles:
 
 
 class Tile:
-    """The exchanges and slices of one rank, decided once per layout and mask.
+    """The steps, hops and slices of one rank, which are found once per layout and mask.
 
-    Which ranks exchange how many rows is known at the start. The slices of queries that arrive are
-    built when their hop is computed, while other hops travel.
+    The number of rows in each step and hop is known from the start. The slices of queries that
+    arrive are built when their hop is computed, while other hops are under way.
     """
 
     def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
         rank = call.rank
-        self.steps = _key_steps(rank, tiles)  # how keys travel in its column, one rank per step
+        # The exchange of keys within the column, one rank per step.
+        self.steps = _key_steps(rank, tiles)
         own = partial(tiles.slices, rank, rank, rank)
-        # The slices of the rank's queries over its keys and over the keys of each step.
+        # The slices of this rank's queries over its own keys, then over the keys of each step.
         self.blocks = [own(), *(step.slices for step in self.steps)]
-        # How queries travel in its row; their steps are numbered after those of keys. Hops in which
-        # no rows travel are left out, unless `every_hop`.
+        # The exchange of queries within the row. Hops are numbered after the steps of keys. Hops in
+        # which this rank sends and receives no rows are left out, unless `every_hop`.
         self.query_hops = _query_hops(rank, tiles, every_hop)
-        # The number of the last hop, which may be left out.
+        # The number of the last hop, even if it was left out.
         self.last_step = len(tiles.column(rank)) + len(tiles.row(rank))
-        self.hop_count = len(tiles.row(rank))  # with those that were left out
+        self.hop_count = len(tiles.row(rank))  # the number of hops, with those that were left out
 
     @cached_property
     def own(self) -> list[tuple[Slices, Slices]]:
-        """The slices of own queries over each block of keys, in two halves, for backward.
+        """The slices of this rank's queries over each block of keys, in two halves, for backward.
 
-        Gradients of a block leave while the second halves are computed.
+        While the second half over one block is computed, the gradients of another block are sent.
         """
         return [halves(slices) for slices in self.blocks]
 
     @cached_property
     def last(self) -> tuple[int, Slices]:
-        """The block of keys of which forward leaves work for the end, and the slices of that work.
+        """What forward leaves for the end: the number of a block of keys, and slices over this
+        block.
 
-        These are all slices of the block or, if it is the rank's own keys, half of them.
+        These are all slices of the block. If it is the rank's own keys, they are half of the
+        slices.
         """
         last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
         return last, self.blocks[last] if last else self.own[0][1]
 
     def first(self, block: int) -> Slices | None:
-        """Return the slices over a block of keys that forward begins with."""
+        """Return the slices over a block of keys that forward computes at the beginning, if any."""
         if block != self.last[0]:
             return self.blocks[block]
         return None if block else self.own[0][0]
@@ -207,12 +221,12 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
 
 
 def _are_one_call() -> bool:
-    """Several kernel calls compute with keys: for halves of own queries and received queries."""
+    """Return False: a rank computes with its keys in several calls."""
     return False
 
 
 def _rows_for(tiles: Tiles, rank: int, known: dict[bytes, Rows], receiver: int) -> Rows:
-    """Return the rows that travel to a receiver: one object for equal rows."""
+    """Return the rows that are sent to a receiver. Equal rows are the same object."""
     rows = tiles.key_rows(rank, receiver)
     return known.setdefault(rows.tobytes(), Rows(rows))
 

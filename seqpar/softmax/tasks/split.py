@@ -1,14 +1,15 @@
-"""Calls in two parts, posting and computing: their strategies, operators and modules.
+"""Calls in two parts: `begin` posts the messages, and `finish` computes.
 
-Between the two parts, while messages travel, a model can compute another batch. The operator
-`attention_begin` posts messages, and `attention_finish` computes. In backward, the derivative of
-`attention_finish` posts and the derivative of `attention_begin` computes, so that other work can be
-done between them.
+Between the two parts, while messages are under way, a model can compute another batch. The two
+parts are two operators of torch, `attention_begin` and `attention_finish`. In backward the order is
+reversed: the derivative of `attention_finish` posts messages, and the derivative of
+`attention_begin` computes, so that other work can lie between them again.
 
-The state of a begun call stays in this process. From one operator to the other goes a ticket: a
-tensor without elements, with a number in its shape. Its gradient has the same number, and compilers
-see which operator needs which. Reading the number as data would need a copy from the device, and
-compilers accept no Python objects.
+The state of a call that has begun is stored in this process, under a number. The first operator
+returns a *ticket* and the second takes it: an empty tensor whose shape contains the number. Because
+a ticket is a tensor, compilers see which operators belong together; they accept no other Python
+objects. The number is in the shape and not in the data, because data would have to be copied from
+the device. The gradient of a ticket has the same number.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ G = TypeVar("G")  # the messages of a backward that has begun
 
 @dataclass(frozen=True)
 class SplitStrategy(Strategy, Generic[P, G]):
-    """A strategy that first posts all messages that need no other message, without waiting."""
+    """A strategy that can post the messages of a call without waiting for any.
+
+    It posts all messages that do not depend on other messages, and computes later.
+    """
 
     keeps_operands: ClassVar[bool] = True
 
@@ -62,13 +66,15 @@ class SplitStrategy(Strategy, Generic[P, G]):
         raise NotImplementedError
 
     def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
-        """Return the result of a forward whose messages are posted."""
+        """Return the result of a forward whose messages were posted."""
         raise NotImplementedError
 
     def cancel(self, posted: P) -> bool:
-        """Cancel the messages of a forward that is never completed, or return False.
+        """Cancel the messages of a forward that will never be completed.
 
-        Messages between ranks cannot be cancelled, because every rank posts its side of each.
+        Return whether this is possible.
+
+        Messages between ranks cannot be cancelled, because the other ranks post them, too.
         """
         return False
 
@@ -81,11 +87,15 @@ class SplitStrategy(Strategy, Generic[P, G]):
         residuals: list[Tensor],
         at_once: bool,
     ) -> G:
-        """Post the messages of a backward; `residuals` come from forward's result.
+        """Post the messages of a backward.
 
-        With `at_once`, the caller does other work before it completes this backward, so all
-        messages that need no other message are posted now. Otherwise some of them may be posted
-        while this backward is completed.
+        Args:
+            comm, call, operands: as in forward.
+            output: the output of this rank's queries and its gradient.
+            residuals: the tensors that forward kept for backward.
+            at_once: whether the caller does other work before it completes this backward. If so,
+                all messages that do not depend on others are posted now. Otherwise some may be
+                posted later, while this backward is completed.
         """
         raise NotImplementedError
 
@@ -97,7 +107,7 @@ class SplitStrategy(Strategy, Generic[P, G]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> Gradients:
-        """Return dq, dk and dv of a backward whose messages are posted."""
+        """Return dq, dk and dv of a backward whose messages were posted."""
         raise NotImplementedError
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
@@ -156,7 +166,7 @@ class _Posted(NamedTuple):
     call: ResolvedCall
     messages: object
     operands: Operands
-    output: OutputGradient | None = None  # in backward, with the gradients of the results
+    output: OutputGradient | None = None  # only in backward
     residuals: tuple[Tensor, ...] = ()
 
 
@@ -176,8 +186,8 @@ def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: obje
     number = next(_numbers)
     _posted["forward", number] = _Posted(bound, comm, call, messages, operands)
     ticket = q.new_empty((0, number))
-    # A checkpoint may repeat this part only. The last reference to the ticket then ends without
-    # `_finish`.
+    # If a checkpoint repeats only the first part, `_finish` never takes this ticket. The call is
+    # then dropped with the last reference to the ticket.
     weakref.finalize(ticket, _drop, number).atexit = False
     return [ticket]
 
@@ -321,7 +331,8 @@ def _save_finished(ctx: _FinishedContext, inputs: tuple[Any, ...], results: list
     arguments = _restored(carried)
     out, lse, numbers, *kept = results
     ctx.mark_non_differentiable(numbers, *kept)
-    # The ticket itself is not kept: if a checkpoint repeats the call, it has another number.
+    # The ticket itself is not stored: if a checkpoint repeats the call, the new ticket has another
+    # number.
     ctx.number, ctx.has_sinks = ticket.shape[1], sinks is not None
     residuals = kept[arguments.return_max_logits :]
     handles = ATTENTION.keep_call(ctx, BoundStrategy.of(arguments.strategy), carried)
@@ -368,7 +379,7 @@ def _finish_backward_flops(
     *carried: object,
     out_val: object = None,
 ) -> int:
-    """Count a backward where it begins, because only this operator gets the layout."""
+    """Count the FLOPs of a whole backward in its first operator, which alone gets the layout."""
     sizes = [size for x in saved[:3] for size in x.shape]
     return ATTENTION.backward_flops(_restored(carried), Saved(saved, sizes))
 

@@ -1,18 +1,23 @@
-"""Attention by tasks, in two parts: post all rows, then compute.
+"""Carry out a `TaskPlan`: send rows to the ranks that compute them, compute, and return results.
 
-The rank computes half of its local work (own queries over own keys) while rows travel. In each
-stage it computes foreign queries and returns their results immediately, then its own queries over
-the foreign keys that have arrived. It computes the other half of its local work while the last
-results return.
+Rows of other ranks are called *foreign*, and work with own queries and own keys is *local*. A rank
+computes in this order:
 
-In one stage, a rank would wait for all keys before it computes. Each stage has keys evenly from all
-owners: if a stage's keys were cut by position, few owners would send while the others wait, twice
-the time on 8 zigzag ranks where links are the limit. A server spreads its own work over the stages.
-Done in the first possible stage, that work delayed later results and gradients, and a step took
-1.10 times as long (4 emulated ranks, documents in order, 1 Gbit/s).
+1. It posts the rows that it sends, in stages, and computes half of its local work.
+2. When a stage has arrived, it computes the foreign queries of this stage and sends their results
+   back. Then it computes its own queries over the foreign keys that have arrived.
+3. After the last stage, it computes the other half of its local work, while the last results
+   return.
 
-Messages are (n, B, H, …): n rows, B batch, H heads. Rows come first, so messages from several ranks
-are parts of one block, and the tensor that a backend takes, (B, n, H, …), is a view of the block.
+If all rows were in one stage, a rank would wait for all keys before it computes. Each stage has
+keys of all owners evenly. If stages were cut by position, a few owners would send while the others
+wait, which takes twice the time on 8 ranks with a zigzag layout and slow links. A rank's work over
+foreign keys is spread over the stages. When it all was in the first possible stage, it delayed
+later results and gradients, and a step took 1.10 times as long (4 emulated ranks, documents in
+order, 1 Gbit/s).
+
+Messages are (n, B, H, …): n rows, B batch, H heads. Because rows come first, messages from several
+ranks can be parts of one block of memory. Backends take the view (B, n, H, …) of the block.
 """
 
 from __future__ import annotations
@@ -47,13 +52,17 @@ Packed = dict[tuple[int, int], Tensor]  # (id of the rows, id of the tensors) ->
 
 
 class Returning:
-    """Results that are under way to this rank, each with its rows."""
+    """Results of this rank's rows that are under way to it."""
 
     def __init__(self, parts: list[tuple[Rows, Tensor]], pending: Pending) -> None:
         self._parts, self._pending = parts, pending
 
     def wait(self) -> Iterator[tuple[Rows, Tensor]]:
-        """Wait for the results; yield them in the order of their servers, freeing each."""
+        """Wait for all results, and yield each with its rows, in the order of the ranks that
+        computed them.
+
+        Each result is freed after it was used.
+        """
         self._pending.wait()
         self._parts.reverse()
         while self._parts:
@@ -61,20 +70,23 @@ class Returning:
 
 
 class TaskBuffers(NamedTuple):
-    """The memory into which a pass receives foreign rows, in one or more groups of heads."""
+    """The memory for foreign rows in one forward or backward."""
 
-    queries: list[MessageBuffers]  # for each block of queries
+    queries: list[MessageBuffers]  # one for each tensor or joined tensors of queries
     keys: MessageBuffers
 
     @classmethod
     def of(
         cls, plan: TaskPlan, groups: int, live: int, queries: Sequence[int], keys: int
     ) -> TaskBuffers:
-        """Return the buffers of a pass of this number of groups.
+        """Return the memory for one forward or backward.
 
-        At any time, at most `live` groups have posted their exchange and have foreign rows that are
-        still to be computed. In the largest group, `queries` are the elements of a row of each
-        block of queries, and `keys` those of a row of keys.
+        Args:
+            plan: this rank's plan.
+            groups: the number of groups in which heads are sent.
+            live: how many groups may have foreign rows in memory at the same time.
+            queries: for each message of queries, the elements of a row in the largest group.
+            keys: the elements of a row of keys in the largest group.
         """
         return cls(
             [MessageBuffers(live, [plan.foreign_queries * x] * groups) for x in queries],
@@ -83,7 +95,10 @@ class TaskBuffers(NamedTuple):
 
 
 class TaskExchange:
-    """The messages of a pass. The constructor posts all messages to servers."""
+    """The messages of a forward or backward, for one group of heads.
+
+    The constructor posts all rows that this rank sends and receives. Results are posted later.
+    """
 
     def __init__(
         self,
@@ -95,16 +110,24 @@ class TaskExchange:
         buffers: TaskBuffers,
         kept: Tensor | None = None,
     ) -> None:
-        """Post the sends and receives of all stages. `label` names them in errors and traces.
+        """Post the sends and receives of all stages.
 
-        The tensors (B, T, H, D) of one group of `queries` share a message, and so do the `keys`, k
-        and v. `buffers` are those of the pass. `kept` is the block of foreign keys that servers
-        kept in forward; with it, no keys travel.
+        Args:
+            comm: the ranks of the call.
+            plan: this rank's plan.
+            label: the name of the messages in errors and traces.
+            queries: lists of tensors (B, T, H, D) of the queries. The tensors of one list share a
+                message.
+            keys: k and v, which share a message.
+            buffers: the memory for foreign rows.
+            kept: the foreign keys that this rank kept in forward, or None. If given, no keys are
+                sent.
         """
-        # A separate channel: in the same communicator, results would wait for later stages' rows.
+        # Results use a separate channel. In the same communicator, they would wait for the rows of
+        # later stages.
         self.plan, self._label, self._results = plan, label, comm.channel("results")
-        # One block (n, B, Hq, …) per group of tensors that travel with queries, and one block
-        # (n, B, Hkv, D + Dv) of keys and values.
+        # One block (n, B, Hq, …) for each list of `queries`, and one block (n, B, Hkv, D + Dv) of
+        # keys and values.
         self.foreign_queries = [
             _block(plan.foreign_queries, group, memory)
             for group, memory in zip(queries, buffers.queries, strict=True)
@@ -126,9 +149,10 @@ class TaskExchange:
             self._pending.append(comm.exchange(sends, recvs, label=label, step=stage.number))
 
     def arrivals(self) -> Iterator[tuple[TaskStage, list[Tensor]]]:
-        """Yield each stage when it has arrived, with the tensors (B, n, Hq, …) of its queries.
+        """Yield each stage when it has arrived, with the tensors (B, n, Hq, …) of its foreign
+        queries.
 
-        All keys to which these queries attend have then arrived, too.
+        All keys to which these queries attend have arrived, too.
         """
         for stage, pending in zip(self.plan.stages, self._pending, strict=True):
             pending.wait()
@@ -136,19 +160,21 @@ class TaskExchange:
             yield stage, [block[rows].transpose(0, 1) for block in self.foreign_queries]
 
     def return_results(self, stage: TaskStage, results: Tensor) -> Returning:
-        """Post the results (n, B, …) of foreign queries, and receives for this rank's results."""
+        """Send results (n, B, …) of foreign queries, and post receives for the results of own
+        queries.
+        """
         return self._return(stage, [(stage.queries, results)])
 
     def return_gradients(self, stage: TaskStage, gradients: Tensor) -> Returning:
-        """Post gradients of foreign keys, and receives for the gradients of this rank's keys.
+        """Send gradients of foreign keys, and post receives for the gradients of this rank's keys.
 
-        `gradients` belong to the block of all foreign keys. Those of keys that no later stage needs
-        return.
+        `gradients` are those of all foreign keys. Only those of keys that no later stage needs are
+        sent.
         """
         return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
 
     def release(self) -> list[Tensor]:
-        """Return the blocks of foreign queries and keys, and drop this object's references."""
+        """Return the foreign queries and keys, and drop this object's references to them."""
         blocks = [*self.foreign_queries, self.foreign_keys]
         del self.foreign_queries, self.foreign_keys
         return blocks
@@ -169,11 +195,11 @@ class TaskExchange:
 
 
 class GroupExchanges:
-    """The exchanges of a pass whose heads travel in groups.
+    """The exchanges of a backward whose heads are sent in groups.
 
-    Unless all exchanges are posted at once, an exchange is posted while the group before is
-    computed, so the messages of at most two groups exist at the same time. All ranks have the same
-    groups, so they post the same exchanges in the same order.
+    The exchange of a group is posted while the group before is computed, so that the messages of at
+    most two groups exist at the same time. With `at_once`, all exchanges are posted at the start.
+    All ranks have the same groups and therefore post the same exchanges in the same order.
     """
 
     def __init__(
@@ -184,7 +210,7 @@ class GroupExchanges:
     ) -> None:
         """Post the exchange of the first group or, with `at_once`, of all groups.
 
-        `post` posts the exchange of a group and returns it.
+        `post` posts the exchange of one group, and returns it.
         """
         self.groups, self._post = groups, post
         self._remaining, self._posted = iter(groups), deque[TaskExchange]()
@@ -192,7 +218,7 @@ class GroupExchanges:
             self.post_next()
 
     def post_next(self) -> None:
-        """Post the exchange of the next group, if there is one that is not posted."""
+        """Post the exchange of the next group that is not posted yet, if there is one."""
         if (heads := next(self._remaining, None)) is not None:
             self._posted.append(self._post(heads))
 
@@ -202,19 +228,21 @@ class GroupExchanges:
 
 
 def _sent_rows(shipments: Sequence[Shipment]) -> int:
-    """Return how many rows this rank sends in these shipments."""
     return sum(rows.count for shipment in shipments for _, rows in shipment.sent)
 
 
 def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tensor:
-    """Return memory (rows, B, H, ΣD) for rows of tensors (B, T, H, D), joined along D."""
+    """Return memory (rows, B, H, ΣD) for rows of tensors (B, T, H, D) that are joined along D."""
     x, (batch, _, heads, _) = tensors[0], tensors[0].shape
     shape = rows, batch, heads, sum(x.shape[3] for x in tensors)
     return memory.take(math.prod(shape), x.dtype, x.device).view(shape)
 
 
 def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> list[Message]:
-    """Return rows of the tensors as messages; several peers that get the same rows share a copy."""
+    """Return messages with rows of the tensors.
+
+    Ranks that get the same rows share a message's memory.
+    """
     messages = list[Message]()
     for peer, rows in sent:
         key = id(rows), id(tensors)
@@ -232,12 +260,16 @@ def _messages(rows: ServerRows, block: Tensor) -> list[Message]:
 def complete_forward(
     exchange: TaskExchange, call: ResolvedCall, operands: Operands, keep: bool
 ) -> ForwardResult:
-    """Return the result; with `keep`, its residuals are the blocks of foreign queries and keys."""
+    """Compute a forward whose rows were posted.
+
+    With `keep`, the residuals of the result are the foreign queries and the foreign keys.
+    """
     (q, k, v, sinks), plan = operands, exchange.plan
     total = Partial.nothing(q, v)
     foreign_keys, returning = _split(exchange.foreign_keys, k, v), list[Returning]()
     attend(q, k, v, plan.first, total, call.options, call.max_logits)
-    if not plan.sends_queries:  # the other half would hide no results
+    # Local work is only divided to hide results of own queries. Here none return.
+    if not plan.sends_queries:
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for stage, (queries,) in exchange.arrivals():
         results = _serve(queries, [(k, v), foreign_keys], stage, call)
@@ -249,7 +281,7 @@ def complete_forward(
     del foreign_keys
     received = exchange.release()
     if not keep:
-        received.clear()  # frees the blocks before the next compute
+        received.clear()  # frees the foreign rows before the next compute
     if plan.sends_queries:
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for each in returning:
@@ -267,7 +299,7 @@ def complete_backward(
 ) -> Gradients:
     """Return dq, dk and dv, in the accumulator's dtype or in the dtypes of q, k and v.
 
-    `residuals` are the blocks of queries and of keys that servers kept in forward, if any.
+    `residuals` are the foreign queries and the foreign keys that forward kept, or empty.
     """
 
     def add(
@@ -290,7 +322,7 @@ def _add_gradients(
 ) -> None:
     """Add the gradients of the heads in `operands` to `total`.
 
-    `kept_queries` is the block of foreign queries that this rank kept in forward, if any.
+    `kept_queries` are the foreign queries that this rank kept in forward, or None.
     """
     q, k, v, _ = operands
     posted = groups.take()
@@ -314,7 +346,7 @@ def _add_gradients(
         del keys, values, dk, dv, into
     posted.release()
     del foreign_keys, foreign_sums, blocks, posted
-    groups.post_next()  # the compute of the next line also hides the next group's first messages
+    groups.post_next()  # so that the next line hides the first messages of the next group, too
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:
         for sent, results in each.wait():
@@ -327,7 +359,7 @@ def _add_gradients(
 def _serve(
     q: Tensor, blocks: list[tuple[Tensor, Tensor]], stage: TaskStage, call: ResolvedCall
 ) -> Tensor:
-    """Return the results of a stage's foreign queries, (n, B, Hq·(Dv + 1)), in fp32 or fp64.
+    """Return the results (n, B, Hq·(Dv + 1)) of a stage's foreign queries, in fp32 or fp64.
 
     `blocks` are this rank's k and v, and the foreign k and v.
     """
@@ -349,10 +381,15 @@ def _serve_backward(
     stage: TaskStage,
     call: ResolvedCall,
 ) -> Tensor:
-    """Return dq of a stage's foreign queries, (n, B, Hq, D); add to dk and dv of the blocks.
+    """Return dq (n, B, Hq, D) of a stage's foreign queries, and add to dk and dv in `blocks`.
 
-    `rows` have dout and, if q is None, then q. `statistics` are lse, delta and, if lse has a
-    gradient, dlse. `output` is the output of this rank's own queries.
+    Args:
+        output: the output of this rank's own queries.
+        q: the foreign queries that this rank kept in forward, or None.
+        rows: dout of the foreign queries and, if q is None, then q.
+        statistics: lse, delta and, if lse has a gradient, dlse.
+        blocks: k, v, dk and dv of this rank's keys, and of the foreign keys.
+        stage, call: the stage and the call.
     """
     value_dim = blocks[0][1].shape[-1]
     q = rows[..., value_dim:] if q is None else q
@@ -366,15 +403,15 @@ def _serve_backward(
 
 
 def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the views (B, n, Hkv, D) and (B, n, Hkv, Dv) of a block (n, B, Hkv, D + Dv)."""
+    """Split a block (n, B, Hkv, D + Dv) into views (B, n, Hkv, D) and (B, n, Hkv, Dv)."""
     of_k, of_v = block.transpose(0, 1).split_with_sizes([k.shape[3], v.shape[3]], -1)
     return of_k, of_v
 
 
 def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the views out (B, n, Hq, Dv) and lse (B, n, Hq) of results (n, B, Hq·(Dv + 1)).
+    """Split results (n, B, Hq·(Dv + 1)) into views out (B, n, Hq, Dv) and lse (B, n, Hq).
 
-    A row has the out of all heads first, then the lse, so that out is aligned for kernels.
+    A row has out of all heads first and then lse of all heads, so that out is aligned for kernels.
     """
     sizes = [results.shape[2] - heads, heads]
     out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)

@@ -1,9 +1,10 @@
-"""Plan the messages and the work of one rank, once for a layout, a mask and tasks.
+"""Plan the messages and the work of one rank for given tasks.
 
-A `Planner` is the option that assigns tasks to ranks: tasks, or a function that makes them.
-
-Every rank is the owner of the tokens that it holds, and the server of the tasks that it computes.
-Queries and keys that it receives from other owners are *foreign*.
+A task is some queries and some keys of one document; which rank computes it is part of the tasks. A
+rank is the *owner* of the tokens that it holds, and the *server* of the tasks that it computes.
+Queries and keys that a server receives from other owners are *foreign*. They arrive in stages.
+`Disaggregated` makes a `TaskPlan` once per layout, mask and tasks. A `Planner` is a user's tasks,
+or a user's function that makes them.
 """
 
 from __future__ import annotations
@@ -41,40 +42,44 @@ class Sent(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """Rows that travel in one stage, and whose results or gradients return in one stage."""
+    """Rows that are sent in the same stage, and whose results or gradients return in the same
+    stage.
+    """
 
-    stages: Stages  # the stages in which the server needs the rows
+    stages: Stages  # the stages in which the servers need the rows
     sent: list[Sent]  # the rows that this rank sends, in the order of their servers
-    block: ServerRows  # the rows that this rank receives, one peer's after another's
-    rows: slice  # the place of these rows in the block of all rows that this rank receives
+    block: ServerRows  # the rows that this rank receives, one owner's rows after another's
+    rows: slice  # where the received rows lie among all rows that this rank receives
 
 
 class TaskStage(NamedTuple):
-    """The rows that travel together, and the work that is done when they have arrived."""
+    """One stage: the rows that arrive together, and the work with them."""
 
-    number: int  # its number in errors, traces and traffic
-    queries: Shipment  # the queries that travel
-    keys: list[Shipment]  # the keys that travel
-    done: list[Shipment]  # the keys that no later stage needs; their gradients can return
-    # Slices of foreign queries over this rank's keys, and over the block of all foreign keys
+    number: int  # the number of the stage in errors, traces and traffic
+    queries: Shipment  # the queries that are sent in the stage
+    keys: list[Shipment]  # the keys that are sent in the stage
+    done: list[Shipment]  # the keys that no later stage needs, so that their gradients can return
+    # The slices of the foreign queries over this rank's keys, then over all foreign keys.
     blocks: Blocks
-    own: Slices  # slices of this rank's queries over foreign keys that have arrived
-    key_rows: slice  # the place of these keys in the block of all foreign keys
+    own: Slices  # the slices of this rank's queries over the foreign keys `key_rows`
+    # Where the keys lie, among all foreign keys, to which this rank's queries attend in the stage.
+    key_rows: slice
 
 
 class TaskPlan(NamedTuple):
-    """The messages and the work of one rank in a pass."""
+    """All messages and all work of one rank in a forward or backward."""
 
-    # All stages, including those in which this rank sends and receives no rows
+    # All stages, also those in which this rank sends and receives no rows.
     stages: list[TaskStage]
-    # first, last: slices of this rank's queries over its own keys. The first are computed while
-    # rows travel, and the last while results return.
+    # The slices of this rank's queries over its own keys, in two halves. The first half is computed
+    # while rows arrive, and the last half while results return.
     first: Slices
     last: Slices
-    # foreign_queries, foreign_keys: the number of rows that it receives, over all stages
+    # How many query rows and key rows this rank receives, over all stages.
     foreign_queries: int
     foreign_keys: int
-    sends_queries: bool  # whether other ranks compute some of its queries, so that results return
+    # Whether other ranks compute some of this rank's queries, so that results return.
+    sends_queries: bool
 
     @classmethod
     def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
@@ -132,7 +137,7 @@ def _leaving(
     labels = np.stack([sent.owns, sent.firsts, sent.lasts, sent.servers])[:, order]
     starts, stops = sent.starts[order], sent.stops[order]
     begins = np.flatnonzero(np.r_[True, (labels[:, 1:] != labels[:, :-1]).any(0)])
-    known: dict[bytes, Rows] = {}  # several servers may get the same rows
+    known: dict[bytes, Rows] = {}  # several servers may need the same rows
     leaving: dict[Stages, list[Sent]] = {}
     for begin, end in zip(begins, np.r_[begins[1:], order.size], strict=True):
         if end > begin:
@@ -146,10 +151,16 @@ def _leaving(
 def task_traffic(
     call: ResolvedCall, rows: TaskRows, direction: str, rank: int, kept: bool, groups: int
 ) -> Iterator[Traffic]:
-    """Yield the messages of a rank in a pass, in which heads travel in `groups` groups.
+    """Yield the messages that a rank sends in one direction, "forward" or "backward".
 
-    `kept` is whether servers keep the rows that they receive in forward, so that these do not
-    travel again in backward.
+    Args:
+        call: the call.
+        rows: the rows that each task needs.
+        direction: "forward" or "backward".
+        rank: the rank.
+        kept: whether servers keep foreign rows from forward to backward, so that these are not sent
+            again.
+        groups: the number of groups in which heads are sent.
     """
     s = call.shape
     shipments = (
@@ -168,7 +179,7 @@ def task_traffic(
     of_keys = s.batch * s.kv_heads * (s.dim + s.value_dim)
     statistics = (2 + call.return_lse) * exact
     moved = s.value_dim * element if kept else (s.dim + s.value_dim) * element
-    # For each kind of message, its rows and the bytes of a row. Results and gradients of foreign
+    # For each kind of message: its rows, and the bytes of a row. Results and gradients of foreign
     # rows return to their owners.
     sizes = {
         "forward": [
@@ -194,9 +205,10 @@ Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 
 
 class Planner:
-    """A user's tasks, or function that makes tasks, with a name that is the same on all ranks.
+    """A user's tasks, or a user's function that makes tasks, with a name.
 
-    Strategies are compared by their strings, so planners with the same name are one object.
+    Strategies are compared by their strings. The name must therefore be the same on all ranks, and
+    planners with the same name are the same object.
     """
 
     def __init__(self, name: str, plan: TaskRectangles | Plans) -> None:
@@ -210,9 +222,11 @@ class Planner:
 
     @classmethod
     def of(cls, option: str, plan: TaskRectangles | Plans | Planner) -> Planner:
-        """Return the planner for a user's tasks or function; raise a ValueError for other values.
+        """Return the planner for the value of an option.
 
-        The error names the option.
+        Raise a ValueError for values of other types.
+
+        `option` is the name of the option, for the error.
         """
         if isinstance(plan, Planner):
             return plan
@@ -224,7 +238,8 @@ class Planner:
             raise ValueError(f"{option} must be None, Tasks, or a function, got {shown(plan)}")
         kind = plan if hasattr(plan, "__qualname__") else type(plan)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        # Different functions with one name are numbered in the order in which they are first used.
+        # Functions can have the same name. They are numbered in the order in which they are first
+        # used.
         for number in count(1):
             planner = _planners.setdefault(f"{name}#{number}", cls(f"{name}#{number}", plan))
             if _same(planner._plan, plan):
@@ -234,7 +249,8 @@ class Planner:
     def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> TaskRectangles:
         """Return the tasks of a batch.
 
-        Raises a ValueError that names the option if the tasks do not have each visible pair once.
+        Raise a ValueError, which names the option, unless each visible (query, key) pair is in
+        exactly one task.
         """
         tasks = self._plan
         if not isinstance(tasks, TaskRectangles):
@@ -246,7 +262,7 @@ class Planner:
 def _same(plan: object, other: object) -> bool:
     try:
         return bool(plan == other)
-    except Exception:  # for example, callable objects that compare arrays
+    except Exception:  # for example, because the objects compare arrays
         return plan is other
 
 

@@ -1,4 +1,4 @@
-"""Memory that the messages of one pass use, one after another."""
+"""Memory that the messages of one forward or backward use, one after another."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from torch import Tensor
 
 
 class MessageBuffers:
-    """Buffers that the messages of a pass use in turn: message i has buffer i mod `count`.
+    """A few buffers that the messages of one forward or backward use in turn.
 
-    On a GPU, a new tensor per message would take more memory than the messages in use: torch does
-    not reuse the memory of a tensor that the host has freed until the device has reached the same
-    point, and the host runs many messages ahead of the device.
+    Message i uses buffer i mod `count`. Without buffers, each message would be a new tensor. On a
+    GPU this takes more memory than the messages that are in use: the host runs many messages ahead
+    of the GPU, and torch reuses a freed tensor's memory only when the GPU has reached the point at
+    which the host freed the tensor.
 
-    A buffer may be used again when the exchange of its message has been waited for, and when all
-    operators that read the message have been called. Its next message is then written after these
-    operators have read it. NCCL receives a message only after the work that the current stream was
-    given before the exchange was posted. With gloo on CPUs, waiting returns when an exchange has
-    ended, and an operator returns when it has ended. So `count` must be larger by 1 than the number
-    of messages that may be in use when another one is taken.
+    A buffer may be used again when two things have happened: the exchange of its message has been
+    waited for, and all operators that read the message have been called. The next message is then
+    written after these operators have read the buffer. On NCCL this holds because NCCL receives a
+    message only after the work that was queued on the current stream before the exchange was
+    posted. With gloo on CPUs it holds because waiting returns when the exchange has ended, and an
+    operator returns when it has ended.
 
-    A pass makes its own buffers, and a buffer is freed with its last message.
+    `count` must therefore be one more than the number of messages that may be in use when another
+    one is taken. A buffer is freed with its last message.
     """
 
     def __init__(
@@ -32,11 +34,15 @@ class MessageBuffers:
         grow: bool = False,
         unit: torch.dtype | None = None,
     ) -> None:
-        """Prepare buffers; `sizes` are the elements of each message, in the order of `take`.
+        """Prepare the buffers. Memory is allocated in `take`.
 
-        A buffer is as large as the largest of its messages. With `grow`, it is only as large as the
-        largest message so far, and a larger message replaces it by a new buffer. If messages have
-        different dtypes, `sizes` count elements of the dtype `unit`.
+        Args:
+            count: the number of buffers.
+            sizes: the number of elements of each message, in the order of the calls of `take`.
+            grow: with False, a buffer is as large as the largest of its messages. With True, it is
+                as large as the largest message so far, and a larger message replaces it by a new
+                buffer.
+            unit: if messages have different dtypes, the dtype whose elements `sizes` count.
         """
         count = min(count, len(sizes))
         self._largest = [0 if grow else max(sizes[slot::count]) for slot in range(count)]
@@ -57,7 +63,8 @@ class MessageBuffers:
             if self._unit is not None:
                 size = -(-size * self._unit.itemsize // dtype.itemsize)
             size = max(elements, size)
-            self._blocks[slot] = buffer = None  # freed before the new one is allocated
+            # Frees the old buffer before the new one is allocated.
+            self._blocks[slot] = buffer = None
             buffer = torch.empty(size, dtype=dtype, device=device)
         self._blocks[slot] = buffer if number + count < self._messages else None
         return buffer[:elements]

@@ -1,26 +1,25 @@
-"""The dtypes in which rows and contributions to gradients travel.
+"""The dtypes in which keys, values, results and gradients are sent, and how they are encoded.
 
-Rows may travel in 8 bits, with an fp32 scale for each row and head. The scale s makes the row's
-largest absolute value the largest code. Codes are integers or e4m3 floats of 4 exponent and 3
-mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3). An element x
-becomes the code nearest to x / s. Its error is in the table, plus rounding to the dtype that it is
-decoded to.
+Keys and values, and outputs of attention, may be sent in 8 bits, with an fp32 scale s for each row
+and head. s is the largest absolute value in the row divided by the largest code. An element x
+becomes the code nearest to x / s. Codes are integers, or e4m3 floats with 4 exponent bits and 3
+mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3):
 
-| code | largest code | error of an element |
+| code | largest code | error of an element, before rounding to the dtype to which it is decoded |
 |---|---|---|
-| int8 | 127 | at most s / 2: the same for all elements of a row |
+| int8 | 127 | at most s / 2 |
 | float8_e4m3fn | 448 | at most abs(x) / 16, or s / 1024 for elements below s / 64 |
 
-An element's error is smaller with e4m3 if the element is below 1/16 of the largest in its row, and
-with int8 otherwise. e4m3 is better for rows with outliers. A row with an infinite value or a NaN
-decodes to NaN.
+e4m3 is more accurate for elements below 1/16 of the largest element of their row, and int8 for
+larger ones. e4m3 is therefore better for rows with outliers. A row with an infinite value or a NaN
+is decoded to NaN.
 
-Contributions to gradients may travel in bf16. A rank computes a contribution in the accumulator's
-dtype and rounds it once, before it is sent. The owner adds the contributions of other ranks in the
-accumulator's dtype. bf16 has 8 significant bits, so rounding changes an element by at most 1/256 of
-it (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, theorem 2.2). The additional
-error of a gradient is therefore at most 1/256 of the sum of the absolute values of its rounded
-contributions. A rank's own are not rounded.
+Contributions to gradients may be sent in bf16. A rank computes its contribution in the
+accumulator's dtype and rounds it once, before sending it. The rank that holds the row adds the
+contributions in the accumulator's dtype, and does not round its own. bf16 has 8 significant bits,
+so rounding changes an element by at most 1/256 of its absolute value (Higham, "Accuracy and
+Stability of Numerical Algorithms", 2002, theorem 2.2). The additional error of a gradient is
+therefore at most 1/256 of the sum of the absolute values of its rounded contributions.
 
 Legend: D head dim.
 """
@@ -43,7 +42,7 @@ _SCALE_BYTES = 4
 
 
 def check_message_dtype(dtype: torch.dtype | None) -> None:
-    """Raise a ValueError unless it is one of `CODES` or None, which means the keys' own dtype."""
+    """Raise a ValueError unless the dtype is one of `CODES`, or None for the dtype of the keys."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in CODES):
         expected = " or ".join(map(str, (None, *CODES)))
         raise ValueError(f"message_dtype must be {expected}, got {shown(dtype)}")
@@ -56,9 +55,15 @@ def check_digits(message_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
 
 
 def encode(x: Tensor, dims: Sequence[int], code: torch.dtype) -> Tensor:
-    """Return the bytes (…, ΣD + 4·parts) of x (…, ΣD) as int8.
+    """Encode rows x (…, ΣD) in 8 bits.
 
-    Each part of D columns has its own scale. `code` is one of `CODES`.
+    Args:
+        x: one or more tensors, joined along their head dims.
+        dims: the head dim of each of these tensors. Each has its own scale.
+        code: one of `CODES`.
+
+    Returns:
+        (…, ΣD + 4·number of tensors) as int8: the codes, then the scales as bytes.
     """
     parts, limit = x.split_with_sizes(list(dims), -1), CODES[code]
     largest = torch.stack([part.abs().amax(-1) for part in parts], -1)
@@ -69,8 +74,8 @@ def encode(x: Tensor, dims: Sequence[int], code: torch.dtype) -> Tensor:
         quotient = part / divisor
         if code == torch.int8:
             quotient.round_()
-        # A quotient exceeds the limit if a subnormal scale was rounded down. Integers would wrap
-        # around, and some versions of torch cast 465 to NaN in e4m3.
+        # A quotient can exceed the limit if a scale is subnormal and was rounded down. int8 would
+        # then wrap around, and some versions of torch cast 465 to NaN in e4m3.
         return quotient.clamp_(-limit, limit).to(code).view(torch.int8)
 
     parts_as_bytes = [codes(part, divisors[..., i, :]) for i, part in enumerate(parts)]
@@ -80,7 +85,7 @@ def encode(x: Tensor, dims: Sequence[int], code: torch.dtype) -> Tensor:
 def decode(
     message: Tensor, dims: Sequence[int], code: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Undo `encode`, and return the parts (…, D) in a dtype."""
+    """Undo `encode`, and return the tensors (…, D), each in `dtype`."""
     *codes, scales = message.split_with_sizes([*dims, _SCALE_BYTES * len(dims)], -1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return [
@@ -92,10 +97,18 @@ def decode(
 def encode_rows(
     parts: Sequence[Tensor], rows: Rows | None, code: torch.dtype, message: Tensor | None = None
 ) -> Tensor:
-    """Return these rows of tensors (T, B, H, D), or all rows, as bytes (n, B, H, ΣD + 4·parts).
+    """Encode rows of tensors (T, B, H, D) in 8 bits, with the same bits as `encode`.
 
-    The bytes are the same as those of `encode`. With `message`, they are written there. On a GPU,
-    one kernel encodes one or two parts.
+    On a GPU, one kernel encodes one or two tensors.
+
+    Args:
+        parts: the tensors.
+        rows: the rows to encode, or None for all rows.
+        code: one of `CODES`.
+        message: where to write the result, or None for a new tensor.
+
+    Returns:
+        (n, B, H, ΣD + 4·number of tensors) as int8.
     """
     dims = [part.shape[3] for part in parts]
     if not is_on_cuda(parts[0]):
@@ -118,9 +131,9 @@ def encode_rows(
 def decode_rows(
     message: Tensor, dims: Sequence[int], code: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Undo `encode_rows`, and return the parts (n, B, H, D) in a dtype, each contiguous.
+    """Undo `encode_rows`, and return the tensors (n, B, H, D), each contiguous and in `dtype`.
 
-    On a GPU, one kernel decodes one or two parts.
+    On a GPU, one kernel decodes one or two tensors.
     """
     if not is_on_cuda(message):
         return decode(message, dims, code, dtype)
@@ -132,12 +145,14 @@ def decode_rows(
 
 
 def encoded_width(dims: Sequence[int]) -> int:
-    """Return the number of bytes that `encode` returns for a row and head with these dims."""
+    """Return the number of bytes to which `encode` encodes one row and head with these head
+    dims.
+    """
     return sum(dims) + _SCALE_BYTES * len(dims)
 
 
 def check_gradient_dtype(gradient_dtype: torch.dtype | None) -> None:
-    """Raise a ValueError unless it is bf16 or None, which means the accumulator's dtype."""
+    """Raise a ValueError unless the dtype is bf16, or None for the accumulator's dtype."""
     if gradient_dtype is not None and gradient_dtype is not torch.bfloat16:
         expected = "None or torch.bfloat16"
         raise ValueError(f"gradient_dtype must be {expected}, got {shown(gradient_dtype)}")

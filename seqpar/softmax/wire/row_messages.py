@@ -1,6 +1,8 @@
-"""The local rows that make up a message, and messages of several tensors.
+"""Which local rows a message has, and messages that have several tensors.
 
-Legend: B batch, T local rows, n rows that travel, H heads.
+A *block* here is some rows of a tensor, one after another, as they are sent or received.
+
+Legend: B batch, T local rows, n rows of a block, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,32 +19,33 @@ from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import on_device
 from seqpar.core.ranges import ranges
 
-_MAX_CAST_ROWS = 1024  # a cast of this many rows takes little memory
+_MAX_CAST_ROWS = 1024  # this many rows are cast at a time, which takes little memory
 
 
 class Rows:
     """Ranges of local rows that make up a block, one range after another.
 
-    Indices are copied to a device once and cached: a copy in each call would make the host wait.
+    The indices of the rows are copied to a device only once. A copy in each call would make the
+    host wait for the device.
     """
 
     def __init__(self, ranges: Ints) -> None:
         self._table = ranges
         self.count = int((ranges[:, 1] - ranges[:, 0]).sum())
-        self.is_range = len(ranges) == 1  # in a contiguous tensor they are then a view
-        # The first row and the row after the last one; (0, 0) if there are none.
+        self.is_range = len(ranges) == 1  # then the rows of a contiguous tensor are a view
+        # The first row, and the row after the last one; (0, 0) if there are no rows.
         self.reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if self.count else (0, 0)
         self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
         self._places: dict[int, Tensor] = {}
 
     def are_all(self, rows: int) -> bool:
-        """Return whether they are all of this number of rows, in order."""
+        """Return whether these are all rows of a tensor with `rows` rows, in order."""
         return self.is_range and self.reach == (0, rows)
 
     def pack(self, *parts: Tensor) -> Tensor:
         """Return these rows of tensors (T, B, H, D) as one contiguous tensor (n, B, H, ΣD).
 
-        For a single tensor the result is a view if possible.
+        If there is only one tensor, the result is a view of it where possible.
         """
         if self.is_range:
             views = [x[self._range] for x in parts]
@@ -55,13 +58,13 @@ class Rows:
         return packed
 
     def add(self, block: Tensor, total: Tensor) -> None:
-        """Add a block (n, B, H, D), of any dtype, to these rows of the total (T, B, H, D)."""
+        """Add a block (n, B, H, D), of any dtype, to these rows of `total` (T, B, H, D)."""
         add_rows(block.transpose(0, 1), total.transpose(0, 1), self.local(total.device))
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the rows of x (B, T, …) as one contiguous tensor (B, n, …).
+        """Return these rows of x (B, T, …) as one contiguous tensor (B, n, …).
 
-        It is written to `out`, if given. Otherwise it is a view if possible.
+        The result is written to `out`, if given. Otherwise it is a view of x where possible.
         """
         if not self.is_range:
             return torch.index_select(x, 1, self._indices(x.device), out=out)
@@ -69,14 +72,17 @@ class Rows:
         return selected.contiguous() if out is None else out.copy_(selected)
 
     def local(self, device: torch.device) -> slice | Tensor:
-        """Return the local rows as a range, or as indices on this device."""
+        """Return the local rows as a slice or, if they are several ranges, as indices on this
+        device.
+        """
         return self._range if self.is_range else self._indices(device)
 
     def place(self, rows: int, device: torch.device) -> int | Tensor:
-        """Return where the block's rows lie among this number of local rows.
+        """Return which local rows the block has, in the form that Triton kernels read.
 
-        If the block is a range, return its first local row. Otherwise return (rows,) int32 on this
-        device: for each local row, its row in the block, or −1 if it is not in the block.
+        If the block is one range, this is its first local row. Otherwise it is a tensor (rows,) of
+        int32 on this device. For each of the `rows` local rows it has the row's index in the block,
+        or −1 if the block does not have the row.
         """
         if self.is_range:
             return self.reach[0]
@@ -95,13 +101,13 @@ class Rows:
 
 
 def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -> None:
-    """Add a part (B, n, H, D), of any dtype, times a sign to rows of the total (B, T, H, D).
+    """Add sign · part to some rows of `total` (B, T, H, D).
 
-    `rows` is a slice, or indices (n,) without repetition.
+    The part is (B, n, H, D), of any dtype. `rows` is a slice, or indices (n,) without repetition.
     """
     if isinstance(rows, slice):
         total[:, rows].add_(part, alpha=sign)
-    elif total.is_cuda and total.dtype == torch.float32:  # without a copy in fp32
+    elif total.is_cuda and total.dtype == torch.float32:  # adds without a copy of the part in fp32
         from seqpar.kernels.flash_attention import add_to_rows  # imports Triton
 
         add_to_rows(part, total, rows, sign)
@@ -114,10 +120,9 @@ def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -
 
 
 class RowFormat(NamedTuple):
-    """The form of a tensor (B, n, H, *shape) that travels.
+    """The shape and dtype of a tensor (B, n, H, *shape) in a message.
 
-    With `planes`, the dimensions of `shape` come first in memory: each tensor (B, n, H) of one
-    index of `shape` is contiguous.
+    With `planes`, each tensor (B, n, H) that belongs to one index of `shape` is contiguous.
     """
 
     shape: tuple[int, ...]
@@ -126,7 +131,7 @@ class RowFormat(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The place of a tensor in a message, in elements of its dtype."""
+    """Where a tensor lies in a message, in elements of its dtype."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -135,10 +140,10 @@ class _View(NamedTuple):
 
 
 class Packing:
-    """A message with several tensors, one after another, without gaps.
+    """The arrangement of several tensors in one message, one after another without gaps.
 
-    Tensors with the largest elements come first, so that each tensor begins at a multiple of its
-    element size. The message has the smallest dtype of its tensors.
+    Tensors with larger elements come first, so that each tensor begins at a multiple of its element
+    size. The message has the smallest dtype of its tensors.
 
     Attributes:
         elements: the number of elements of the message.
@@ -146,11 +151,12 @@ class Packing:
     """
 
     def __init__(self, sizes: tuple[int, int, int], formats: Sequence[RowFormat]) -> None:
-        """Find the place of each tensor; `sizes` are B, n and H."""
+        """Arrange tensors of these formats. `sizes` are B, n and H."""
         ordered = sorted(range(len(formats)), key=lambda i: -formats[i].dtype.itemsize)
         self.dtype = formats[ordered[-1]].dtype
-        self._ends: dict[torch.dtype, int] = {}  # where each other dtype ends in the message
-        views, end = dict[int, _View](), 0  # in bytes
+        # For each larger dtype, the element of the message at which its tensors end.
+        self._ends: dict[torch.dtype, int] = {}
+        views, end = dict[int, _View](), 0  # `end` counts bytes
         for i in ordered:
             shape, dtype = (*sizes, *formats[i].shape), formats[i].dtype
             strides = _strides(shape)
@@ -168,7 +174,7 @@ class Packing:
         return self.elements * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Return a new message and its tensors, as `tensors` does."""
+        """Return a new message, and its tensors as `tensors` returns them."""
         message = torch.empty(self.elements, dtype=self.dtype, device=device)
         return message, self.tensors(message)
 
@@ -184,10 +190,9 @@ class Packing:
         ]
 
     def apart(self, memory: Tensor) -> list[Tensor]:
-        """Return the tensors, each contiguous and so a message of its own, in a message's memory.
+        """Return the tensors in the memory of a message, each contiguous, to be sent one by one.
 
-        Tensors with planes are contiguous too, so their elements have another order in memory than
-        in the message.
+        Without `planes`, the elements are in the same order as in the message.
         """
         by_dtype = self._by_dtype(memory)
         return [
@@ -196,7 +201,6 @@ class Packing:
         ]
 
     def _by_dtype(self, message: Tensor) -> dict[torch.dtype, Tensor]:
-        """Return the message as elements of each dtype of its tensors."""
         by_dtype = {self.dtype: message}
         for dtype, end in self._ends.items():
             by_dtype[dtype] = message.narrow(0, 0, end).view(dtype)
