@@ -93,7 +93,7 @@ class PendingWork:
     attempts: list[Attempt] = field(default_factory=list)  # attempts that may still be answered
     avoid: set[str] = field(default_factory=set)  # addresses of servers that failed to compute it
     failures: int = 0  # the number of attempts that failed through a server's fault
-    reason: str = "no server was ready"  # why the last attempt failed
+    reason: str = ""  # why the last attempt failed, or "" before the first attempt
     hedged: bool = False  # whether a second server was asked while the first was still computing
     at_home: bool = False  # whether this process computes it or has computed it
     # How many seconds the payloads of an attempt that has ended may have spent on the network.

@@ -446,8 +446,10 @@ class Dispatcher:
         elif work.place is not None:
             self._check_step_deadline(work, now)
         elif waited > deadlines.give_up:
-            reason = f"a task has no result after {waited:.0f} s: {work.reason}"
-            self._give_up(work, ServersError(reason))
+            reason = work.reason or self.servers.why_none_is_ready()
+            self._give_up(
+                work, ServersError(f"a task has no result after {waited:.0f} s: {reason}")
+            )
         elif waited > deadlines.hedge and self.options.has_home and not work.at_home:
             self.local_worker.take(work)
         else:

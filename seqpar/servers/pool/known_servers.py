@@ -14,6 +14,8 @@ from seqpar.servers.pool.connection import (
     ServerConnection,
 )
 
+_SHOWN = 3  # the most servers whose states are in an error
+
 
 class KnownServers:
     """The connections of a pool, by the address of the server.
@@ -81,6 +83,13 @@ class KnownServers:
         if ready and not able:
             work.reason = "it is above the limits of all servers (--max-tokens, --max-bytes)"
         return any(connection.address not in work.avoid for connection in able)
+
+    def why_none_is_ready(self) -> str:
+        """Name the states of the first servers, and why they are not ready."""
+        states = [f"{x.address} is {x.state}: {x.reason}" for x in self if x.reason]
+        more = [f"{len(states) - _SHOWN} more"] if len(states) > _SHOWN else []
+        found = "; ".join([*states[:_SHOWN], *more])
+        return f"no server was ready ({found})" if found else "no server was ready"
 
     def choose(self, work: PendingWork, now: float, but: str = "") -> ServerConnection | None:
         """Return the free server that should finish a task first, or None if no server is free.

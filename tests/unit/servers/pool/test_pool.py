@@ -10,8 +10,10 @@ import time
 import pytest
 import torch
 
+from seqpar.__main__ import main
 from seqpar.servers.pool import local_worker
 from seqpar.servers.pool.dispatcher import StragglerDetector
+from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server import compute as computing
 from seqpar.servers.server import service, worker
 from seqpar.servers.server.compute import hardware_of
@@ -114,6 +116,18 @@ def test_no_server_and_no_fallback_raise_clearly(addresses):
         pytest.raises(ServersError, match=said),
     ):
         pool.submit(REQUESTS[0]).result(10)
+
+
+def test_a_host_without_an_address_is_named_in_the_error(tmp_path):
+    assert main(["keygen", str(tmp_path)]) == 0
+    deadlines = {"connect": 1.0, "request": 1.2, "hedge": 1.5, "give_up": 2.0}
+    options = {"keys": tmp_path, "home": False, "deadlines": deadlines}
+    said = r"no server was ready \(tcp://nowhere.invalid:5 is connecting: .*nowhere.invalid"
+    with (
+        ServerPool.connect("tcp://nowhere.invalid:5", **options) as pool,
+        pytest.raises(ServersError, match=said),
+    ):
+        pool.submit(REQUESTS[0]).result(20)
 
 
 def test_what_fails_at_home_raises_its_own_error(addresses, monkeypatch):
