@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.integrations import huggingface
 from tests.support import generation
@@ -38,14 +39,19 @@ def pool(pool):
 
 
 MODELS = [
-    ("LlamaForCausalLM", {}, True),
-    ("MistralForCausalLM", ONE | {"sliding_window": 6}, True),
-    ("Gemma3ForCausalLM", WINDOWS, True),
-    ("Llama4ForCausalLM", ONE | CHUNKS, True),
-    ("OPTForCausalLM", ONE | {"dropout": 0.0}, True),
-    ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, True),
-    ("Qwen3NextForCausalLM", DELTA, True),
-    ("LlamaForCausalLM", {}, False),
+    ("LlamaForCausalLM", {}, "sp.compile"),
+    ("MistralForCausalLM", ONE | {"sliding_window": 6}, "sp.compile"),
+    ("Gemma3ForCausalLM", WINDOWS, "sp.compile"),
+    ("Llama4ForCausalLM", ONE | CHUNKS, "sp.compile"),
+    ("OPTForCausalLM", ONE | {"dropout": 0.0}, "sp.compile"),
+    ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "sp.compile"),
+    ("Qwen3NextForCausalLM", DELTA, "sp.compile"),
+    ("LlamaForCausalLM", {}, "blocks"),
+    ("LlamaForCausalLM", {}, "torch.compile"),
+    ("Gemma3ForCausalLM", WINDOWS, "torch.compile"),
+    ("OPTForCausalLM", ONE | {"dropout": 0.0}, "torch.compile"),
+    ("LlamaForCausalLM", {}, "model.compile"),
+    ("LlamaForCausalLM", {}, "DDP"),
 ]
 DOCUMENTS = (9, 1, 12), (4, 10, 8), (2, 2, 18)
 
@@ -58,13 +64,13 @@ def batch(lengths):
     return of
 
 
-def steps(sp, model):
+def steps(sp, model, outer):
     """Losses, gradients and what each layer sent in steps on batches of other documents."""
     found = []
     for lengths in DOCUMENTS:
         model.zero_grad()
         before = {x.name: (x.calls, x.forward_bytes, x.backward_bytes) for x in sp.report().layers}
-        loss = model(**sp.shard(batch(lengths))).loss
+        loss = outer(**sp.shard(batch(lengths))).loss
         loss.backward()
         sp.average_gradients()
         gradients = {name: x.clone() for name, x in hf.gradients(model).items()}
@@ -77,26 +83,33 @@ def steps(sp, model):
     return found
 
 
-def compiled(group, name, options, whole):
+def compiled(group, name, options, how):
     """The steps of an eager model and of a compiled one, and how many graphs it has."""
     torch._dynamo.reset()
     model = hf.tiny(name, **options)
     sp = huggingface.enable(model, group)
-    expected = steps(sp, model)
+    expected = steps(sp, model, model)
     counter = CompileCounterWithBackend("aot_eager")
-    if whole:
-        sp.compile(backend=counter, fullgraph=True)
+    given, outer = {"backend": counter, "fullgraph": True}, model
+    if how == "sp.compile":
+        sp.compile(**given)
+    elif how == "model.compile":
+        model.compile(**given)
+    elif how == "torch.compile":
+        outer = torch.compile(model, **given)
+    elif how == "DDP":
+        outer = torch.compile(DistributedDataParallel(model, process_group=group), backend=counter)
     else:
         for layer in model.model.layers:
-            layer.compile(backend=counter, fullgraph=True)
-    return expected, steps(sp, model), counter.frame_count
+            layer.compile(**given)
+    return expected, steps(sp, model, outer), counter.frame_count
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "options", "whole"), MODELS)
-def test_a_compiled_model_matches_eager_in_one_graph(pool, name, options, whole):
+@pytest.mark.parametrize(("name", "options", "how"), MODELS)
+def test_a_compiled_model_matches_eager_in_one_graph(pool, name, options, how):
     """Of the next batches too; blocks share a graph. What is sent is counted when it runs."""
-    for expected, found, graphs in pool(2, compiled, name, options, whole):
+    for expected, found, graphs in pool(2, compiled, name, options, how):
         assert graphs == 1
         for (loss, gradients, sent), (other, others, counted) in zip(expected, found, strict=True):
             torch.testing.assert_close(other, loss, rtol=1e-6, atol=1e-6)
@@ -127,12 +140,71 @@ def compiled_when_disabled(comm):
     sp.compile()
 
 
+def called_by_torch(name, **options):
+    """A call of a model that torch.compile compiled, whole."""
+
+    def run(comm):
+        model = hf.tiny(name, **options)
+        sp = huggingface.enable(model, comm)
+        torch.compile(model, backend="eager")(**sp.shard(hf.batch()))
+
+    return run
+
+
+def called_in_a_graph(comm):
+    """A call within a function that torch.compile compiled into one graph."""
+    model = hf.tiny("LlamaForCausalLM")
+    sp = huggingface.enable(model, comm)
+    part = sp.shard(hf.batch())
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step():
+        return model(**part).loss
+
+    try:
+        step()
+    except torch._dynamo.exc.Unsupported as broken:
+        raise ValueError(str(broken)) from None
+
+
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 REFUSED = {
     "it is compiled already": compiled_twice,
     "it was disabled": compiled_when_disabled,
     "its masks are not those of causal models": enabled("BertForMaskedLM", **NO_DROPOUT),
 }
+
+
+def with_a_cache(comm):
+    model = hf.tiny("LlamaForCausalLM").eval()
+    cache = huggingface.enable(model, comm).cache()
+    torch.compile(model, backend="eager")(input_ids=hf.batch()["input_ids"], past_key_values=cache)
+
+
+def with_own_code(comm):
+    model = around_mlp(lambda _, x: 2 * x)(hf.tiny("LlamaForCausalLM"))
+    sp = huggingface.enable(model, comm)
+    torch.compile(model, backend="eager")(**sp.shard(hf.batch()))
+
+
+BY_TORCH = {
+    "past_key_values must not be given to a compiled model": with_a_cache,
+    "model must not be compiled by torch.compile if it has code of your own": with_own_code,
+    "its masks are not those of causal models; compile its blocks one by one": called_by_torch(
+        "BertForMaskedLM", **NO_DROPOUT
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", BY_TORCH)
+def test_what_torch_compile_cannot_compile_is_refused_in_the_first_call(reason):
+    text = hf.refusal(BY_TORCH[reason])
+    assert reason in text and ("sp.compile" in text or "one by one" in text)
+
+
+def test_a_graph_around_the_model_is_refused_and_names_sp_compile():
+    with pytest.raises(ValueError, match=r"call sp\.compile"):
+        virtual(1, called_in_a_graph)
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -157,14 +229,18 @@ def test_a_compiled_model_generates_and_restores_its_forward():
     assert restored
 
 
-def losses(group, folder):
+def losses(group, folder, by_trainer=False):
     """The losses of a Trainer that drops the columns which the model's forward does not take."""
-    model, base = hf.tiny("LlamaForCausalLM", **ONE), transformers.Trainer
+    model, base, options = hf.tiny("LlamaForCausalLM", **ONE), transformers.Trainer, {}
     if group is not None:
         hf.launched(group)
         torch._dynamo.reset()
-        huggingface.enable(model, group).compile(backend="eager")
+        sp = huggingface.enable(model, group)
         base = huggingface.trainer(base)
+        if by_trainer:
+            options = {"torch_compile": True, "torch_compile_backend": "eager"}
+        else:
+            sp.compile(backend="eager")
     of = hf.batch()
     rows = [{name: x[i] for name, x in of.items()} | {"note": i} for i in (0, 1)]
     arguments = transformers.TrainingArguments(
@@ -177,6 +253,7 @@ def losses(group, folder):
         optim="sgd",
         report_to=[],
         disable_tqdm=True,
+        **options,
     )
     trainer = base(model=model, args=arguments, train_dataset=rows)
     trainer.train()
@@ -184,9 +261,10 @@ def losses(group, folder):
 
 
 @pytest.mark.exhaustive  # test_enabled_and_compiled_forwards... holds the signature alone
-def test_a_trainer_keeps_the_columns_of_a_compiled_model(pool, tmp_path):
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_a_trainer_keeps_the_columns_of_a_compiled_model(pool, tmp_path, by_trainer):
     expected = losses(None, str(tmp_path / "alone"))
-    for found in pool(4, losses, str(tmp_path / "ranks")):
+    for found in pool(4, losses, str(tmp_path / "ranks"), by_trainer):
         assert found == pytest.approx(expected, abs=2e-5)
 
 

@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from seqpar.core.torch_private import is_compiled, runs_compiled
 from seqpar.integrations.huggingface.attention import enabling
 from seqpar.integrations.huggingface.attention.attention import FeatureMap, LinearLayer, session_of
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
-from seqpar.integrations.huggingface.attention.compiling import CompiledForward
+from seqpar.integrations.huggingface.attention.compiling import CompiledForward, prepared_masks
 from seqpar.integrations.huggingface.attention.counting import track
 from seqpar.integrations.huggingface.attention.find_calls import find_calls
 from seqpar.integrations.huggingface.attention.multimodal import OutsideText
@@ -74,9 +75,13 @@ _ONE_BATCH = (
     "use huggingface.trainer"
 )
 _INSTEAD = "call sp.compile(**options) of its session, or compile its blocks one by one"
+_IN_GRAPHS = f"seqpar's hooks run outside of graphs: {_INSTEAD}"
 _COPIED = (
     "is a copy of one that is enabled: copy a model before seqpar enables it, or disable() first"
 )
+
+
+_outside_graphs = partial(outside_graphs, reason=_IN_GRAPHS)
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,7 @@ class SequenceParallel(EnabledModel):
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.inner.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._after),
-            *(Replaced(x, "compile", refuse_compile) for x in {model, self.inner}),
+            *(Replaced(x, "compile", self.compile) for x in {model, self.inner}),
         ]
         self._last_hook = model.register_forward_hook(self._end, always_call=True)
         self._handled = id(None)  # identity of the exception that the caller handles
@@ -386,23 +391,30 @@ class SequenceParallel(EnabledModel):
         """Compile the model's forward, with the options of `torch.compile`; `disable` undoes it.
 
         The result is one graph, which also serves later batches with other documents. The report
-        still lists each layer. Calls with a cache, as in `generate`, are not compiled.
+        still lists each layer. Calls with a cache, as in `generate`, are not compiled, and neither
+        are calls in which seqpar checks code of your own. `model.compile(**options)` is this
+        method too.
 
         Raises a ValueError if the model has other layers than causal layers of text.
         """
+        self._check_compilable()
+        if not self._handles:
+            raise ValueError("model cannot be compiled whole: it was disabled")
+        self._compiled = CompiledForward(self.inner, options)
+        self._handles.append(self._compiled)
+
+    def _check_compilable(self) -> None:
         config, bidirectional = self.inner.config.get_text_config(), "use_bidirectional_attention"
         reasons = {
             f"it has {bidirectional}": getattr(config, bidirectional, None),
             "its masks are not those of causal models": self._sharder.shifts is not True,
-            "it is compiled already": self._compiled is not None,
-            "it was disabled": not self._handles,
+            "it is compiled already by sp.compile()": self._compiled is not None,
             "it has images or sound in addition to its text": self._outside.text is not None,
         }
         for reason, holds in reasons.items():
             if holds:
-                raise ValueError(f"model cannot be compiled whole: {reason}")
-        self._compiled = CompiledForward(self.inner, options)
-        self._handles.append(self._compiled)
+                how = "compile its blocks one by one"
+                raise ValueError(f"model cannot be compiled whole: {reason}; {how}")
 
     def disable(self) -> None:
         """Restore the model's own attention and configs. A second call has no effect."""
@@ -427,14 +439,20 @@ class SequenceParallel(EnabledModel):
         self.mixing.abandon()
         self.generation.outer_calls.clear()
 
+    @_outside_graphs
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_not_compiled(root)
+        compiled = runs_compiled()
         self._handled = id(sys.exception())
         self._last_hook.remove()
         # The hook is registered again, so that it runs after hooks that the user has registered
         # since the last call.
         self._last_hook = root.register_forward_hook(self._end, always_call=True)
         if _has_cache(kwargs):  # `_enter` begins such a call
+            with self.faults():
+                if compiled:
+                    how = "call the model itself, or use sp.compile()"
+                    what = "past_key_values must not be given to a compiled model"
+                    raise ValueError(f"{what}: {how}")
             return None
         self.abandon()
         kwargs = readable(kwargs)
@@ -442,6 +460,8 @@ class SequenceParallel(EnabledModel):
 
         def check() -> Averaging:
             self._check(root, args, kwargs, sharding)
+            if compiled and self._compiled is None:
+                self._check_compilable()
             return Averaging.of(root, self.comm)
 
         def shared() -> dict[str, Any]:
@@ -455,13 +475,19 @@ class SequenceParallel(EnabledModel):
         if "use_cache" in self._known or any(x.recurrence for x in self.layers.values()):
             kwargs["use_cache"] = False
         call = ModelCall(self, sharding, labels, items)
-        if self._compiled is not None:
-            kwargs["attention_mask"] = self._compiled.masks(call)
+        if self._compiled is not None or compiled:
+            kwargs["attention_mask"] = prepared_masks(call)
         self._gradients.begin_call(averaging)
         self._outer_calls.append(current.set(call))
         self.mixing.begin(call)
+        if compiled and self._compiled is None and self.mixing.watches:
+            with self.faults():
+                what = "model must not be compiled by torch.compile if it has code of your own"
+                reason = "seqpar checks this code outside of graphs"
+                raise ValueError(f"{what}: {reason}; {_INSTEAD}")
         return args, kwargs
 
+    @_outside_graphs
     def _enter(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin a call with a cache, or check that the enabled model is running."""
         args = tuple(map(plain_ids, args))
@@ -524,6 +550,7 @@ class SequenceParallel(EnabledModel):
             how = f"count whole batches by sp.count_labels: this one has {sharding.labels}"
             raise ValueError(f"num_items_in_batch must be of all ranks, got {found}; {how}")
 
+    @_outside_graphs
     def _after(self, root: nn.Module, args: Any, outputs: Any) -> Any:
         """Add the loss to the outputs, and mark them for `unshard`."""
         call = current.call
@@ -535,6 +562,7 @@ class SequenceParallel(EnabledModel):
             current.set(self._outer_calls.pop())
         return self._finished(call, outputs)
 
+    @_outside_graphs
     def _end(self, root: nn.Module, args: Any, outputs: Any) -> None:
         """After an error of the model or of a hook, end the call and inform the other ranks."""
         error = sys.exception()
@@ -613,18 +641,10 @@ def enable(
     )
 
 
-def refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(f"model.compile cannot be used while the model is enabled: {_INSTEAD}")
-
-
 def check_not_compiled(model: nn.Module) -> None:
-    if is_compiled(model) or runs_compiled():
-        raise ValueError(f"model must not be compiled by torch.compile as a whole: {_INSTEAD}")
-
-
-# If torch.compile traces this call, it raises the following text.
-_IN_GRAPHS = f"seqpar compiles a whole model: {_INSTEAD}"
-outside_graphs(check_not_compiled, _IN_GRAPHS)
+    if is_compiled(model):
+        how = "enable the model first, and compile it then"
+        raise ValueError(f"model must not be compiled before it is enabled: {how}")
 
 
 def _has_cache(kwargs: Mapping[str, Any]) -> bool:

@@ -109,9 +109,6 @@ class OverRanks:
         for name, given in refused.items():
             if given:
                 raise ValueError(f"{name} must not be set for an enabled model")
-        if getattr(self.args, "torch_compile", False):
-            reason = "call sp.compile() before the trainer is made"
-            raise ValueError(f"torch_compile must not be set for an enabled model: {reason}")
         from seqpar.integrations.huggingface.train.groups import Groups
 
         self._groups = Groups.of(self._sp.comm, self.accelerator)
