@@ -1,4 +1,4 @@
-"""Published strategies, one file per paper. Importing this package registers them all.
+"""The strategies, one file per published method. Importing this package registers all of them.
 
 Start with `ring.py`, the shortest one. `registry.py` has `make_attention`.
 """

@@ -1,7 +1,7 @@
-"""AllGather attention: the keys and values that a rank needs, all posted before compute.
+"""AllGather attention: as in Ring, but a rank posts all messages before it computes.
 
-To the loop `ring` of docs/internals/in_300_lines.md, this strategy adds that all messages are
-posted at the start.
+The loop `ring` of docs/internals/in_300_lines.md shows the idea. Code that Ring and AllGather share
+is in `seqpar/softmax/keys/`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class AllGather(KeyStrategy):
-    """Keys and values travel to all ranks that need them, in exchanges of 1, 2, 4, … ranks."""
+    """Sends keys and values to all ranks that need them, in exchanges with 1, 2, 4, … other
+    ranks.
+    """
 
     name = "all_gather"
 
@@ -25,11 +27,11 @@ class AllGather(KeyStrategy):
         return ranks
 
     def distances(self, ranks: int) -> Distances:
-        """Return the distances of the peers of each exchange, chosen so that compute hides them.
+        """Return which ranks exchange keys in each step, so that compute hides the messages.
 
-        Exchanges cover 1, 2, 4, … ranks at the start and …, 4, 2, 1 at the end. The first keys
-        arrive, and the last gradients return, under compute with the rank's own keys. In between,
-        compute with the keys of n ranks hides an exchange of 2n ranks.
+        Steps have 1, 2, 4, … other ranks at the start, and …, 4, 2, 1 at the end. Compute with a
+        rank's own keys hides the arrival of the first keys and the return of the last gradients. In
+        between, compute with the keys of n ranks hides the messages of a step with 2n ranks.
         """
         rising: list[int] = []
         middle = ranks - 1
@@ -37,7 +39,7 @@ class AllGather(KeyStrategy):
             rising.append(1 << len(rising))
             middle -= 2 * rising[-1]
         sizes = [*rising, middle, *reversed(rising)]
-        if rising and 2 * middle <= rising[-1]:  # too few for a separate exchange
+        if rising and 2 * middle <= rising[-1]:  # too few ranks for a separate step
             sizes = [*rising[:-1], rising[-1] + middle, *reversed(rising)]
         edges = accumulate(sizes, initial=1)
         return [range(first, stop) for first, stop in pairwise(edges) if stop > first]
@@ -47,21 +49,22 @@ class AllGather(KeyStrategy):
 class AllGatherAttention(Attention):
     """Softmax attention that posts all exchanges of keys and values before it computes.
 
-    There are about 2·log₂ P exchanges. A rank computes with its own keys first, then with the keys
-    of each exchange when they have arrived. See `Attention` for the call, which all strategies
+    A rank computes with its own keys first, and then with the keys of each exchange when they have
+    arrived. There are about 2·log₂ P exchanges. See `Attention` for the call, which all strategies
     share.
 
-    The bytes, the messages, the halves of backward, `message_dtype`, `gradient_dtype` and
-    `deterministic="ranks"` are as in `RingAttention`; the owner of rows adds gradients in the order
-    of the exchanges. Contributions to the keys of several ranks, which arrived in one exchange,
-    always have w = 4 (8 for fp64).
+    The options `message_dtype`, `gradient_dtype` and `deterministic="ranks"`, the bytes, the
+    messages, and the two halves of backward are as in `RingAttention`, with two differences. The
+    rank that holds the keys adds gradients in the order of the exchanges. If one exchange brought
+    keys of several ranks, contributions to their gradients are always in the accumulator's dtype: w
+    is 4 (8 for fp64).
 
-    Memory of a group of heads: all keys and values that this rank's queries attend to, where Ring
-    holds two blocks. Backward adds the group's fp32 gradients of this rank's tokens, fp32 gradients
-    of the keys of two exchanges, and incoming gradients for this rank's rows. With packed documents
-    on a GPU, a kernel call also reads a copy of the keys and values of an exchange. In forward,
-    some of them are in the copy twice. In return for this memory, AllGather waits less often than
-    Ring, and its kernels are larger.
+    Memory for a group of heads: all keys and values to which this rank's queries attend, where Ring
+    holds those of two ranks. Backward adds the group's fp32 gradients of this rank's tokens, the
+    fp32 gradients of the keys of two exchanges, and the gradients that arrive for this rank's keys.
+    With packed documents on a GPU, a kernel call also reads a copy of the keys and values of an
+    exchange; in forward, this copy may contain some of them twice. For this memory, AllGather waits
+    less often than Ring and starts larger kernels.
 
     "The Llama 3 Herd of Models" (2024), section 3.3.2; Sun et al., "LASP-2" (2025), section 3.3.
     """

@@ -1,12 +1,14 @@
 """Disaggregated attention: a plan assigns each task to a rank, or to an attention server.
 
-To the loop `disaggregated` of docs/internals/in_300_lines.md, this strategy adds a plan that
-balances the work, messages that carry each row to a server only once, and separate servers.
+A task is some queries and some keys of one document. The loop `disaggregated` of
+docs/internals/in_300_lines.md shows the idea. This strategy adds a plan that balances the work,
+sends each row to a server only once, and can use separate servers. Messages and compute are in
+`seqpar/softmax/tasks/`.
 
 Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-(2025), sections 3 and 4. Unlike there, the keys of a task may be split, because partials merge at
-the owner of the queries; local work hides the messages even with one batch; and results return
-stage by stage.
+(2025), sections 3 and 4. Three things differ from the paper. The keys of a query may belong to
+several tasks, because the rank of the queries merges their results. Work with a rank's own keys
+hides the messages, even with a single batch. Results return in stages.
 """
 
 from __future__ import annotations
@@ -47,20 +49,24 @@ from seqpar.softmax.tasks.task_attention import (
 from seqpar.softmax.tasks.task_plan import Planner, Plans, TaskPlan, task_traffic
 from seqpar.strategies.registry import register
 
-# A stage has about this many foreign rows, or more if the largest number of stages is reached.
+# A stage has about this many rows from other ranks. It has more if otherwise there would be too
+# many stages.
 _ROWS_PER_STAGE = 512
 
 
 @dataclass(frozen=True)
 class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
-    """Queries and keys travel to the servers of their tasks, and results return."""
+    """Sends queries and keys to the ranks that compute their tasks, and returns the results."""
 
     name = "disaggregated"
-    # Tasks, or a function that makes them. None: the default planner; in backward, as in forward.
+    # The tasks, or a function that makes them. None is the default plan in forward, and the plan of
+    # forward in backward.
     plan: TaskRectangles | Plans | Planner | None = None
     backward_plan: TaskRectangles | Plans | Planner | None = None
-    keep: str = "home"  # "server" if servers keep the rows that they receive until backward
-    tolerance: float = 0.05  # the slowest rank's allowed excess over the mean, in the default plan
+    # "server" if a rank keeps rows of other ranks from forward to backward, "home" if it does not.
+    keep: str = "home"
+    # By how much the slowest rank may exceed the mean, as a fraction, in the default plan.
+    tolerance: float = 0.05
 
     def __post_init__(self) -> None:
         for name in ("plan", "backward_plan"):
@@ -101,7 +107,8 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         groups, s = self._groups(call, "backward"), call.shape
-        kv_heads = s.batch * -(-s.kv_heads // len(groups))  # in the largest group, for all entries
+        # In the largest group, for all batch entries.
+        kv_heads = s.batch * -(-s.kv_heads // len(groups))
         heads = kv_heads * (s.heads // max(1, s.kv_heads))
         queries = heads * (s.value_dim + (0 if residuals else s.dim)), heads * len(columns)
         live = len(groups) if at_once else 1
@@ -111,7 +118,7 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         def post(heads: HeadSlices) -> TaskExchange:
             q, k, v, _ = heads.operands(operands)
             dout, *statistics = (x[:, :, heads.queries] for x in (output.dout, *columns))
-            # The blocks that servers kept in forward do not travel again.
+            # If servers kept q and k in forward, these are not sent again.
             rows = [dout] if residuals else [dout, q]
             kept = residuals[1][:, :, heads.keys] if residuals else None
             moving = [rows, [torch.stack(statistics, -1)]]
@@ -143,7 +150,8 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
             tasks = _own_tasks(call, tolerance) if plan is None else plan.tasks(name, *geometry)
             return TaskRows(tasks, *geometry, max(1, _ROWS_PER_STAGE // max(1, call.shape.batch)))
 
-        # A user's function may differ between ranks, which the check of ranks then finds.
+        # A user's function may return different tasks on different ranks, and each rank's own tasks
+        # must then be compared.
         once = call.once_for_ranks if plan is None else call.once
         return once(("task rows", name, plan, tolerance), build)
 
@@ -154,10 +162,10 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         return name, getattr(self, name), self.tolerance
 
     def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
-        """Return the groups in which heads travel, the same on all ranks.
+        """Return the groups in which heads are sent; all ranks have the same.
 
-        Forward has one group, because callers may post a forward long before they complete it, so
-        that all of its messages are hidden.
+        Forward has a single group. A caller may do other work between the two parts of a call, and
+        all messages of a single group are posted in the first part.
         """
         if direction == "backward":
             return head_groups(call.shape, call.layout, call.mask)
@@ -186,7 +194,7 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
     ) -> list[Tensor]:
         if self.keep == "home":
             return []
-        sizes = torch.library.get_ctx()  # the number of foreign rows depends on the layout
+        sizes = torch.library.get_ctx()  # the number of rows from other ranks depends on the layout
         queries, keys = sizes.new_dynamic_size(), sizes.new_dynamic_size()
         batch, _, heads, dim = k.shape
         return [
@@ -196,9 +204,12 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Made on all ranks without messages; an H100's costs also balance other devices."""
+    """Return the tasks of the default plan. All ranks make the same ones, without messages.
+
+    The plan uses the costs of an H100, which also balance the work of other devices.
+    """
     s = call.shape
-    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # ranks of a mesh may have no heads
+    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # within a mesh, ranks may have no heads
     model = Model("", (Layer("softmax", None, 0, 0),), s.dim, heads, kv_heads, s.dim, 1)
     nodes = -(-call.ranks // 8)
     cluster = Cluster.preset(f"{nodes}x{min(call.ranks, 8)}-h100")
@@ -214,83 +225,95 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
 
 @register
 class DisaggregatedAttention(SplitAttention):
-    """Softmax attention cut into tasks, each of which a plan assigns to a rank.
+    """Softmax attention that is cut into tasks, each computed by the rank that a plan assigns.
 
-    A task is some queries and some keys of one document, with their visible pairs. On a group,
-    every rank owns its tokens, and computes its own and other ranks' tasks. On a `ServerPool`, this
-    process owns all tokens, so layouts have one rank, and the pool's servers compute. See
-    `Attention` for the call, which all strategies share.
+    A task is some queries and some keys of one document, with the pairs that the mask allows. The
+    rank that holds these tokens *owns* them, and the rank that computes the task is its *server*.
+    On a group, every rank is an owner and a server. On a `ServerPool`, the pool's processes are the
+    servers, and this process owns all tokens, so that layouts have one rank. See `Attention` for
+    the call, which all strategies share.
 
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.
-        check_ranks, deterministic, routing: as in `Attention`. A pool takes no routing.
-        plan: the tasks of each rank, a `seqpar.layout.tasks.tasks.TaskRectangles`, or a function of
-            the geometries of queries and of keys and of the mask that returns one, the same on all
-            ranks. Each visible pair must be in exactly one task; otherwise a call raises a
-            ValueError before it sends anything. By default `seqpar.balance.disaggregate` plans with
-            the costs of an H100.
-        keep: "home", the default: backward sends q, k and v to the servers again. "server": servers
-            keep the rows that they receive until backward.
-        backward_plan: another plan for backward, only with `keep="home"`. None: the plan of
+        check_ranks, deterministic, routing: as in `Attention`. With a pool, routing must be None.
+        plan: the tasks and their servers, as a `seqpar.layout.tasks.tasks.TaskRectangles`, or a
+            function that returns one. The function gets the geometry of the queries, the geometry
+            of the keys, and the mask, and must return the same tasks on all ranks. Each pair that
+            the mask allows must be in exactly one task. Otherwise a call raises a ValueError before
+            it sends anything. By default `seqpar.balance.disaggregate` makes the plan, with the
+            costs of an H100.
+        keep: with "home", the default, backward sends q, k and v to the servers again. With
+            "server", servers keep the rows that they received until backward.
+        backward_plan: another plan for backward, only with `keep="home"`. None means the plan of
             forward.
-        tolerance: the relative excess over the mean work that the default plan allows a rank.
+        tolerance: by how much the slowest rank may exceed the mean work in the default plan, as a
+            fraction of the mean.
 
-    A pool has two options instead of the last four. They must be the same on all trainers, and in
-    all runs whose bits are compared, because a call's tasks follow only from them and the call:
-        tasks: the largest number of tasks of a call; one more is made if work is left over. More
-            tasks share the work more evenly among unequal servers, and cost more bytes.
+    With a pool, the options are `tasks` and `tile` instead of the last four. They must be the same
+    on all trainers, and in all runs whose bits are compared, because they and the call decide the
+    tasks:
+        tasks: the largest number of tasks of a call. One more is made for work that is left over.
+            With more tasks, servers of different speeds share the work more evenly, and more bytes
+            are sent.
         tile: the number of query rows that a kernel computes together. A task has a multiple of
-            them, except at the end of a document, and the work of at least four squares of this
-            size.
+            this number, except at the end of a document. Its work is at least that of four squares
+            of this size.
 
-    Bytes sent by rank r. In the plan of a pass, m(r, s) of its query rows and n(r, s) of its key
-    rows belong to tasks of server s; b is the bytes of an element, and e = 4 (8 for fp64). Sums are
-    over the other ranks s. A row travels to a server once.
+    Bytes sent by rank r. The plan assigns tasks with m(r, s) query rows and n(r, s) key rows of
+    rank r to the server s. A row is sent to a server only once. b is the number of bytes of an
+    element, and e = 4 (8 for fp64). Sums are over all other ranks s.
 
-    * forward: to servers, Σ m(r, s)·B·Hq·D·b and Σ n(r, s)·B·Hkv·(D + Dv)·b; as a server,
-      Σ m(s, r)·B·Hq·(Dv + 1)·e of results;
-    * backward: to servers, Σ m(r, s)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient) and the keys
-      again; as a server, Σ m(s, r)·B·Hq·D·e of dq, and Σ n(s, r)·B·Hkv·(D + Dv)·e of dk and dv,
-      summed over its tasks. With `keep="server"`, the D·b of queries and the keys do not travel.
+    * forward, to servers: Σ m(r, s)·B·Hq·D·b for queries, and Σ n(r, s)·B·Hkv·(D + Dv)·b for keys
+      and values;
+    * forward, as a server: Σ m(s, r)·B·Hq·(Dv + 1)·e for results;
+    * backward, to servers: Σ m(r, s)·B·Hq·((D + Dv)·b + 2e) for queries (with 3e in place of 2e if
+      lse has a gradient), and keys and values again. With `keep="server"`, the part D·b of queries,
+      and keys and values, are not sent again;
+    * backward, as a server: Σ m(s, r)·B·Hq·D·e for dq, and Σ n(s, r)·B·Hkv·(D + Dv)·e for dk and
+      dv, each summed over the tasks of the server.
 
-    Messages: in each stage, a server gets one message of queries (in backward, one of q and dout,
-    and one of statistics) and one of keys, and sends one back. Keys that queries of several stages
-    attend to travel separately, because their gradients return later. In backward, heads travel in
-    g groups, each with its own messages. g follows from the tokens and documents of the queries as
-    in `RingAttention`. `traffic` returns the number of messages.
+    Messages: in each stage, a server gets one message with queries and one with keys, and returns
+    one message. In backward, it gets two messages with queries: q and dout, and their statistics.
+    If queries of several stages attend to the same key, this key is sent in a separate message,
+    because its gradients return later. In backward, heads are sent in g groups, each with its own
+    messages. g is computed as in `RingAttention`, from the tokens and documents of the queries.
+    `traffic` returns the number of messages.
 
-    Memory in addition to inputs and results, in bytes, for a rank that receives m query rows and n
-    key rows, sends m' query rows, and sends its key rows n' times:
+    Memory in addition to inputs and results, in bytes. The rank receives m query rows and n key
+    rows of other ranks. It sends m' query rows, and sends its key rows n' times in total.
 
     * forward: the partial B·T·Hq·(4·Dv + 8), received rows B·(m·Hq·D + n·Hkv·(D + Dv))·b, and
       results (m + m')·B·Hq·(Dv + 1)·4;
     * backward, divided by g: dq, dk and dv in fp32 B·T·(Hq·D + Hkv·(D + Dv))·4, twice the received
-      rows B·(m·Hq·(D + Dv) + n·Hkv·(D + Dv))·b, and the gradients that leave and return
-      (m + m')·B·Hq·D·4 + (n + n')·B·Hkv·(D + Dv)·4. Received rows count twice because those of
-      the next group arrive while a group is computed. With `begin` and `finish`, backward posts
-      the messages of all groups before it computes the first group. The received rows and the rows
-      that are sent are then not divided by g.
+      rows B·(m·Hq·(D + Dv) + n·Hkv·(D + Dv))·b, and the gradients that leave and return (m +
+      m')·B·Hq·D·4 + (n + n')·B·Hkv·(D + Dv)·4.
 
-    With `keep="server"`, received rows are also kept from forward to backward.
+    In backward, received rows count twice because those of the next group arrive while a group is
+    computed. With `begin` and `finish`, backward posts the messages of all groups before it
+    computes the first one. Received rows and rows that are sent are then not divided by g. With
+    `keep="server"`, received rows are also kept from forward to backward.
 
-    Gradients of keys are added at their owner in the order of stages and servers, so the same plan
-    gives the same bits.
+    The rank that owns a key adds its gradients in the order of stages and servers. The same plan
+    therefore gives the same bits.
 
-    Bytes to and from a pool, summed over the tasks i of a call, with m(i) query rows, n(i) key rows
-    and s(i) slices:
+    Bytes to and from a pool, summed over the tasks i of a call. Task i has m(i) query rows, n(i)
+    key rows and s(i) slices.
 
-    * forward: to the server, m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b and tables of
-      48·s(i) + 4·(m(i) + n(i)); results of m(i)·B·Hq·(Dv + 1)·e return, or, if no other task has
-      any of its query rows and the call has no sinks, m(i)·B·Hq·(Dv·b + e);
-    * backward: to the server, m(i)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), and the keys
-      and tables again; gradients of m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e return.
+    * forward, to the server: m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b, and tables of 48·s(i) + 4·(m(i)
+      + n(i));
+    * forward, from the server: m(i)·B·Hq·(Dv + 1)·e. If no other task has any of these query rows
+      and the call has no sinks, it is m(i)·B·Hq·(Dv·b + e);
+    * backward, to the server: m(i)·B·Hq·((D + Dv)·b + 2e) (with 3e in place of 2e if lse has a
+      gradient), and the keys, values and tables again;
+    * backward, from the server: m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e.
 
-    `traffic` has a row per task, with the task as the step and −1, any server, as the peer.
-    `sent_bytes` counts a task once, even if it was sent several times. Memory in addition to inputs
-    and results: requests until they are answered, results that have arrived, and the partial or
-    fp32 gradients above. Results are merged, and gradients summed, in the order of the tasks, so a
-    step has the same bits with any servers of one kind. A call raises a `ServersError` if the pool
-    is closed, or if neither its servers nor this process have computed a task within its deadlines.
+    `traffic` has a row for each task, with the number of the task as the step, and −1 as the peer,
+    because any server may compute it. `sent_bytes` counts a task once, even if it was sent several
+    times. Memory in addition to inputs and results: requests until they are answered, results that
+    have arrived, and the partial or the fp32 gradients above. Results are merged, and gradients
+    added, in the order of the tasks, so that a step has the same bits with any servers of the same
+    kind. A call raises a `ServersError` if the pool is closed, or if neither its servers nor this
+    process have computed a task within the deadlines.
 
     Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
     (2025), sections 3 and 4.

@@ -1,13 +1,15 @@
-"""LASP-2: ranks exchange states of linear attention, once in forward and once in backward.
+"""LASP-2: linear attention across ranks, which exchange states once in forward and once in
+backward.
 
-To the loop `lasp2` of docs/internals/in_300_lines.md, this strategy adds decay, packed documents in
-any layout, and a backward pass.
+A *span* is consecutive tokens of a document on one rank. Its *state* is a matrix (D, Dv) per KV
+head that sums up its keys and values. The loop `lasp2` of docs/internals/in_300_lines.md shows the
+idea. This strategy adds decay, packed documents in any layout, and a backward. The code that it
+shares with ZeCO is in `seqpar/linear/states/`.
 
 Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid" (2025),
-algorithms 1 to 4. States travel while ranks compute with their own tokens
-(`seqpar.linear.states.state_strategy`). They belong to spans here, so any layout works, and a rank
-gets only the states that its spans need: for contiguous and zigzag layouts, at most one state of a
-document from every other rank.
+algorithms 1 to 4. Here each span has a state of its own, so that any layout works. A rank receives
+only the states that its spans need: on contiguous and zigzag layouts, at most one state of each
+document from each other rank. States are sent while ranks compute with their own tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from seqpar.strategies.zeco import ZeCO
 
 @dataclass(frozen=True)
 class LASP2(StateStrategy):
-    """States are sent to all ranks that need them, at once."""
+    """Sends states to all ranks that need them, in one exchange."""
 
     name = "lasp2"
     transport = "all_gather"
@@ -59,7 +61,11 @@ TRANSPORTS = (LASP2.transport, ZeCO.transport)
 
 
 class GatheredStates:
-    """The sums of states at a rank's stations, while all ranks send each other what they need."""
+    """The exchange of states in a forward or backward.
+
+    `post` sends this rank's states to the ranks that need them. `wait` returns, for each place of
+    this rank that needs one, the sum of the states before it.
+    """
 
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:
         rank, routes, shape = comm.rank, call.routes, call.shape
@@ -83,7 +89,8 @@ class GatheredStates:
 
     def wait(self) -> Tensor:
         self._pending.wait()
-        sums = self._arrive(self._arriving)  # in the order of the ranks
+        # Adds the states of all ranks in the order of the ranks.
+        sums = self._arrive(self._arriving)
         del self._arriving
         for add in self._earlier:
             sums = add(sums)
@@ -92,48 +99,55 @@ class GatheredStates:
 
 @register
 class LASP2Attention(LinearModule):
-    """Linear attention over a packed batch: ranks exchange the states of its documents.
+    """Linear attention over a packed batch, for which ranks exchange the states of documents.
 
-    out_i = scale · Σ_{j≤i} λ^{i−j} (q_i·k_j) v_j within each document, where λ = exp(log_decay) is
-    a constant for each KV head. It takes any layout, except those whose states outweigh their
-    tokens: with more than 4 spans of a document on a rank, of less than D·Dv·4 / ((D + Dv)·b)
-    tokens on average (b is the bytes of an element of q; for fp64, 8 instead of 4).
+    Within each document
 
-    Kept for backward: q, k, v, and a state for each span that does not begin its document. With
-    `initial_state` that is a state for each span; with `causal=False`, one for each document of
-    which the rank has tokens.
+        out_i = scale · Σ_{j≤i} λ^{i−j} (q_i·k_j) v_j
 
-    A state has S = B·Hkv·D·Dv·4 bytes (8 for 4 in fp64), for documents of any length.
+    where λ = exp(log_decay) is a constant for each KV head. A *span* is consecutive tokens of a
+    document on one rank. The *state* of tokens is the matrix of their sum Σ λ^{…} k_j v_jᵀ for each
+    KV head. It has S = B·Hkv·D·Dv·4 bytes (in fp64, 8 instead of 4), for any number of tokens.
 
-    `transport="all_gather"`: every rank sends every other rank the states that its tokens need, in
-    one exchange, posted before the work within spans and hidden under it. In forward, rank r sends
-    another rank S for each of that rank's spans, if r has tokens of the document between that span
-    and the rank's previous one. So it sends each later rank at most S for a contiguous document,
-    and each rank at most S for a zigzag document. Backward sends as much in the other direction.
-    With `return_state`, backward starts with the gradients of the final states, which all ranks
-    have: r also sends S to each rank that has tokens of a document if none of r's follow the last
-    of them.
+    Any layout is accepted, unless states would be larger than tokens: a layout is refused if a rank
+    has more than 4 spans of a document and these have on average fewer than D·Dv·4 / ((D + Dv)·b)
+    tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
 
-    `transport="scan"` (ZeCO's All-Scan): states pass from span to span, in `blocks` blocks. On any
-    number of ranks, a rank sends one S for each of its spans that another rank's span follows, in
-    P − 1 steps instead of one. With `causal=False` it sends two S for each of its documents, in
-    2 (P − 1) steps. With `return_state`, each rank in backward also sends S to the holder of each
-    document's last token.
+    Kept for backward are q, k, v, and a state for each span that does not begin its document. With
+    `initial_state`, a state is kept for each span. With `causal=False`, one is kept for each
+    document of which the rank has tokens.
 
-    With `return_state`, the holder of a document's last token in forward also sends S to all other
-    ranks, so that all ranks have the same bits. That is a separate exchange (step 1 in traffic and
-    traces), hidden under the last work of the pass.
+    `transport="all_gather"`: ranks send states in one exchange. It is posted before a rank computes
+    with its own tokens, and this compute hides it. In forward, rank r sends S to another rank for
+    each of that rank's spans, if r has tokens of the document that lie before this span and after
+    that rank's previous span. For a contiguous document, this is at most S to each later rank, and
+    for a zigzag document at most S to each other rank. Backward sends as many bytes in the other
+    direction.
+
+    `transport="scan"` (ZeCO's All-Scan): a state passes from span to span, and each rank adds its
+    own. The state is cut into `blocks` blocks, so that several links work at the same time. A rank
+    sends one S for each of its spans after which the document continues on another rank, for any
+    number of ranks. This takes P − 1 steps. With `causal=False`, a rank sends two S for each of its
+    documents, in 2 (P − 1) steps.
+
+    With `return_state`, the rank that holds the last token of a document also sends S to all other
+    ranks in forward, so that all ranks have the same bits. This is a separate exchange, step 1 in
+    traffic and traces, and the last compute of forward hides it. Backward then begins with the
+    gradients of the final states, which all ranks have. With "all_gather", r also sends S to each
+    rank that has tokens of a document, if none of r's tokens follow that rank's last one. With
+    "scan", each rank also sends S to the rank that holds the last token of each document.
 
     Args:
-        group: a process group or a 1-D DeviceMesh. Calls on a group have one order, the same on all
-            ranks; threads that call at the same time need a group each.
+        group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
+            same order. Threads that call at the same time need a group each.
         transport: "all_gather" or "scan".
-        blocks: the most blocks into which "scan" cuts a state. They are equal in size, so it uses
-            the largest number up to this that divides B·Hkv·D.
-        check_ranks: compare a digest of each call over the ranks first, in ⌈log₂ P⌉ messages of 64
-            bytes, so that ranks that disagree all raise the same ValueError instead of hanging.
-        routing: how messages between nodes use several NICs at the same time; None sends each
-            message directly, which "scan" needs.
+        blocks: the largest number of blocks into which "scan" cuts a state. Blocks have equal
+            sizes, so the number of blocks divides B·Hkv·D.
+        check_ranks: whether to compare a digest of each call between ranks first, in ⌈log₂ P⌉
+            messages of 64 bytes. If ranks disagree, all then raise the same ValueError instead of
+            hanging.
+        routing: how to send messages between nodes over several NICs at the same time. None sends
+            them directly; "scan" requires None.
 
     Sun et al., "LASP-2" (2025), algorithms 1 to 4; "ZeCO" (2025), section 3.
     """
@@ -176,39 +190,41 @@ class LASP2Attention(LinearModule):
         return_state: bool = False,
         **others: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute linear attention of this rank's queries over the keys of all ranks, by document.
+        """Compute linear attention of this rank's queries over the keys of all ranks, within
+        documents.
 
-        Backward computes the gradients of the sum of all ranks' losses. Under autocast q, k and v
-        are cast as in SDPA.
+        Gradients are derivatives of the sum of the losses of all ranks. Autocast casts q, k and v
+        as for SDPA.
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
-                evenly, over one mesh; so are the results.
+                bf16 or fp16. If q is a DTensor, all tensors must be, on the same mesh, with no
+                dimension sharded except heads, and these evenly. The results are then DTensors too.
             k: (T_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
             v: (T_local, Hkv, Dv) or with the batch in front.
             layout: the tokens of the packed batch that each rank holds.
-            causal: False lets each query attend to all keys of its document, without decay.
-            log_decay: (Hkv,) fp32 or fp64, at most 0, on q's device or the CPU, the same on all
-                ranks: log λ. It has no gradient. Checking it costs a synchronisation if it is on a
-                GPU, once for a tensor until it is written to.
-            scale: the factor of q·k. A tensor () that requires a gradient, or (Hq,), one scale per
-                head, multiplies q, and the product is rounded to q's dtype. Its gradient is summed
-                over this rank's queries.
-            initial_state: (documents, Hkv, D, Dv), or with the batch in front, fp32 (fp64 for
+            causal: with False, each query attends to all keys of its document, without decay.
+            log_decay: (Hkv,), log λ in fp32 or fp64, at most 0, the same on all ranks, on q's
+                device or the CPU. It has no gradient. If it is on a GPU, checking its values
+                synchronises host and device, once for a tensor until it is changed.
+            scale: the factor of q·k. A tensor () that requires a gradient, or a tensor (Hq,) with
+                one scale per head, is multiplied with q, and the product is rounded to q's dtype.
+                Its gradient is summed over this rank's queries.
+            initial_state: (documents, Hkv, D, Dv), or with the batch in front, in fp32 (fp64 for
                 fp64), on q's device, the same on all ranks: the state with which each document
-                begins. Its gradient here comes only through this rank's outputs: sum it over ranks,
-                as a parameter's.
-            return_state: also return the documents' final states, the same bits on every rank.
+                begins. Its gradient on a rank comes only from this rank's outputs. Sum it over
+                ranks, as for a parameter.
+            return_state: also return the final states of documents, with the same bits on all
+                ranks.
             others: refused; the TypeError names the argument to give instead, for names of fla.
 
         Returns:
-            out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, state), both
-            differentiable, with the state like `initial_state`.
+            out (T_local, Hq, Dv), or with the batch in front, in q's dtype. With `return_state`,
+            (out, state), where the state is like `initial_state`. Both are differentiable.
 
         Raises:
-            ValueError: the call is wrong or cannot be computed exactly. The message names the
-                argument. Nothing has been sent.
+            ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
+                and is raised before anything is sent.
         """
         if others:
             self._refuse_others(others, q, k, v)

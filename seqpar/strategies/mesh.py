@@ -1,12 +1,13 @@
-"""Mesh attention: queries travel within rows of ranks, keys and values within columns.
+"""Mesh attention: queries are sent within rows of ranks, keys and values within columns.
 
-This strategy runs the loop `token_ring` of docs/internals/in_300_lines.md within each row of a mesh
-of ranks, over the keys that the loop `ring` brings within each column.
+The ranks form a mesh with R rows and C columns. Each rank computes the queries of its row over the
+keys of its column. In docs/internals/in_300_lines.md, the loop `ring` shows what happens in a
+column, and the loop `token_ring` what happens in a row. The code is in `seqpar/softmax/queries/`.
 
-A rank receives C − 1 blocks of queries and R − 1 blocks of keys, where Ring receives P − 1 blocks
-of keys. One row is TokenRing; one column has the traffic of Ring. Unlike in the paper, only
-necessary rows travel, directly to the rank that needs them, and some local work hides the last
-results.
+A rank receives queries of C − 1 ranks and keys of R − 1 ranks, where Ring receives keys of P − 1
+ranks. A mesh with one row is TokenRing. A mesh with one column has the traffic of Ring. In the
+paper, ranks forward rows along rings. Here a rank sends rows directly and only to ranks that need
+them, and computes some of its local work at the end, to hide the last results.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from seqpar.softmax.queries.tile_strategy import TileStrategy, partial_bytes
 from seqpar.softmax.wire.message_dtypes import check_digits, check_message_dtype, encoded_width
 from seqpar.strategies.registry import register
 
-MAX_COUNT = 2**16  # of ranks, heads and dims: their products fit into 64 bits
+MAX_COUNT = 2**16  # limit for ranks, heads and dims, so that their products fit into 64 bits
 
 
 @dataclass(frozen=True)
 class Mesh(TileStrategy):
-    """Queries travel within a row of ranks, keys and values within a column."""
+    """Sends queries within a row of ranks, and keys and values within a column."""
 
     name = "mesh"
-    message_dtype: torch.dtype | None = None  # of keys and values: None (their own) or 8 bits
-    columns: int = field(default=0, metadata=NO_OPTION)  # 0: fewest bytes, for each call
+    # The dtype in which keys and values are sent: None for their own, or an 8-bit dtype.
+    message_dtype: torch.dtype | None = None
+    # 0 means, for each call, the number with which ranks send the fewest bytes.
+    columns: int = field(default=0, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,55 +67,59 @@ class Mesh(TileStrategy):
 
 @register
 class MeshAttention(Attention):
-    """Softmax attention on a 2-D mesh whose ranks compute tiles of queries and keys.
+    """Softmax attention on a 2-D mesh: queries move within rows of ranks, keys within columns.
 
     The mesh has R rows of C ranks. One layout covers all ranks in row-major order: rank r·C + c is
     at (r, c) in the mesh. A rank computes the queries of its row with the keys of its column. See
     `Attention` for the call, which all strategies share.
 
-    With zigzag under a causal mask, all tiles have the same work. A contiguous layout makes tiles
-    as uneven as the work of Ring. `mask_area` returns the work of a rank for any layout and mask.
+    With a zigzag layout and a causal mask, all ranks have the same work. With a contiguous layout,
+    work is as uneven as in Ring. `mask_area` returns the work of each rank for any layout and mask.
 
     Args:
-        mesh: a 2-D DeviceMesh. `seqpar.best_mesh` returns the shape that sends least. If it is a
-            part of a larger mesh, all ranks of the larger mesh must make the first module on it, at
-            the same point of their programs: it makes a group.
+        mesh: a 2-D DeviceMesh. `seqpar.best_mesh` returns the shape with which ranks send the
+            fewest bytes. If the mesh is a part of a larger mesh, all ranks of the larger mesh must
+            make the first module on it at the same point of their programs, because this makes a
+            process group.
         check_ranks, deterministic, routing: as in `Attention`. `deterministic="ranks"` is refused.
-        partial_dtype: the dtype of travelling partial outputs, as in `TokenRingAttention`. By
-            default it adds no error: it is the accumulator's on meshes with several rows.
-        message_dtype: the dtype of travelling keys and values, as in `RingAttention`; by default
-            their own.
-        gradient_dtype: the dtype of travelling contributions to dq, dk and dv, as in
-            `RingAttention` and `TokenRingAttention`. By default dk and dv travel in the
+        partial_dtype: the dtype in which partial outputs return, as in `TokenRingAttention`. The
+            default adds no error; on meshes with several rows, it is the accumulator's dtype.
+        message_dtype: the dtype in which keys and values are sent, as in `RingAttention`. By
+            default it is their own.
+        gradient_dtype: the dtype in which contributions to dq, dk and dv return, as in
+            `RingAttention` and `TokenRingAttention`. By default, dk and dv return in the
             accumulator's dtype, and so does dq on meshes with several rows.
 
-    A rank posts all exchanges of its column's keys first, and computes its own queries with them as
-    they arrive; these keys stay. Queries of the other ranks of the row then arrive one rank at a
-    time, while the previous results leave in the other direction of the links. Some local work at
-    the end hides the last results, and in backward the departure of dk and dv. Owners merge results
-    and add gradients in fp32 in the order of the steps.
+    A rank first posts all exchanges of keys in its column, and computes its own queries with these
+    keys as they arrive. It holds the keys until the end. Then the queries of the other ranks in its
+    row arrive, one rank after another. While a rank computes with them, the results of the rank
+    before return over the other direction of the links. Some work with own queries is left for the
+    end. It hides the last results and, in backward, the return of dk and dv. The rank that holds a
+    row merges results, or adds gradients, in fp32 in the order of the steps.
 
-    Bytes sent by rank r, with m(r, s) its query rows that attend to a key of the column of s, n(r,
-    s) its key rows that a query of the row of s attends to, b the bytes of an element, w those of a
-    partial output, d those of a contribution to dq, and e = 4 (8 for fp64). If no dtype is given, w
-    and d are e; on a mesh with one row they are as in `TokenRingAttention`. Sums are over the other
-    ranks p of its row and o of its column. `traffic` returns these numbers.
+    Bytes sent by rank r. m(r, s) is the number of its query rows that attend to some key of the
+    column of s. n(r, s) is the number of its key rows to which some query of the row of s attends.
+    b, w and d are the bytes of an element of q, of a partial output, and of a contribution to dq; e
+    = 4 (8 for fp64). If no dtype is given, w and d are e, and on a mesh with one row as in
+    `TokenRingAttention`. Sums are over the other ranks p of its row and the other ranks o of its
+    column. `traffic` returns these numbers.
 
     * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e), keys and values Σ n(r,
       o)·B·Hkv·(D + Dv)·b;
-    * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), results Σ m(p,
-      r)·B·Hq·D·d, keys and values as in forward, and their gradients Σ n(o, r)·B·Hkv·(D + Dv)·e.
+    * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (with 3e in place of 2e if lse has a
+      gradient), results Σ m(p, r)·B·Hq·D·d, keys and values as in forward, and their gradients Σ
+      n(o, r)·B·Hkv·(D + Dv)·e.
 
-    Messages: one to each rank of the column with keys and values, in backward another one with
-    their gradients; to each rank of the row, as in `TokenRingAttention`.
+    Messages: one with keys and values to each rank of the column, and in backward another one with
+    their gradients. The messages to each rank of the row are as in `TokenRingAttention`.
 
-    Memory in addition to inputs and results, for T local rows that all travel, with g groups of
-    heads and c as in `TokenRingAttention`: the same for queries and results, and
+    Memory in addition to inputs and results, if T local rows are all sent. Queries and their
+    results take the same memory as in `TokenRingAttention`, with g and c as there. In addition:
 
-    * forward: R − 1 blocks of keys, B·T·Hkv·(D + Dv)·b each, and this rank's keys, packed, while
-      they leave;
-    * backward: the same, their fp32 gradients, 2·(R − 1)·B·T·Hkv·(D + Dv)·4, half of which arrive
-      for this rank's keys, and dk and dv.
+    * forward: keys and values of R − 1 ranks, B·T·Hkv·(D + Dv)·b each, and this rank's keys and
+      values, packed, until they have been sent;
+    * backward: the same, dk and dv, and fp32 gradients of keys and values, 2·(R − 1)·B·T·Hkv·(D +
+      Dv)·4. Half of these are gradients of other ranks' keys, and half arrive for this rank's keys.
 
     Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved
     Data Locality" (2025), section 3.
@@ -151,27 +158,29 @@ def best_mesh(
     gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int]:
-    """Return the shape (rows, columns) of the mesh on which `MeshAttention` sends least.
+    """Return the shape (rows, columns) of the mesh with which `MeshAttention` sends the fewest
+    bytes.
 
-    The best shape minimises the bytes of the rank that sends most, in a call and its backward, over
-    one long document in a zigzag layout. Ties go to fewer columns. All shapes are tried. With Hkv =
-    Hq the shape is about square. With G query heads per KV head it has fewer columns, about √(P/G).
-    If the result is (P, 1), use Ring: it sends no more and holds fewer keys.
+    The function tries all shapes. It minimises the bytes of the rank that sends the most, for a
+    call and its backward over one long document in a zigzag layout. If several shapes are equal, it
+    returns the one with the fewest columns. With Hkv = Hq, the shape is about square. With G query
+    heads per KV head, it has about √(P/G) columns. If the result is (P, 1), use Ring, which then
+    sends no more bytes and holds fewer keys.
 
     Args:
         ranks: P, the number of ranks.
         q_heads, kv_heads: Hq and Hkv.
         head_dim: D, the head dim of q and k.
-        value_dim: Dv, the head dim of v; by default D.
+        value_dim: Dv, the head dim of v. The default is D.
         causal: True for a causal mask, False for a full mask.
         dtype: the dtype of q, k and v.
         partial_dtype, message_dtype, gradient_dtype: as in `MeshAttention`. If partial_dtype or
-            gradient_dtype is None, results are counted in the accumulator's dtype, even for one
-            row.
+            gradient_dtype is None, results are counted in the accumulator's dtype, even on a mesh
+            with one row.
         backward: whether to count backward in addition to forward.
 
     Raises:
-        ValueError: an argument is wrong; the message names it. Nothing is sent.
+        ValueError: if an argument is wrong; the message names it. Nothing is sent.
     """
     ranks = as_int("ranks", ranks, 1, MAX_COUNT)
     q_heads = as_int("q_heads", q_heads, 1, MAX_COUNT)
@@ -182,7 +191,8 @@ def best_mesh(
     value_dim = dim if value_dim is None else as_int("value_dim", value_dim, 1, MAX_COUNT)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
-    Mesh(partial_dtype, message_dtype, gradient_dtype=gradient_dtype)  # checks the dtypes
+    # Raises an error for wrong dtypes.
+    Mesh(partial_dtype, message_dtype, gradient_dtype=gradient_dtype)
     backward, causal = as_bool("backward", backward), as_bool("causal", causal)
     shape = OperandShape(dtype, 1, q_heads, kv_heads, dim, value_dim)
     sizes = row_bytes(shape, partial_dtype, message_dtype, gradient_dtype, backward)
@@ -196,7 +206,9 @@ def row_bytes(
     gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of a row of queries, of results, of keys, and of gradients of keys."""
+    """Return four numbers of bytes per row: of queries, of results, of keys, and of gradients of
+    keys.
+    """
     heads, dims = shape.heads, (shape.dim, shape.value_dim)
     b, e = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
     query, result = heads * shape.dim * b, heads * (partial_bytes(shape, partial_dtype) + e)
@@ -216,12 +228,13 @@ def _best(ranks: int, sizes: tuple[int, int, int, int], causal: bool) -> tuple[i
 
 
 def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal: bool) -> Ints:
-    """Return the rows times bytes that each rank sends for one document in a zigzag layout.
+    """Return the bytes that each rank sends for one document in a zigzag layout, per row of a
+    chunk.
 
-    Each rank has two chunks of the document, and the unit is a chunk. Under a causal mask, queries
-    of other ranks always attend to the first chunk of a rank's keys, and to the second if they come
-    from a rank before it. The second chunk of its queries always attends to a column's keys; the
-    first does so if some rank of the column comes before it.
+    Each rank holds two chunks of the document. Under a causal mask, queries of other ranks always
+    attend to the first chunk of a rank's keys. They attend to the second chunk if they come from a
+    rank before it. The second chunk of a rank's queries always attends to keys of every column. The
+    first chunk does so if some rank of the column comes before the rank.
     """
     (rows, columns), (query, result, key, gradient) = shape, sizes
     ranks = np.arange(rows * columns)
@@ -229,7 +242,7 @@ def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal:
     if not causal:
         each = 2 * (columns - 1) * (query + result) + 2 * (rows - 1) * (key + gradient)
         return np.full(ranks.size, each)
-    # The first rank of a column is its number, and the first rank of row x is columns · x.
+    # The first rank of column x is x, and the first rank of row x is columns · x.
     sent_queries = columns - 1 + np.minimum(ranks, columns) - (column < ranks)
     received_queries = columns - 1 + np.where(row > 0, columns - 1, columns - 1 - column)
     sent_keys = rows - 1 + -(-ranks // columns) - (row * columns < ranks)

@@ -1,7 +1,9 @@
-"""Recurrent attention: ranks exchange the maps of spans and compose them along each document.
+"""Recurrent attention, such as Gated DeltaNet or Mamba-2, across ranks.
 
-To the loop `lasp2` of docs/internals/in_300_lines.md, this strategy adds that a span is summarised
-by a map from the state that enters the span to the state that leaves it.
+A *span* is consecutive tokens of a document on one rank. The tokens of a span turn the state that
+enters the span into the state that leaves it. This function is the span's *map*. Ranks exchange
+maps, and compose them along each document. The loop `lasp2` of docs/internals/in_300_lines.md shows
+the idea for states. The code is in `seqpar/linear/maps/`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ TRANSPORTS = (AllGather.transport, Scan.transport, Tree.transport)
 
 @register
 class RecurrentAttention(LinearModule):
-    """Recurrent attention over a packed batch: ranks exchange the maps of spans.
+    """Recurrent attention over a packed batch, for which ranks exchange the maps of spans.
 
     Within each document, with a state S (K, V) for each of H = max(Hk, Hv) heads,
 
@@ -42,7 +44,7 @@ class RecurrentAttention(LinearModule):
         Sₜ = S̄ₜ + kₜ vₜᵀ, or by the delta rule S̄ₜ + βₜ kₜ (vₜ − S̄ₜᵀ kₜ)ᵀ
         outₜ = scale · Sₜᵀ qₜ
 
-    where g is `log_decay`. The kind decides the shapes of g and β:
+    where g is `log_decay` and β is `beta`. The kind decides their shapes:
 
     | kind | `log_decay` | `beta` | as in |
     |---|---|---|---|
@@ -54,51 +56,53 @@ class RecurrentAttention(LinearModule):
     | "gated_delta" | (T_local, H) | (T_local, H) | Gated DeltaNet: Qwen3-Next, Qwen3.5 |
     | "kda" | (T_local, H, K) | (T_local, H) | Kimi Linear |
 
-    It takes any layout, except those whose maps outweigh their tokens: with more than 4 spans of a
-    document on a rank, of less than e·4 / ((K + V)·b) tokens on average (b is the bytes of an
-    element of q; for fp64, 8 instead of 4). e is the number of elements of a head's map: K·V, plus
-    1 for a decay per head, K for a decay per key channel, or K² for the delta rule.
+    A *span* is consecutive tokens of a document on one rank. The *map* (A, N) of a span turns the
+    state S that enters the span into A S + N. A state has S = B·H·K·V·4 bytes (in fp64, 8 instead
+    of 4), and a map has M = S + B·H·a·4 bytes, for any number of tokens. a is K for a decay
+    per key channel, K² for the delta rule, and 1 for the other kinds.
 
-    Kept for backward: the inputs, and a state for each span that does not begin its document (with
-    `initial_state` for each span).
+    Any layout is accepted, unless maps would be larger than tokens: a layout is refused if a rank
+    has more than 4 spans of a document and these have on average fewer than (K·V + a)·4 / ((K +
+    V)·b) tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
 
-    A span's map (A, N) turns the state S that enters the span into A S + N. With numbers of 4 bytes
-    (8 for fp64) a state has S = B·H·K·V·4 bytes and a map M = S + B·H·a·4, for documents of any
-    length; a is 1 for a decay per head, K for a decay per key channel, and K² for the delta rule.
-    Backward sends as much as forward, in the other direction.
+    Kept for backward are the inputs, and a state for each span that does not begin its document.
+    With `initial_state`, a state is kept for each span. Backward sends as many bytes as forward, in
+    the other direction.
 
-    `transport="all_gather"`: in one exchange, posted before the work within spans and hidden under
-    it, a rank sends every other rank the map of each of its spans before that rank's last one of
-    the document: M, or S for a document's first span (in backward the last). So for a contiguous
-    document it sends each later rank M. Each rank receives P maps and folds them one after another.
-    That is the least work on few ranks, but on 256 ranks P·M are gigabytes.
+    `transport="all_gather"`: ranks send maps in one exchange. It is posted before a rank computes
+    with its own tokens, and this compute hides it. For each of its spans that comes before another
+    rank's last span of the document, a rank sends M to that rank. It is S if the span is the first
+    of its document (in backward, the last). For a contiguous document, a rank thus sends M to each
+    later rank. Each rank receives P maps and applies them one after another. This is the least work
+    on few ranks, but on 256 ranks P·M are gigabytes.
 
-    `transport="scan"`: states pass from span to span, in `blocks` blocks. On any number of ranks, a
-    rank sends one S for each of its spans that another rank's span follows, in P − 1 steps instead
-    of one. These are the fewest bytes: use it for slow links and few ranks.
+    `transport="scan"`: states pass from span to span, cut into `blocks` blocks. A rank sends one S
+    for each of its spans after which the document continues on another rank, for any number of
+    ranks. This takes P − 1 steps. It sends the fewest bytes: use it with slow links and few ranks.
 
-    `transport="tree"`: recursive doubling. In step d of ⌈log₂ n⌉, for n spans of a document, the
-    holder of span i sends M to the holder of span i + 2ᵈ, or S if i < 2ᵈ. For each of its spans a
-    rank makes two compositions per step and holds about seven maps at most, on any number of ranks:
-    use it for many ranks.
+    `transport="tree"`: maps are composed by recursive doubling. If a document has n spans, there
+    are ⌈log₂ n⌉ steps. In step d, the rank with span i sends M to the rank with span i + 2ᵈ, or S
+    if i < 2ᵈ. In each step, a rank composes two maps for each of its spans. It holds at most about
+    seven maps per span, for any number of ranks: use it with many ranks.
 
     The kinds "linear" and "constant_decay" send maps only with "tree". With "all_gather" and "scan"
-    they use the exchanges of `LASP2Attention`, and the rules of its `log_decay` hold.
+    they send the messages of `LASP2Attention`, and its rules for `log_decay` hold.
 
-    With `return_state`, the holder of a document's last token in forward also sends S to all other
-    ranks, in a separate exchange (step 1 in traffic and traces) hidden under the last work of the
-    pass. Backward begins with the reverse: each rank sends its gradient of a final state, S, to
-    that holder, hidden under the first work of the pass.
+    With `return_state`, the rank that holds the last token of a document also sends S to all other
+    ranks in forward. This is a separate exchange, step 1 in traffic and traces, and the last
+    compute of forward hides it. Backward begins with the reverse: each rank sends its gradient of a
+    final state, S, to the rank that holds the document's last token, and the first compute of
+    backward hides it.
 
     Args:
-        group: a process group or a 1-D DeviceMesh. Calls on a group have one order, the same on all
-            ranks; threads that call at the same time need a group each.
+        group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
+            same order. Threads that call at the same time need a group each.
         kind: "linear", "constant_decay", "scalar_decay", "vector_decay", "delta", "gated_delta" or
             "kda".
         transport: "all_gather", "scan" or "tree".
-        check_ranks, routing: as in `LASP2Attention`; "scan" and "tree" need routing None.
-        blocks: the most blocks into which "scan" cuts a state. A block is some whole heads, or some
-            whole columns of a head, and all are equal in size.
+        check_ranks, routing: as in `LASP2Attention`; "scan" and "tree" require routing None.
+        blocks: the largest number of blocks into which "scan" cuts a state. Blocks have equal
+            sizes. A block has some whole heads, or some whole columns of one head.
 
     Sun et al., "LASP-2" (2025), algorithm 2; "ZeCO" (2025), section 3; Hillis and Steele, "Data
     parallel algorithms" (1986); Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
@@ -149,27 +153,29 @@ class RecurrentAttention(LinearModule):
         """Compute recurrent attention of this rank's queries over the tokens of all ranks.
 
         `layout`, `scale`, `return_state`, DTensors, gradients and errors are as in
-        `LASP2Attention.forward`. Keys are used unchanged: models whose keys have length 1 normalise
-        them first.
+        `LASP2Attention.forward`. Keys are used as they are: if a model needs keys of length 1,
+        normalise them before the call.
 
         Args:
             q: (T_local, Hq, K) or (B, T_local, Hq, K), in the layout's local order; fp64, fp32,
                 bf16 or fp16.
             k: (T_local, Hk, K) or with the batch in front.
             v: (T_local, Hv, V) or with the batch in front. One of Hk and Hv must be a multiple of
-                the other. H is the larger, and Hq divides H or is a multiple of it. Where there are
-                fewer heads of one than of another, each serves the same number of consecutive ones.
-            log_decay: at most 0, shaped as in the table, with the batch in front where q has one
-                and the decay has tokens. Any float dtype: use fp32 where decays are close to 1.
-                Values are not checked. A constant decay must be the same on all ranks, and has no
-                gradient.
-            beta: shaped as in the table, with the batch in front where q has one.
-            initial_state: (documents, H, K, V), as in `LASP2Attention.forward`. With maps, a rank
-                has the gradient of the documents whose first token it holds.
+                the other, and H is the larger one. Hq must divide H or be a multiple of H. If one
+                tensor has fewer heads than another, each of its heads is used with the same number
+                of consecutive heads of the other.
+            log_decay: at most 0, with the shape in the table. If q has a batch dimension and the
+                decay has tokens, the decay has the batch dimension too. Any float dtype is
+                accepted; use fp32 for decays close to 1. Values are not checked. A constant decay
+                must be the same on all ranks, and has no gradient.
+            beta: with the shape in the table, and with the batch in front if q has it.
+            initial_state: (documents, H, K, V), as in `LASP2Attention.forward`. If maps are sent, a
+                rank gets the gradient for those documents whose first token it holds.
 
         Returns:
-            out (T_local, max(Hq, H), V), or with the batch in front, in q's dtype; or (out, state),
-            both differentiable, with the state like `initial_state`.
+            out (T_local, max(Hq, H), V), or with the batch in front, in q's dtype. With
+            `return_state`, (out, state), where the state is like `initial_state`. Both are
+            differentiable.
         """
         if others:
             self._refuse_others(others, q, k, v)
@@ -196,11 +202,11 @@ class RecurrentAttention(LinearModule):
         beta: Tensor | None = None,
         scale: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Continue each of N documents by one or t tokens; return out and the next state.
+        """Continue each of N documents by one or several tokens. Return out and the next state.
 
-        It is plain PyTorch and sends nothing. q, k and v are (N, heads, dim) or (N, t, heads, dim),
-        and so are the gates. The state (N, H, K, V) is from a call or an earlier step.
-        `seqpar.linear.decode.decode_step` lists the errors.
+        This is plain PyTorch and sends nothing. q, k and v are (N, heads, dim), or (N, t, heads,
+        dim) for t tokens, and so are the gates. The state (N, H, K, V) comes from a call with
+        `return_state` or from an earlier step. `seqpar.linear.decode.decode_step` lists the errors.
         """
         return decode_step(self.kind.name, Inputs(q, k, v, log_decay, beta), state, scale)
 
@@ -220,9 +226,11 @@ class RecurrentAttention(LinearModule):
 def _with_equal_heads(
     q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
-    """Return q, k, v and scale, with heads repeated so that each has at least one per state."""
+    """Return q, k, v and scale, with heads repeated so that each has at least as many as there are
+    states.
+    """
     if not all(isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] for x in (q, k, v)):
-        return q, k, v, scale  # which is refused
+        return q, k, v, scale  # the call will refuse them
     states = max(k.shape[-2], v.shape[-2])
 
     def repeated(x: Tensor, dim: int = -2) -> Tensor:

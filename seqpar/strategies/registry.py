@@ -1,4 +1,4 @@
-"""The registry of strategies, which `make_attention`, tests, examples and docs read."""
+"""The list of all strategies, which `make_attention`, tests, examples and the documentation use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearModule]] = {}
-# Modules that choose a strategy. `seqpar.auto.module` adds itself: this file cannot import it.
+# Modules that choose a strategy themselves. `seqpar.auto.module` adds itself here, because this
+# file cannot import it.
 CHOOSERS: dict[str, type[Attention]] = {}
 
 M = TypeVar("M", type[Attention], type[LinearModule])
@@ -34,30 +35,31 @@ def make_attention(
     deterministic: Deterministic = True,
     **options: object,
 ) -> Attention:
-    """Make a softmax attention module from its strategy's name.
+    """Make a softmax attention module from the name of its strategy.
 
     For linear or recurrent attention, make a `LASP2Attention` or a `RecurrentAttention` instead.
 
     Args:
         name: "ring", "ulysses", "all_gather", "token_ring", "disaggregated", "auto", or, on a 2-D
-            mesh, "mesh" or "usp". "auto" makes an `AutoAttention`, which needs the extra
-            `plan`. On a new machine it measures for about 15 s; in calls it may measure candidates.
+            mesh, "mesh" or "usp". "auto" makes an `AutoAttention`, which needs the extra `plan`. On
+            a new machine it measures for about 15 s, and during calls it may measure candidates.
         group: a process group or a DeviceMesh. "disaggregated" also takes a `ServerPool`.
         check_ranks, deterministic: as in `Attention`.
-        options: the strategy's options, such as `partial_dtype` of "token_ring". The docstring of
-            the strategy's module lists them.
+        options: the options of the strategy, such as `partial_dtype` for "token_ring". The
+            docstring of the strategy's module lists them.
 
     Raises:
-        ValueError: the name is unknown, or an option has a wrong value.
-        TypeError: the strategy does not have an option; the message lists its options.
+        ValueError: if the name is unknown, or an option has a wrong value.
+        TypeError: if the strategy does not have an option; the message lists its options.
     """
     known = attention_modules()
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"name must be one of {sorted(known)}, got {shown(name)}")
-    module: Any = known[name]  # DisaggregatedAttention also takes a pool
+    # Not `type[Attention]`, because DisaggregatedAttention also takes a pool.
+    module: Any = known[name]
     return module(group, check_ranks=check_ranks, deterministic=deterministic, **options)
 
 
 def attention_modules() -> dict[str, type[Attention]]:
-    """Return the modules of `make_attention` by name: strategies, and modules that choose one."""
+    """Return all modules that `make_attention` can make, by name."""
     return SOFTMAX | CHOOSERS

@@ -1,10 +1,9 @@
-"""Ring attention: queries stay, keys and values travel in steps.
+"""Ring attention: queries stay, and keys and values are sent in steps.
 
-To the loop `ring` of docs/internals/in_300_lines.md, this strategy adds that the messages of one
-step travel while the step before is computed.
-
-At step s, a rank computes with the keys of the rank s places before it while the keys of step s + 1
-arrive. Unlike in the paper, owners send rows directly and only to ranks that need them.
+In step s, a rank computes with the keys of the rank s places before it, while the keys of step s +
+1 arrive. The loop `ring` of docs/internals/in_300_lines.md shows the idea, without this overlap. In
+the paper, each rank passes keys on to the next rank. Here the rank that holds the keys sends them
+directly, and only to ranks that need them. The code is in `seqpar/softmax/keys/`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class Ring(KeyStrategy):
-    """In each step, the keys and values of one rank travel."""
+    """Sends, in each step, the keys and values of one rank to one other rank."""
 
     name = "ring"
 
@@ -32,46 +31,52 @@ class Ring(KeyStrategy):
 
 @register
 class RingAttention(Attention):
-    """Softmax attention whose keys and values travel in P − 1 steps.
+    """Softmax attention in which queries stay, and keys and values are sent in P − 1 steps.
 
     The messages of a step are posted before the compute that hides them. In backward, the compute
-    with the rank's own keys is cut into two halves: the first hides the arrival of the first keys,
-    and the second hides the return of the last gradients. Each rank returns its contributions to
-    dk and dv directly to the owner of the rows, which adds them in fp32 in the order of the steps.
-    See `Attention` for the call, which all strategies share.
+    with a rank's own keys is cut into two halves. The first half hides the arrival of the first
+    keys, and the second half hides the return of the last gradients. Each rank returns its
+    contributions to dk and dv directly to the rank that holds the keys. That rank adds them in fp32
+    in the order of the steps. See `Attention` for the call, which all strategies share.
 
-    Bytes sent by rank r, with n(p, r) the rows of r that queries of p attend to, S = B·Hkv·(D +
-    Dv), b the bytes of an element, w those of a contribution, and sums over the other ranks p.
-    `traffic` returns these numbers.
+    Options:
+
+    * `message_dtype`: with `torch.int8` or `torch.float8_e4m3fn`, keys and values are sent in 8
+      bits, with B·Hkv·(D + Dv + 8) bytes per row. The error of results is about 0.3% with int8 and
+      1.5% with e4m3, which is better for rows with outliers (docs/internals/numerics.md). None, the
+      default, sends them in their own dtype.
+    * `gradient_dtype`: with `torch.bfloat16`, all contributions to dk and dv are sent in 2 bytes
+      per element. The error of an element is then at most 1/256 of the sum of the absolute values
+      of other ranks' contributions.
+    * `deterministic="ranks"`: queries are computed in tiles. If a tile belongs to several ranks,
+      its rows are sent to one of them. Gradients of keys are added level by level along a tree.
+
+    Bytes sent by rank r. n(p, r) is the number of key rows of r to which queries of p attend, S =
+    B·Hkv·(D + Dv), b is the number of bytes of an element of k, and w that of a contribution. Sums
+    are over the other ranks p. `traffic` returns these numbers.
 
     * forward: Σ n(p, r)·S·b;
     * backward: the same again, and Σ n(r, p)·S·w.
 
-    w is b if one call of FlashAttention returned the contribution to the keys of one rank, and
-    otherwise 4 (8 for fp64). On contiguous and zigzag layouts without a window, one call returns
-    each contribution. The bits of results do not depend on w.
+    If one call of FlashAttention computed the contribution to the keys of a rank, w is b. Otherwise
+    w is 4 (8 for fp64). On contiguous and zigzag layouts without a window, one call computes each
+    contribution. The bits of results do not depend on w.
 
-    Messages: one per peer and group of heads with keys and values, and in backward another one with
-    their gradients. Ranks with many rows compute their heads in g groups, one after another. With
-    one document there is one group per 4,096 of the B·T key rows of the longest rank. Short
-    documents and windows have less work for these rows, so the number of rows is multiplied by L/N.
-    N is the number of tokens, and L is the length of a token's document, on average over all
-    tokens. A window limits the length of a document to twice the window's width. There is at least
-    one group per 16,384 rows, and there are at most Hkv groups.
+    Messages: for each group of heads, one message with keys and values to each other rank, and in
+    backward another one with their gradients. A rank with many rows computes its heads in g groups,
+    one after another:
 
-    With `message_dtype=torch.int8` or `torch.float8_e4m3fn`, keys and values travel in 8 bits,
-    B·Hkv·(D + Dv + 8) bytes per row. The error of results is about 0.3% with int8 and 1.5% with
-    e4m3, which is better for rows with outliers (docs/internals/numerics.md). With
-    `deterministic="ranks"`, rows of tiles that ranks share also travel, and gradients of keys are
-    added level by level along a tree.
+        g = max(rows · L / N / 4,096, rows / 16,384)
 
-    With `gradient_dtype=torch.bfloat16`, all contributions travel in 2 bytes. The error of an
-    element is then at most 1/256 of the sum of the absolute values of other ranks' contributions.
+    rows is B·T for the rank with the most key rows T. N is the number of tokens, and L is the
+    length of a token's document, on average over all tokens. With a window, the length of a
+    document counts as at most twice the width of the window. g is at least 1 and at most Hkv.
 
-    Memory of a group of heads: two blocks of a peer's keys and values, and this rank's keys and
-    values packed. Forward adds the partial of the group. Backward adds the group's fp32 gradients
-    of this rank's tokens, and three blocks of gradients: computed, leaving and arriving. Messages
-    count until they have been waited for. The results of all heads are held in addition.
+    Memory for a group of heads: the keys and values of two other ranks, and this rank's keys and
+    values, packed. Forward adds the partial of the group. Backward adds the group's fp32 gradients
+    of this rank's tokens, and gradients of the keys of three ranks: those that are computed, those
+    that leave and those that arrive. Memory for messages is held until they have been waited for.
+    The results of all heads are held in addition.
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
     (2023), section 3.

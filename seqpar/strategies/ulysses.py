@@ -1,12 +1,12 @@
-"""Ulysses attention: an all-to-all exchanges tokens for heads.
+"""Ulysses attention: ranks exchange tokens for heads, compute some heads each, and exchange back.
 
-To the loop `ulysses` of docs/internals/in_300_lines.md, this strategy adds any number of heads, and
-groups of heads, of which one is exchanged while another is computed.
+The loop `ulysses` of docs/internals/in_300_lines.md shows the idea. This strategy adds any number
+of heads, and computes heads in groups: the messages of one group hide under the compute of another.
+Query heads are divided over ranks as evenly as possible, at most ⌈Hq/P⌉ per rank. A KV head is sent
+to every rank that has one of its query heads.
 
-Query heads are divided over ranks as evenly as possible, at most ⌈Hq/P⌉ per rank. A KV head goes to
-every rank that has one of its query heads. The exchanges of one group of heads hide under the
-compute of another. On a mesh (`usp.py`), heads are exchanged within rows of `inner` ranks, and
-`outer` computes attention with them between the rows.
+USP (`usp.py`) uses the same code on a mesh: heads are exchanged within rows of `inner` ranks, and
+the strategy `outer` computes attention with them between rows.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ from seqpar.strategies.ring import Ring
 
 @dataclass(frozen=True)
 class Ulysses(Strategy):
-    """Tokens are exchanged for heads."""
+    """Exchanges tokens for heads."""
 
     name = "ulysses"
-    head_groups: int = 2  # groups of a rank's heads, at most one per head
-    # Forward keeps q, k, v and out of this rank's "heads" or "tokens". With "heads", these are
-    # extra results of the forward operator and replace the local q, k, v and out, so that backward
-    # does not send q, k and v again. delta could replace out, but kernels that require out would
-    # then get a multiple of dout, and making that in fp32 takes more memory than out. With
-    # "tokens", delta is sent, because out would be as large as dout.
+    head_groups: int = 2  # the number of groups of a rank's heads, at most one per head
+    # What forward keeps for backward: q, k, v and out of this rank's "heads" or of its "tokens".
+    # With "heads", they are additional results of the forward operator and replace the local q, k,
+    # v and out, so that backward does not send q, k and v again. delta could replace out in
+    # backward. But some kernels require out, and making a substitute from dout and delta in fp32
+    # takes more memory than keeping out. With "tokens", delta is sent, because out would be as
+    # large as dout.
     keep: str = "heads"
-    # USP sets these two: the number of ranks that exchange heads (0: all), and the strategy between
-    # rows.
+    # USP sets these two: the number of ranks that exchange heads (0 means all), and the strategy
+    # between rows.
     inner: int = field(default=0, metadata=NO_OPTION)
     outer: Strategy = field(default_factory=Ring, metadata=NO_OPTION)
 
@@ -78,9 +79,9 @@ class Ulysses(Strategy):
     def heads(self, ranks: int, q_heads: int, kv_heads: int) -> HeadGroups:
         """Return the heads of each rank of a row, in groups.
 
-        With several rows, groups do not divide the query heads of a KV head, which would then
-        travel once per group. With `deterministic="ranks"`, ranks do not divide them either: the
-        gradient of a KV head is a sum over its query heads in one fixed order.
+        If the mesh has several rows, groups do not divide the query heads of a KV head, which would
+        then be sent once per group. With `deterministic="ranks"`, ranks do not divide them either,
+        because the gradient of a KV head must be summed over its query heads in one fixed order.
         """
         inner, whole = self.merged_size(ranks), self.rank_invariant
         divided = inner, q_heads, kv_heads, self.head_groups
@@ -88,8 +89,8 @@ class Ulysses(Strategy):
 
     def plan(self, call: ResolvedCall, rank: int, direction: str) -> HeadPlan:
         operands, kept = ["q", "k", "v"], list[str]()
-        # The tokens' owner needs lse for backward if it keeps tokens, and to add sinks to the
-        # denominator.
+        # The rank that holds a token needs its lse in two cases: if it keeps tokens for backward,
+        # and to add sinks to the denominator.
         lse = call.return_lse or call.has_sinks or self.keep == "tokens"
         arriving, leaving = operands, ["out", "lse"] if lse else ["out"]
         if direction == "backward":
@@ -106,7 +107,9 @@ class Ulysses(Strategy):
     def _exchange(
         self, comm: Comm, call: ResolvedCall, direction: str, make_results: Callable[[], Tensors]
     ) -> tuple[HeadPlan, HeadExchange]:
-        """Return the plan of a pass, which is made once per layout, and its exchange of heads."""
+        """Return the plan of a forward or backward, made once per layout, and its exchange of
+        heads.
+        """
         key = ("heads", self, direction, call.return_lse, call.has_sinks)
         plan = call.once(key, lambda: self.plan(call, comm.rank, direction))
         label = f"{self.name} {direction}"
@@ -177,7 +180,7 @@ class Ulysses(Strategy):
         plan, exchange = self._exchange(comm, call, "backward", make_results)
         arrivals, remaining = exchange.arrivals(local), iter(residuals)
         kv: list[Tensor] = []
-        sums: Tensors = {}  # dk and dv of KV heads that the next group shares
+        sums: Tensors = {}  # dk and dv of KV heads that this group shares with the next one
         for group in plan.groups:
             heads = in_heads(group.arriving, next(arrivals))
             own_call = group.call.with_heads_of(call, group.own.q)
@@ -202,8 +205,8 @@ class Ulysses(Strategy):
             sums = {}
             if group.own.last:
                 kv = []
-            else:  # no head of dk and dv leaves with this group
-                exact = accumulator_dtype(dout.dtype)  # a kernel's results may have their own dtype
+            else:  # The next group has the same KV heads, so dk and dv are not complete yet.
+                exact = accumulator_dtype(dout.dtype)  # kernels may return results in another dtype
                 sums = {name: gradients[name].to(exact) for name in ("dk", "dv")}
             exchange.send_back(gradients)
         results = exchange.results()
@@ -258,42 +261,45 @@ class Ulysses(Strategy):
 
 @register
 class UlyssesAttention(Attention):
-    """Softmax attention that exchanges tokens for heads.
+    """Softmax attention in which ranks exchange tokens for heads.
 
-    An all-to-all of q, k and v comes before the attention, and another of its output comes after
-    it. See `Attention` for the call, which all strategies share.
-
-    A rank computes at most ⌈Hq/P⌉ query heads over the whole pack, in any layout. The numbers of
-    heads need not be multiples of the ranks: a KV head is sent to each rank that needs it.
+    Before the attention, an all-to-all exchanges q, k and v: each rank then has some heads of all
+    tokens. After it, another all-to-all returns the output. A rank computes at most ⌈Hq/P⌉ query
+    heads, in any layout. The numbers of heads need not be multiples of the number of ranks: a KV
+    head is sent to each rank that needs it. See `Attention` for the call, which all strategies
+    share.
 
     Args:
         head_groups: the number of groups in which a rank computes its heads, 2 by default. The
-            exchanges of one group hide under the compute of another.
-        keep: "heads" (default) or "tokens", the tensors that forward keeps for backward; see
+            messages of one group hide under the compute of another.
+        keep: which tensors forward keeps for backward, "heads" (the default) or "tokens"; see
             Memory.
 
-    Bytes sent by rank r, which has Tr query tokens and Kr key tokens, with hq(p) and hkv(p) the
-    numbers of heads of rank p, b the bytes of an element, e = 4 (8 for fp64), and sums over the
-    other ranks p. `traffic` returns these numbers.
+    Bytes sent by rank r, which has Tr query tokens and Kr key tokens. hq(p) and hkv(p) are the
+    numbers of query heads and KV heads of rank p, b is the number of bytes of an element, and e = 4
+    (8 for fp64). Sums are over the other ranks p. `traffic` returns these numbers.
 
-    * forward: Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, then Σ Tp·hq(r)·Dv·B·b; with `return_lse`,
-      sinks or `keep="tokens"`, e more per token and head;
-    * backward: Σ Tr·hq(p)·Dv·B·b (e more per token and head if lse has a gradient), then Σ
-      [Tp·hq(r)·D·b + Kp·hkv(r)·(D + Dv)·c]·B. Here c is b, or e if a KV head is on several ranks;
-      the token's owner then adds their contributions in rank order. `keep="tokens"` sends q, k and
-      v again, Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, and lse and delta = out·dout − dlse instead
-      of out, Σ Tr·hq(p)·2e·B.
+    * forward: Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b for q, k and v, then Σ Tp·hq(r)·Dv·B·b for
+      out. With `return_lse`, sinks or `keep="tokens"`, lse adds e per token and head to out;
+    * backward: Σ Tr·hq(p)·Dv·B·b for dout, then Σ [Tp·hq(r)·D·b + Kp·hkv(r)·(D + Dv)·c]·B for dq,
+      dk and dv. If lse has a gradient, it adds e per token and head to dout. c is b, or e if
+      several ranks compute with a KV head; the rank that holds the token then adds their
+      contributions in rank order;
+    * backward with `keep="tokens"` in addition: q, k and v again, Σ [Tr·hq(p)·D + Kr·hkv(p)·(D +
+      Dv)]·B·b, and lse and delta = out·dout − dlse, Σ Tr·hq(p)·2e·B.
 
-    Messages: for each group of heads, one per peer for all tensors of the same tokens and dtype: q,
-    k and v; out; dout; dq, dk and dv.
+    Messages: for each group of heads, a rank sends one message to each other rank for all tensors
+    with the same tokens and dtype. In forward these are q, k and v, then out. In backward these are
+    dout, then dq, dk and dv.
 
     Memory: with `keep="heads"`, forward keeps q, k, v, out and lse of all T tokens for this rank's
-    heads, [T·hq·(D + Dv) + T·hkv·(D + Dv)]·B·b + T·hq·B·e bytes, instead of the local tensors. With
-    `keep="tokens"`, it keeps the local q, k, v, out and lse like other strategies, and backward
-    exchanges heads again. A pass then holds at most two groups at a time, the one it computes and
-    the next one, which arrives, and the messages of the next and the previous group. Its compute
-    holds 1/head_groups of the memory of all heads: 87.5% less for 64 heads on 8 ranks in 8 groups.
-    (k and v of a KV head stay for all groups that have its query heads.)
+    heads, instead of the local tensors. They have [T·hq·(D + Dv) + T·hkv·(D + Dv)]·B·b + T·hq·B·e
+    bytes. With `keep="tokens"`, it keeps the local q, k, v, out and lse like other strategies, and
+    backward exchanges heads again. A forward or backward then holds at most two groups at a time:
+    the group that it computes and the next one, which arrives. It also holds the messages of the
+    group before and of the next group. With 64 heads on 8 ranks in 8 groups, compute then takes 1/8
+    of the memory that it takes for all heads together. k and v of a KV head are held as long as
+    groups have its query heads.
 
     Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
     Sequence Transformer Models" (2023), section 3. Ghadia et al., "Untied Ulysses: Memory-Efficient

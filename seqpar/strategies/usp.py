@@ -1,9 +1,8 @@
-"""USP: ranks of a row of a mesh exchange heads, and another strategy runs between rows.
+"""USP: ranks of a row of a mesh exchange heads, and another strategy sends messages between rows.
 
-To the loop `ulysses` of docs/internals/in_300_lines.md, this strategy adds that a second strategy,
-such as Ring, computes the attention of the exchanged heads between the rows.
-
-The code is in `ulysses.py`: Ulysses is a mesh with one row.
+The loop `ulysses` of docs/internals/in_300_lines.md shows the exchange of heads. Here a second
+strategy, such as Ring, computes the attention of these heads between the rows. The code is in
+`ulysses.py`, because Ulysses is a mesh with one row.
 """
 
 from __future__ import annotations
@@ -22,38 +21,38 @@ from seqpar.strategies.ulysses import Ulysses
 
 @dataclass(frozen=True)
 class USP(Ulysses):
-    """Ranks of a row exchange heads; between rows, the outer strategy moves what it moves."""
+    """Exchanges heads within rows of ranks, and computes with the outer strategy between rows."""
 
     name = "usp"
 
 
 @register
 class USPAttention(Attention):
-    """Softmax attention on a 2-D mesh: heads within rows, another strategy between rows.
+    """Softmax attention on a 2-D mesh: heads move within rows, and `outer` runs between rows.
 
-    The mesh has O rows of I ranks. Ranks of a row (mesh dimension 1, the ranks of one node)
-    exchange heads. `outer` runs between the rows (dimension 0). One layout covers all ranks in
-    row-major order: rank o·I + i is at (o, i) in the mesh. The numbers of query heads and KV heads
-    need not be multiples of I: the rules of `UlyssesAttention` for a group apply to a row. See
-    `Attention` for the call, which all strategies share.
+    The mesh has O rows of I ranks. Ranks of a row (mesh dimension 1), usually the ranks of one
+    node, exchange heads as in `UlyssesAttention`. The strategy `outer` runs between the rows (mesh
+    dimension 0). One layout covers all ranks in row-major order: rank o·I + i is at (o, i) in the
+    mesh. The numbers of query heads and KV heads need not be multiples of I. See `Attention` for
+    the call, which all strategies share.
 
     Args:
         mesh: a 2-D DeviceMesh. If it is a part of a larger mesh, such as `mesh["o", "i"]`, all
-            ranks of the larger mesh must make the first module on it, at the same point of their
-            programs: it makes a group.
-        outer: "ring", "all_gather", "token_ring", "mesh" (the O ranks form the mesh that sends
-            least) or "disaggregated" (in place).
+            ranks of the larger mesh must make the first module on it at the same point of their
+            programs, because this makes a process group.
+        outer: "ring", "all_gather", "token_ring", "mesh" (on the mesh of the O ranks that sends the
+            fewest bytes) or "disaggregated" (on a group, without servers).
         check_ranks, deterministic, routing: as in `Attention`.
         head_groups, keep: as in `UlyssesAttention`.
         outer_options: the options of the outer strategy.
 
-    Bytes sent by rank (o, i): the bytes of `UlyssesAttention` with the I ranks of the row as the
-    group, and the bytes of the outer strategy with the O ranks (·, i) as the group; each of these
-    holds all tokens of its row, but only the heads of i. `traffic` returns these numbers. On NCCL,
+    Bytes sent by rank (o, i): the bytes of `UlyssesAttention` on the I ranks of its row, and the
+    bytes of the outer strategy on the O ranks (·, i). In the second formula, each of these ranks
+    has all tokens of its row, but only the heads of i. `traffic` returns these numbers. On NCCL,
     exchanges within rows and exchanges between rows use separate communicators.
 
-    Memory: as in `UlyssesAttention`, for the row's tokens and the heads of i, and as in the outer
-    strategy.
+    Memory: that of `UlyssesAttention`, and that of the outer strategy, for the tokens of the row
+    and the heads of i.
 
     Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI"
     (2024), section 3.
@@ -85,7 +84,9 @@ class USPAttention(Attention):
 
 
 def outer_strategies() -> dict[str, type[Attention]]:
-    """Return the modules that can run between rows: all that do not exchange heads."""
+    """Return, by name, the modules whose strategies can run between rows: those that exchange no
+    heads.
+    """
     return {
         name: module for name, module in SOFTMAX.items() if not issubclass(module.strategy, Ulysses)
     }

@@ -1,13 +1,15 @@
-"""ZeCO's All-Scan: states pass from span to span, each rank adding its own, in blocks.
+"""ZeCO's All-Scan: a transport for LASP-2 in which states pass from rank to rank.
 
-In the loop `lasp2` of docs/internals/in_300_lines.md, this strategy replaces the gathering of all
-states: a rank receives the sum of the earlier states, adds its own state, and sends the sum on.
+A *span* is consecutive tokens of a document on one rank, and its *state* sums up its keys and
+values. A rank receives the sum of the states before its span, adds the state of its span, and sends
+the sum on. The loop `lasp2` of docs/internals/in_300_lines.md shows what the states are for; there,
+each rank gets all states instead.
 
-"ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (2025), section 3. A
-rank receives one state for each of its spans, and sends on λ^L times it plus the state of its span
-of L rows. A state of K blocks passes through P ranks in the time of (P − 2 + K) / K transfers.
-States of several documents that take the same step go in one message per block. Without causality
-the sum of all states then passes back the same way.
+"ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (2025), section 3. If
+λ is the decay and a span has L tokens, the rank sends λ^L times the received sum, plus the state of
+its span. A state is cut into K blocks. It then passes through P ranks in the time of (P − 2 + K) /
+K transfers of a whole state. States of different documents that take the same step share one
+message per block. Without causality, the sum of all states then returns along the same ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ from seqpar.linear.states.state_strategy import StateCall, StateStrategy
 
 @dataclass(frozen=True)
 class ZeCO(StateStrategy):
-    """States are passed on from span to span."""
+    """Passes states from span to span."""
 
     name = "zeco"
     transport = "scan"
-    routable = False  # a rank skips the rounds in which it has nothing to do
-    blocks: int = 4  # into which a state is cut
+    routable = False  # ranks leave out rounds in which they send and receive nothing
+    blocks: int = 4  # the largest number of blocks into which a state is cut
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
@@ -62,7 +64,7 @@ class ZeCO(StateStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The sums of states that decay at constant rates, while they are passed on."""
+    """The exchange of states with constant decays."""
 
     def __init__(
         self, comm: Comm, call: StateCall, device: torch.device, backward: bool, blocks: int
@@ -96,7 +98,7 @@ class _Scanned(ScannedStates):
 
 
 class _Decays(TableHolder):
-    """Over how many rows sums decay that messages carry on, and in which heads."""
+    """By how much the sums decay that a rank sends on: the numbers of rows, and the heads."""
 
     def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape) -> None:
         heads = np.arange(plan.blocks * plan.rows) // shape.dim % shape.kv_heads
@@ -106,15 +108,18 @@ class _Decays(TableHolder):
         self._leaving, self._carriers = plan.leaving, plan.carriers
 
     def weights(self, options: StateOptions) -> Sequence[Tensor | None]:
-        """Return each message's factors of sums, (carriers, rows of a block, 1), or None."""
+        """Return, for each message, the factors (sums, rows of a block, 1), or None without
+        decay.
+        """
         if options.log_decay is None:
             return [None] * len(self._leaving)
-        powers = torch.exp(self._rows * options.log_decay[self._heads])  # (blocks, links, rows)
+        # (blocks, sums, rows of a block).
+        powers = torch.exp(self._rows * options.log_decay[self._heads])
         of_messages = powers.to(self._dtype).flatten(0, 1)[..., None].split(self._leaving)
         return [x[: self._carriers.get(number)] for number, x in enumerate(of_messages)]
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return the largest number of equal blocks, up to `blocks`, of a state's B·Hkv·D rows."""
+    """Return into how many equal blocks a state's B·Hkv·D rows are cut: at most `blocks`."""
     rows = shape.batch * shape.kv_heads * shape.dim
     return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)
