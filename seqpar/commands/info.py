@@ -27,7 +27,7 @@ from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.softmax.backends.aten_cuda import load_cudnn
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.kernel_order import default_kernel, kernel_table
+from seqpar.softmax.backends.kernel_order import ORDERS, default_kernel, kernel_table
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
@@ -189,6 +189,9 @@ def default() -> dict[str, str]:
     if torch.version.hip:
         return {"kernel": "triton", "not FlashAttention-4": "it does not run on AMD GPUs"}
     major = torch.cuda.get_device_capability()[0]
+    if major < min(ORDERS):
+        reason = "it does not run on GPUs before sm_80"
+        return {"kernel": "plain PyTorch, for all calls", "not FlashAttention-4": reason}
     name, reasons = default_kernel(major)
     found = {"kernel": f"{name}, for bf16 and fp16 with full, causal and window masks"}
     found |= {f"not {name}": reason for name, reason in reasons.items()}

@@ -167,7 +167,8 @@ def default_kernel(major: int) -> tuple[str, dict[str, str]]:
     """Return the kernel that computes full and causal masks in half precision by default.
 
     Also return, by name, why FlashAttention-4 and the kernels before the default in the order
-    cannot be used. `major` is the first number of the compute capability of an NVIDIA GPU.
+    cannot be used. `major` is the first number of the compute capability of an NVIDIA GPU, 8 or
+    more.
     """
     order = ORDERS.get(major, ORDERS[12]).names
     loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}

@@ -152,6 +152,12 @@ def test_the_default_kernel_of_this_machine_is_named(
     assert info.default() == expected | {"kernel": expected["kernel"] + scope}
 
 
+def test_no_kernel_is_named_for_gpus_before_sm_80(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert info.default()["kernel"] == "plain PyTorch, for all calls"
+
+
 def test_the_default_kernel_is_printed(capsys):
     assert main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
