@@ -249,6 +249,15 @@ def test_more_hops_or_bytes_than_may_wait_are_merged_before(merged_by_kernels, d
         assert merged_by_kernels == expected_launches
 
 
+def test_sums_continue_in_the_tensor_of_the_result(merged_by_kernels):
+    """More results than may wait, of a partial whose out is written where its sums are."""
+    hops = [hop("range", i) for i in range(9)]
+    expected = one_by_one(hops, nothing())
+    into = torch.empty_like(expected[0]), torch.empty(2, ROWS, 3)
+    assert partial_of(hops, out=into[0]).finish(None, torch.bfloat16, into) is into
+    assert_same_bits(into, expected)
+
+
 def test_columns_that_a_kernel_adds_count(merged_by_kernels):
     """Results of three times as many columns take 6 bytes per element of out: two may wait."""
     total = Partial.nothing(torch.empty(2, ROWS, 3, 8, dtype=torch.bfloat16), hop("all", 0)[1])

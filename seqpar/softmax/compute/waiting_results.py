@@ -185,7 +185,7 @@ class WaitingResults:
         """
         from seqpar.kernels.flash_attention import HopResult, merge_hops  # imports Triton
 
-        is_in_place = sums is not None and sums[0] is out
+        is_in_place = sums is not None and sums[0] is out and sums[1] is lse
         for heads in self._groups:
             waiting = [x.of(heads) for x in self._waiting_of(heads)]
             if not waiting:
