@@ -1,4 +1,4 @@
-"""Find the parameters whose gradients DDP or FSDP averages over ranks."""
+"""Sums over ranks, and the parameters whose gradients DDP or FSDP averages over ranks."""
 
 from __future__ import annotations
 
@@ -177,6 +177,29 @@ def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
         for name, x in named.items()
         if id(x) not in skipped and not isinstance(x, DTensor) and not x.is_meta
     ]
+
+
+def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
+    """Add x (N,) over all ranks, in rank order, and divide the sum by `divisor`.
+
+    The sum is computed in fp32 (fp64 for fp64), and has the same bits on all ranks. Each rank sends
+    2·(P − 1)/P·N elements.
+    """
+    parts = [part.contiguous() for part in x.tensor_split(comm.size)]
+    call = comm.call()
+    call.join(x.device)
+    own = parts[comm.rank]
+    others = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.size)]
+    sends = [(peer, parts[peer]) for peer in comm.peers]
+    recvs = [(peer, others[peer]) for peer in comm.peers]
+    call.exchange(sends, recvs, label="sum").wait()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = sum(others[1:], others[0].to(wide)) / divisor
+    parts[comm.rank] = total.to(x.dtype)
+    sends = [(peer, parts[comm.rank]) for peer in comm.peers]
+    recvs = [(peer, parts[peer]) for peer in comm.peers]
+    call.exchange(sends, recvs, label="sum", step=1).wait()
+    return torch.cat(parts)
 
 
 def local_part(x: Tensor) -> Tensor:

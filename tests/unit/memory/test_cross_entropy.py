@@ -1,6 +1,7 @@
 """Losses of a head in chunks equal those of all logits at once, forward and backward."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -28,12 +29,15 @@ def capped(x, softcap):
     return softcap * torch.tanh(x / softcap) if softcap else x
 
 
-def reference(hidden, weight, labels, bias=None, softcap=0.0, smoothing=0.0, z_loss=0.0, weights=1):
+def reference(
+    hidden, weight, labels, bias=None, softcap=0.0, label_smoothing=0.0, z_loss=0.0, weights=1,
+    logit_scale=1.0,
+):  # fmt: skip
     """The same loss from all logits, in fp64."""
     z = hidden.double() @ weight.double().T
-    z = capped(z if bias is None else z + bias.double(), softcap)
+    z = capped(logit_scale * (z if bias is None else z + bias.double()), softcap)
     losses = functional.cross_entropy(
-        z.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=smoothing
+        z.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=label_smoothing
     ).view(labels.shape)
     losses = losses + z_loss * z.logsumexp(-1).square() * (labels != -100)
     return (losses * weights).sum()
@@ -44,7 +48,7 @@ OPTIONS = [
     {"softcap": 3.0},
     {"label_smoothing": 0.2},
     {"z_loss": 0.1},
-    {"softcap": 3.0, "label_smoothing": 0.2, "z_loss": 0.1},
+    {"softcap": 3.0, "label_smoothing": 0.2, "z_loss": 0.1, "logit_scale": 0.3},
 ]
 
 
@@ -59,11 +63,7 @@ def test_the_loss_and_its_gradients_equal_those_of_all_logits(options, has_bias,
     found = chunked_cross_entropy(
         hidden, weight, labels, 8, bias=bias, token_weights=weights, **options
     )
-    named = {"softcap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0} | options
-    expected = reference(
-        hidden, weight, labels, bias, named["softcap"], named["label_smoothing"], named["z_loss"],
-        weights,
-    )  # fmt: skip
+    expected = reference(hidden, weight, labels, bias, weights=weights, **options)
     torch.testing.assert_close(found, expected)
     for x, y in zip(
         torch.autograd.grad(2 * found, inputs), torch.autograd.grad(2 * expected, inputs),
@@ -138,6 +138,24 @@ def test_frozen_parts_and_tied_heads():
         loss(weight[tokens], weight, labels).backward()
         expected, found = weight.grad, expected
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_head_with_lora_whose_hidden_is_used_again_and_whose_loss_is_scaled(dtype):
+    """The hidden states also enter another term, and the base weight is frozen."""
+    (hidden, weight, _), labels = operands(dtype)
+    a, b = (0.3 * torch.randn(*x, dtype=dtype) for x in ((2, CHANNELS), (WORDS, 2)))
+    inputs = hidden, *(x.requires_grad_() for x in (a, b))
+    found, expected = (
+        torch.autograd.grad(
+            2.0**16 * (loss(hidden, weight.detach() + 0.5 * b @ a, labels) + hidden.exp().sum()),
+            inputs,
+        )
+        for loss in (partial(chunked_cross_entropy, chunk=8), reference)
+    )
+    close = {} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2.0**16 * 1e-5}
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, **close)
 
 
 def test_no_tokens_and_ignored_ones():
@@ -232,6 +250,12 @@ def test_the_logits_of_all_tokens_are_never_held():
         ({"token_weights": [1.0] * TOKENS}, "^token_weights must be a tensor, got list"),
         ({"chunk": 0}, "^chunk must be at least 1"),
         ({"softcap": -1.0}, "^softcap must be 0 or more"),
+        ({"softcap": torch.inf}, "^softcap must be 0 or more, and finite, got inf"),
+        ({"softcap": "much"}, "^softcap must be a number, got 'much'"),
+        ({"chunk": 2.5}, "^chunk must be an integer, got 2.5"),
+        ({"logit_scale": torch.nan}, "^logit_scale must be finite, got nan"),
+        ({"group": "all"}, "^group must be a process group"),
+        ({"weight": torch.zeros(0, CHANNELS).double(), "bias": None}, "^weight must have a row"),
         ({"label_smoothing": 1.5}, "^label_smoothing must be from 0 to 1"),
         ({"token_weights": torch.ones(3)}, r"^token_weights must be \(37,\)"),
     ],

@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.comm.averaging import Averaging, like, local_part, placed_as
+from seqpar.comm.averaging import Averaging, like, local_part, placed_as, sum_of_ranks
 from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import (
     at_end_of_backward,
@@ -437,7 +437,7 @@ def average_over_ranks(
         shown = parts[0].new_ones(len(bucket))
         if not all(own):
             shown = shown * torch.tensor(own, dtype=shown.dtype).to(shown.device)
-        averaged = average_of_ranks(torch.cat([*parts, shown]), comm)
+        averaged = sum_of_ranks(torch.cat([*parts, shown]), comm, divisor=comm.size)
         *found, anywhere = averaged.split([*map(Tensor.numel, parts), len(bucket)])
         present = own if all(own) else anywhere.bool().tolist()
         for i, average, known in zip(bucket, found, present, strict=True):
@@ -445,28 +445,6 @@ def average_over_ranks(
                 x = tensors[i]
                 averages[i] = like(average.view(local_part(x).shape), x)
     return averages
-
-
-def average_of_ranks(x: Tensor, comm: Comm) -> Tensor:
-    """Add x (N,) over all ranks, in rank order, and divide the sum by the number of ranks.
-
-    Each rank sends 2·(P − 1)/P·N elements.
-    """
-    parts = [part.contiguous() for part in x.tensor_split(comm.size)]
-    call = comm.call()
-    call.join(x.device)
-    own = parts[comm.rank]
-    others = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.size)]
-    sends = [(peer, parts[peer]) for peer in comm.peers]
-    recvs = [(peer, others[peer]) for peer in comm.peers]
-    call.exchange(sends, recvs, label="gradients").wait()
-    wide = torch.promote_types(x.dtype, torch.float32)
-    total = sum(others[1:], others[0].to(wide)) / comm.size
-    parts[comm.rank] = total.to(x.dtype)
-    sends = [(peer, parts[comm.rank]) for peer in comm.peers]
-    recvs = [(peer, parts[peer]) for peer in comm.peers]
-    call.exchange(sends, recvs, label="gradients", step=1).wait()
-    return torch.cat(parts)
 
 
 def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
