@@ -39,6 +39,7 @@ MODULES = {
     "seqpar.parity": "../guides/parity.md",
     "seqpar.layout.plot": "../guides/layouts.md",
     "seqpar.integrations.huggingface": "../guides/huggingface.md",
+    "seqpar.integrations.accelerate": "../guides/huggingface.md#accelerate",
     "seqpar.integrations.flash_attn": "../guides/pytorch.md",
     "seqpar.integrations.mask_functions": "../guides/masks.md",
     "seqpar.integrations.torchtitan": "../guides/torchtitan.md",

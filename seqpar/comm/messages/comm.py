@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from seqpar.comm.faults.heartbeat import Heartbeat, PeerError, heartbeat_in
 from seqpar.comm.messages import channels, message_header

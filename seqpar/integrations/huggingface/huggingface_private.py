@@ -37,6 +37,9 @@ TRAINER = PrivateNames(
         "transformers.Trainer._get_num_items_in_batch": Use(
             "5.0", "it is overridden to count the labels of all ranks"
         ),
+        "transformers.Trainer._prepare_context_parallel_inputs": Use(
+            "5.0", "it is overridden, because it would cut batches for torch's own attention"
+        ),
         "transformers.Trainer._set_signature_columns_if_needed": Use(
             "5.0", "it is overridden to keep columns that a `Collator` reads"
         ),

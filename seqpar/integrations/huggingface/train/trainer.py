@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seqpar.integrations.accelerate import sequence_mesh
 from seqpar.integrations.huggingface.attention.attention import session_of
 from seqpar.integrations.huggingface.batch.collator import COLUMNS, Collator
 from seqpar.integrations.huggingface.batch.sharding import KEY
@@ -109,12 +111,31 @@ class OverRanks:
         for name, given in refused.items():
             if given:
                 raise ValueError(f"{name} must not be set for an enabled model")
+        self._check_sizes()
         from seqpar.integrations.huggingface.train.groups import Groups
 
         self._groups = Groups.of(self._sp.comm, self.accelerator)
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    def _check_sizes(self) -> None:
+        """Let a `ParallelismConfig` have the enabled model's ranks as its `cp_size`."""
+        sizes = getattr(self.accelerator, "parallelism_config", None)
+        if sizes is None or not sizes.cp_enabled:
+            return
+        own, ranks = sequence_mesh(self.accelerator), self._sp.comm.processes
+        if own.mesh.tolist() != ranks:
+            what = f"cp_size must share sequences among the model's ranks, {ranks}"
+            how = "enable the model on parallelism_config.get_device_mesh(device)['cp']"
+            raise ValueError(f"{what}, got {own.mesh.tolist()}: {how}")
+
+    def get_cp_size(self) -> int:
+        """Return 1: transformers would divide by it what `OverRanks` counts once per group."""
+        return 1
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        return nullcontext, inputs  # `shard` cuts them
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
