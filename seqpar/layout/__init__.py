@@ -1,12 +1,13 @@
 """Layouts and masks: which rank holds which tokens, and which query attends to which key.
 
-Start with `layout.py`, which defines the class that users create, and `geometry.py`, which holds a
-layout's content as arrays for all other code.
+Start with `layout.py`, which has the class that users create. `geometry.py` has the content of a
+layout as arrays, which all other code reads.
 
-Words that this package uses:
+This package uses these words:
 
-* The *pack* is the packed batch: T tokens, cut into documents.
-* A *span* is a range of positions of one document, all held by one rank.
+* The *pack* is the packed batch: T tokens one after another, cut into documents.
+* A *position* is the index of a token in its document.
+* A *span* is a range of positions of one document that one rank holds.
 * A *cut* is the rule that assigns spans to ranks, such as zigzag.
 * A *row* is the index of a token among the tokens of one rank.
 """

@@ -1,8 +1,7 @@
-"""The tokens that each rank holds, as arrays of spans: the data that a `Layout` wraps for users.
+"""`Geometry`: which tokens each rank holds, as arrays of spans. A `Layout` is a wrapper for users.
 
-Tokens on a rank are ordered by document, then position. The tokens that a rank holds of one
-document are a *run*: consecutive local rows whose positions ascend. A *row* is an index into a
-rank's local tokens, a *position* an index into a document.
+The tokens on a rank are ordered by document, then by position. All tokens that a rank holds of one
+document are a *run*. They are consecutive rows, in one or more spans.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
 from seqpar.layout.cuts.cut import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
 
-_MAX_KEPT_BYTES = 2**26  # limit on cached holdings, not counting the last one used
+_MAX_KEPT_BYTES = 2**26  # limit for cached holdings, without the one that was used last
 
 
 class Runs(NamedTuple):
-    """A rank's runs, as (runs,) arrays: run i has spans first_spans[i] … stop_spans[i] − 1."""
+    """The runs of a rank. Run i has the spans first_spans[i] … stop_spans[i] − 1."""
 
     documents: Ints
     first_spans: Ints
@@ -33,7 +32,10 @@ class Runs(NamedTuple):
 
 
 class Holding:
-    """The spans that one rank holds, in local order, as arrays. Adjacent spans are joined."""
+    """The spans that one rank holds, as arrays, in the order of its rows.
+
+    Adjacent spans are joined.
+    """
 
     def __init__(self, columns: Columns) -> None:
         # The document, start and stop of each span, (spans,), and the row at which each span
@@ -49,11 +51,11 @@ class Holding:
 
     @cached_property
     def positions(self) -> NDArray[np.int32]:
-        """(tokens,) int32 position of every row in its document."""
+        """(tokens,) int32: the position of each row in its document."""
         return ranges(self.starts, self.stops).astype(np.int32)
 
     def aligned(self, shift: Ints) -> NDArray[np.int32]:
-        """Return `positions` plus the `shift` (documents,) of each row's document."""
+        """Return the positions of all rows, each moved by `shift[document]`."""
         if not shift.any():
             return self.positions
         of_rows = np.repeat(shift[self.documents], self.stops - self.starts)
@@ -65,14 +67,18 @@ class Holding:
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
     def spans_in(self, starts: Ints, stops: Ints) -> tuple[Ints, Columns]:
-        """Return the spans in ascending ranges of rows, and the index of the range of each span."""
+        """Return the parts of spans that lie in some ranges of rows, and for each the index of its
+        range.
+
+        The ranges ascend.
+        """
         span, first, last = split_at(self.offsets, starts, stops)
         index = np.searchsorted(stops, self.offsets[span] + first, side="right")
         start = self.starts[span]
         return index, (self.documents[span], start + first, start + last)
 
     def holds_some(self, begins: Ints, ends: Ints) -> NDArray[np.bool_]:
-        """Return whether the rank has rows in each nonempty range between two sort keys."""
+        """Return whether the rank has rows in each of some nonempty ranges of sort keys."""
         stops = sort_keys(self.documents, self.stops)
         found = np.searchsorted(stops, begins, side="right")  # the first span that ends after it
         return np.r_[self._sort_keys, np.iinfo(np.int64).max][found] < ends
@@ -80,7 +86,8 @@ class Holding:
     def rows_before(self, documents: Ints, positions: Ints) -> Ints:
         if not self.documents.size:
             return np.zeros_like(documents)
-        positions = np.minimum(np.maximum(positions, 0), 2**POSITION_BITS - 1)  # quicker than clip
+        # Faster than np.clip.
+        positions = np.minimum(np.maximum(positions, 0), 2**POSITION_BITS - 1)
         # The last span that begins at or before each position, or −1.
         found = np.searchsorted(self._sort_keys, sort_keys(documents, positions), side="right") - 1
         span = np.maximum(found, 0)
@@ -91,9 +98,10 @@ class Holding:
 
 
 class Holdings(Sequence[Holding]):
-    """A `Holding` for each rank, created when it is first used.
+    """A `Holding` for each rank, made when it is first used.
 
-    Only `_MAX_KEPT_BYTES` bytes of holdings are cached, since those of all ranks may be very large.
+    The holdings of all ranks together may be very large. At most `_MAX_KEPT_BYTES` bytes are
+    cached.
     """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
@@ -119,7 +127,10 @@ class Holdings(Sequence[Holding]):
 
 
 class Geometry:
-    """The documents of a packed batch, their cut, a `Holding` for each rank, and derived tables."""
+    """The documents of a packed batch and their cut, with a `Holding` for each rank.
+
+    It also stores all tables that other code derives from it.
+    """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
         self.cu_seqlens, self.cut = cu_seqlens, cut
@@ -130,8 +141,8 @@ class Geometry:
 
     def __getstate__(self) -> dict[str, object]:
         """"""
-        # `_derived_with` refers to geometries of this process; `holders` is a function, which
-        # cannot be pickled and is created again when it is needed.
+        # `_derived_with` refers to other geometries of this process. `holders` is a function that
+        # cannot be pickled, and is made again when it is needed.
         state = {**vars(self), "_derived_with": None}
         state.pop("holders", None)
         return state
@@ -164,9 +175,9 @@ class Geometry:
     def worst_case(self) -> Geometry:
         """The geometry for which messages are planned.
 
-        It is this geometry if the cut has no limit on the number of documents. With such a limit,
-        messages must not depend on the documents, so that a CUDA graph can be replayed for other
-        documents. Messages are then planned for one document that has all tokens.
+        Usually it is this geometry. With `most_documents`, messages must be the same for all
+        documents, so that a CUDA graph can be replayed with other documents. They are then planned
+        for a single document that has all tokens.
         """
         if not self.cut.most_documents:
             return self
@@ -181,9 +192,9 @@ class Geometry:
         return self.cut.holders(self.cu_seqlens)
 
     def derived_with(self, other: Geometry) -> Memo:
-        """Return the memo of tables that need both this geometry and `other`.
+        """Return the memo of tables that depend on this geometry and on `other`.
 
-        It is freed with either geometry.
+        It is freed as soon as one of the two geometries is freed.
         """
         if other is self:
             return self.derived
@@ -204,7 +215,7 @@ class Geometry:
         return ranges(first + holding.starts, first + holding.stops)
 
     def described(self) -> dict[str, str]:
-        """Return the content in words, for errors that show how layouts differ."""
+        """Return the content in words, for errors that show how the layouts of ranks differ."""
         tokens = self.cut.token_counts(self.cu_seqlens)
         words = {
             "documents": f"{self.lengths.size} documents of {listed(self.lengths.tolist())} tokens",

@@ -1,14 +1,14 @@
-"""Pass a geometry through an operator as a tensor.
+"""Pass a layout to an operator of torch, which accepts only tensors and numbers.
 
-A handle is a 1-D int64 tensor on the CPU that determines a geometry: a digest, then the documents
-and the cut, as integers. A compiled graph takes the handle as data, so it neither specialises on a
-layout nor recompiles for the next one. A copy of a handle works like the original, in any process.
+A *handle* is a 1-D int64 tensor on the CPU. It contains a digest of the layout, and then the
+documents and the cut as integers. A compiled graph treats the handle as data, so it is not compiled
+again for the next layout. A copy of a handle works like the original, in any process.
 
-A table finds geometries by digest and refers to them weakly, so equal layouts share one geometry.
-The storage of a handle is a numpy array that refers to its geometry. Whatever keeps the tensor (a
-Layout, an autograd context, a graph's saved tensors) therefore keeps the geometry, with all tables
-derived from it. If only copies of the handle are left, the geometry is created again from their
-content.
+A table in this process finds a geometry by its digest, so that equal layouts share one geometry.
+The table refers to geometries weakly. The storage of a handle is a numpy array that refers to its
+geometry. Whatever keeps the handle alive, such as a Layout or the saved tensors of autograd,
+therefore also keeps the geometry and all of its tables. If only copies of the handle are left, the
+geometry is made again from their content.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from seqpar.layout.cuts.striped import EvenStripes, Striped
 from seqpar.layout.cuts.zigzag import EvenZigzag, Zigzag
 from seqpar.layout.geometry import Geometry
 
-# Append new kinds at the end: the integers of a cut contain the index of its kind.
+# Append new kinds at the end, because the integers of a cut contain the index of its kind.
 LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | FixedChunks
 _KINDS = get_args(LayoutCut)
 
 _DIGEST_WORDS = 4  # integers of the digest, at the start of a handle
-# torch.compile specialises on sizes of 0 and 1, and on which sizes are equal. A different multiple
-# of this stride is therefore added to each size.
+# torch.compile specialises on the sizes 0 and 1, and on sizes that are equal. A different multiple
+# of this number is therefore added to each size.
 _SIZE_STRIDE = 2**42
 _by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDictionary()
 
@@ -59,36 +59,37 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
 
 
 def _mark_of(words: Ints) -> Tensor:
-    """Return an empty tensor whose shape follows from the content of a handle.
+    """Return an empty tensor whose shape depends on the content of a handle.
 
-    Checkpoints compare only the shapes of saved tensors, and two handles have the same shape if
-    they have the same number of documents. The shape of this tensor tells them apart.
+    Checkpoints compare the shapes of saved tensors but not their content. Handles with the same
+    number of documents have the same shape, and this tensor tells them apart.
     """
     with torch.inference_mode(False):
         return torch.empty_strided([0, 2 + int(words[0]) % 2**40], [0, 0])
 
 
 def as_tensor(words: Ints) -> Tensor:
-    with torch.inference_mode(False):  # autograd could not save it otherwise
+    with torch.inference_mode(False):  # otherwise autograd could not save the tensor
         handle = torch.from_numpy(words)
     mark_dynamic(handle, 0)
     return handle
 
 
 class Sizes(NamedTuple):
-    """The sizes of a rank that torch.compile needs to infer shapes, as `sizes_of` reads them."""
+    """The sizes of a rank from which torch.compile infers shapes."""
 
-    tokens_before: int  # on all lower ranks
+    tokens_before: int  # tokens on all lower ranks together
     documents: int  # of the layout
     padding: int  # tokens at the end of the layout
     spans: int
     runs: int
-    continued: int  # spans that do not begin their document
+    continued: int  # spans that do not begin at the start of their document
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return one empty tensor per rank, and one more, whose shapes encode the ranks' sizes."""
-    # torch.compile takes shapes as data, but specialises on numbers that a module stores.
+    """Return one empty tensor for each rank, and one more. Their shapes encode the ranks' sizes."""
+    # torch.compile treats shapes as data, but compiles again if a number that a module stores
+    # changes.
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
     held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
     tensors, strides = [], [0] * (1 + len(Sizes._fields))
@@ -106,7 +107,10 @@ def sizes_of(tensor: Tensor) -> Sizes:
 
 
 def from_handle(handle: Tensor) -> Geometry:
-    """Return the geometry of a handle or its copy. Raises a ValueError if it was changed."""
+    """Return the geometry of a handle or of a copy.
+
+    Raise a ValueError if its content was changed.
+    """
     words = words_of(handle)
     geometry = _by_digest.get(key_of(words))
     if geometry is None:
@@ -116,10 +120,10 @@ def from_handle(handle: Tensor) -> Geometry:
 
 
 def described(handle: Tensor, canonical: bool) -> object:
-    """Return a value that identifies a layout when ranks compare their layouts.
+    """Return a value by which ranks compare their layouts.
 
-    With `canonical`, the value is a text for errors. It is equal for layouts that assign tokens
-    equally, whatever their cuts are, and may take seconds.
+    With `canonical`, the value is a text for errors, which is equal for layouts that assign tokens
+    equally, even if their cuts differ. Making it may take seconds.
     """
     if canonical:
         return from_handle(handle).described()
@@ -140,9 +144,9 @@ def with_digest(content: Ints) -> Ints:
 
 
 def content_of(words: Ints, error: str) -> Ints:
-    """Return the words after the digest.
+    """Return the part of a handle after the digest.
 
-    If they were changed, raise a ValueError with text `error`.
+    If it was changed, raise a ValueError with `error`.
     """
     content = words[_DIGEST_WORDS:]
     wrong = words.dtype != np.int64 or words.ndim != 1
@@ -156,12 +160,12 @@ def words_of(handle: Tensor) -> Ints:
 
 
 def key_of(words: Ints) -> bytes:
-    """Return the digest at the start of a handle, as the key for tables of geometries and masks."""
+    """Return the digest of a handle, which is the key in tables of geometries and of masks."""
     return words[:_DIGEST_WORDS].tobytes()
 
 
 def encode(cut: LayoutCut) -> Ints:
-    """Return integers that determine a cut: the index of its kind, then its fields."""
+    """Return a cut as integers: the index of its kind, then its fields."""
     kind = _KINDS.index(type(cut))
     if isinstance(cut, Spans):
         return np.concatenate([[kind, cut.ranks], *astuple(cut)])
@@ -183,7 +187,10 @@ def decode(code: Ints) -> LayoutCut:
 
 
 def read_indices(name: str, geometry: Geometry, rank: int) -> Tensor:
-    """Return (T_local,) int64 for a rank's tokens; `name` is "token_indices" or "position_ids"."""
+    """Return (T_local,) int64 for the tokens of a rank.
+
+    `name` is the function to read: "token_indices" or "position_ids".
+    """
     if name == "token_indices":
         return torch.from_numpy(geometry.token_indices(rank))
     return torch.from_numpy(geometry.holdings[rank].positions.astype(np.int64))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_work", "plot_layouts", "plot_masks"]
 
-MAX_COLUMNS = 1600  # in a layout's picture; in a longer batch a column has several tokens
-MAX_MASK_TOKENS = 2000  # a mask's picture has a row and a column per token
+MAX_COLUMNS = 1600  # columns of a layout's picture; in longer batches, a column has several tokens
+MAX_MASK_TOKENS = 2000  # a mask's picture has one row and one column per token
 # Paul Tol's "bright", which colour-blind people can tell apart
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
@@ -38,11 +38,12 @@ class DrawnMask(Protocol):
     def visible(self, geometry: Geometry) -> NDArray[np.bool_]: ...
 
 
-# Separate functions return the data of the pictures, so that tests compare numbers, not pixels.
+# The data of pictures comes from separate functions, so that tests can compare numbers and not
+# pixels.
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
-    """Return (ranks, min(columns, T)): the fraction of each column's tokens that each rank holds.
+    """Return (ranks, min(columns, T)): which fraction of a column's tokens each rank holds.
 
-    A batch of at most `columns` tokens has a column per token, and only zeros and ones.
+    A batch of at most `columns` tokens has one column per token, so that all fractions are 0 or 1.
     """
     geometry = layout.geometry
     columns = min(columns, geometry.tokens)
@@ -60,7 +61,7 @@ def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (T, T): the rank that holds the query (row) of each visible pair, otherwise −1."""
+    """Return (T, T): for each visible pair the rank that holds its query (row), otherwise −1."""
     geometry = layout.geometry
     owner = np.empty(geometry.tokens, dtype=np.int64)
     for rank in range(geometry.ranks):

@@ -1,6 +1,6 @@
-"""Send the tables that are derived from a layout to another process.
+"""Send the tables that were derived from a layout to another process.
 
-All arrays are sent in one tensor, which processes can share, so unpickling does not copy them.
+All arrays are sent in one tensor. Processes can share its memory, so unpickling copies nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from seqpar.layout.geometry import Geometry
 
 _ALIGNMENT = 64  # bytes
 _GEOMETRY = -1  # stands for the geometry itself
-_Place = tuple[bool, int, Any, tuple[int, ...]]  # is a tensor?, first byte, dtype, shape
+# Whether it is a tensor, its first byte, its dtype, its shape.
+_Place = tuple[bool, int, Any, tuple[int, ...]]
 
 
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
-    """Return the tables of a geometry: pickled objects, (n,) uint8 with their arrays, and a size.
+    """Return the tables of a geometry: a pickle, (n,) uint8 with all arrays, and a number of bytes.
 
-    The size is the number of bytes that hold tensors, which come before numpy arrays. Return None
-    if some table cannot be pickled, such as a table on a GPU.
+    The number says how many of the bytes belong to tensors; numpy arrays follow them. The result is
+    None if some table cannot be pickled, for example because it is on a GPU.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)
@@ -44,7 +45,7 @@ def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
 
 
 def unpack(geometry: Geometry, data: bytes, memory: Tensor, size: int) -> None:
-    """Add the tables that `pack` returned to a geometry. Tables that it already has stay."""
+    """Add tables that `pack` returned to a geometry. Tables that it already has are kept."""
     places, objects = pickle.loads(data)
     derived = _Unpacker(io.BytesIO(objects), geometry, places, memory, size).load()
     geometry.derived.update(cast(Memo, derived))
@@ -54,8 +55,9 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, geometry: Geometry) -> None:
         super().__init__(file, 5)
         self._geometry, self._numbers = geometry, dict[int, int]()
-        self.places, self.sizes = list[_Place](), [0, 0]  # bytes of arrays, bytes of tensors
-        self._packed = list[object]()  # kept alive, so that no other object gets the same id
+        # The bytes of arrays, and the bytes of tensors.
+        self.places, self.sizes = list[_Place](), [0, 0]
+        self._packed = list[object]()  # kept alive, so that no later object gets the same id
         self.arrays: list[NDArray[np.generic]] = []
 
     def persistent_id(self, obj: object) -> int | None:

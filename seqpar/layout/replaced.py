@@ -1,7 +1,8 @@
 """Replace the tables of a layout's calls on GPUs by those of another layout, for CUDA graphs.
 
-A graph keeps the addresses of the tables that its calls read. A layout with `most_documents`
-therefore remembers its calls, and how to find the tables of the same calls for other documents.
+A CUDA graph reads tables at fixed addresses. A layout with `most_documents` therefore remembers its
+calls, and how to find the tables of the same calls for other documents. `Layout.load_tables` calls
+this file.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ _LOADED = LOCAL, "tables were replaced"
 
 class _Call(NamedTuple):
     device: torch.device
-    tables: list[Tensor]  # on the CPU; their copies on the device live as long as these
-    tables_of: Callable[[Geometry], list[Tensor]]  # the tables of this call for another layout
+    tables: list[Tensor]  # tables on the CPU; their copies on the device live as long as these
+    # Returns the tables of this call for another layout.
+    tables_of: Callable[[Geometry], list[Tensor]]
 
 
 def remember(
     layout: Geometry, device: torch.device, tables_of: Callable[[Geometry], list[Tensor]]
 ) -> None:
-    """Remember a call whose tables are on a device; `tables_of` returns its tables for any layout.
+    """Remember a call whose tables are on a device. `tables_of` returns its tables for any layout.
 
-    Raise a ValueError after `load_tables`: a call of a new kind would read tables of this layout,
-    while the calls before it read those of the loaded layout.
+    Raise a ValueError after `load_tables`: the new call would read tables of this layout, while
+    earlier calls read those of the loaded layout.
     """
     if _LOADED in layout.derived:
         raise ValueError(
@@ -42,14 +44,14 @@ def remember(
 
 
 def load_tables(layout: Geometry, other: Geometry) -> None:
-    """Copy another layout's tables over the tables on devices that a layout's calls read."""
+    """Copy the tables of another layout over the tables that a layout's calls read on devices."""
     calls = _calls(layout)
     if not calls:
         raise ValueError(
             "layout must have had a call on a GPU, whose tables load_tables replaces, got none"
         )
     for device in {call.device for call in calls}:
-        pairs = dict[int, tuple[Tensor, Tensor]]()  # calls share tables
+        pairs = dict[int, tuple[Tensor, Tensor]]()  # calls may share tables
         for call in (x for x in calls if x.device == device):
             for table, loaded in zip(call.tables, call.tables_of(other), strict=True):
                 if table.shape != loaded.shape:
@@ -58,8 +60,8 @@ def load_tables(layout: Geometry, other: Geometry) -> None:
                 pairs[id(table)] = table, loaded
         layout.derived(_LOADED, lambda: True)
         tables, loaded_tables = zip(*pairs.values(), strict=True)
-        # Copies that the other layout already has on the device are not used: `load_tables` may
-        # have replaced their contents.
+        # Copies that the other layout already has on the device are not used, because `load_tables`
+        # may have replaced their contents.
         copies = new_copies(loaded_tables, device)
         for table, copy in zip(tables, copies, strict=True):
             on_device(table, device).copy_(copy)

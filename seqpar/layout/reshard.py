@@ -1,4 +1,4 @@
-"""Move packed tensors between layouts."""
+"""Move packed tensors from one layout to another, between ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CPU = torch.device("cpu")
 
 
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
-    """Return a rank's tokens of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
+    """Return the tokens of a rank from a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
 
-    `indices` are the rank's indices among `tokens` tokens. All but the first `real` tokens are
-    padding.
+    `indices` are the indices of the rank's tokens among `tokens` tokens. All tokens from `real` on
+    are padding.
     """
     dim = as_dim("dim", dim)
     length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1
@@ -55,7 +55,7 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
 
 
 def _as_plain(value: float) -> float:
-    """Convert any real number, such as a fraction, to a number that torch takes."""
+    """Return any real number, such as a fraction, as a number that torch accepts."""
     if isinstance(value, int | float):
         return value
     return int(value) if value % 1 == 0 else float(value)
@@ -68,9 +68,9 @@ def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> 
 
 
 def check_part(x_local: Tensor, geometry: Geometry, group: Group, dim: int) -> tuple[int, Comm]:
-    """Return `dim`, counted from 0, and the Comm of a new call.
+    """Return `dim` as a number from 0 on, and the Comm of a new call.
 
-    Raise a ValueError unless x_local has this rank's number of tokens.
+    Raise a ValueError unless x_local has as many tokens as this rank.
     """
     check_tensor("x_local", x_local)
     dim, comm = as_dim("dim", dim), Comm.of(group)
@@ -103,7 +103,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Sum each token's gradient in rank order, in fp32 at least."""
+        """Sum the gradient of each token in the order of the ranks, at least in fp32."""
         (geometry,), comm = ctx.layouts, ctx.comm
         rows = gradient.index_select(0, _in_packed_order(geometry, gradient.device))
         parts = rows.split([holding.tokens for holding in geometry.holdings])
@@ -119,7 +119,7 @@ class _Unshard(torch.autograd.Function):
 def _exchange(
     comm: Comm, parts: Sequence[Tensor], received: Sequence[Tensor], label: str, step: int = 0
 ) -> None:
-    """Send one tensor to each rank and receive one from each rank, this rank included."""
+    """Send one tensor to each rank and receive one from each rank, including this one."""
     sends = [(peer, parts[peer]) for peer in comm.peers]
     recvs = [(peer, received[peer]) for peer in comm.peers]
     pending = comm.exchange(sends, recvs, label=label, step=step)
@@ -128,7 +128,7 @@ def _exchange(
 
 
 def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
-    """Return (T,) the index in the packed batch of each token, ordered by rank, then row."""
+    """Return (T,): the index in the packed batch of each token, ordered by rank, then by row."""
 
     def build() -> Tensor:
         indices = [geometry.token_indices(rank) for rank in range(geometry.ranks)]
@@ -163,7 +163,7 @@ class _Remap(torch.autograd.Function):
 def move(
     x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str, step: int = 0
 ) -> Tensor:
-    """Send each rank the rows of x (T_local, …) that the rank holds in `target`."""
+    """Send each rank those rows of x (T_local, …) that it holds in the layout `target`."""
     leaving, sent = share(comm.rank, source, target, x.device)
     places, arriving = share(comm.rank, target, source, x.device)
     parts = x.index_select(0, leaving).split(sent)
@@ -175,10 +175,11 @@ def move(
 def share(
     rank: int, own: Geometry, other: Geometry, device: torch.device = _CPU
 ) -> tuple[Tensor, list[int]]:
-    """Return a rank's rows in `own`, sorted by the rank that holds them in `other`, and counts.
+    """Return the rows of a rank in `own`, sorted by the rank that holds them in `other`, and
+    counts.
 
-    The rows (T_local,) are on `device`. Rows for one rank are in the order of the pack. The counts
-    are the numbers of rows per rank.
+    The rows (T_local,) are on `device`. Rows for the same rank are in the order of the pack. The
+    counts are the numbers of rows for each rank.
     """
 
     def build() -> tuple[Tensor, list[int]]:
@@ -193,7 +194,9 @@ def share(
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
-    """Return the start of each span in the pack, ascending, then T; and each span's rank."""
+    """Return (n + 1,) where each span starts in the pack, ascending, then T; and the rank of each
+    span.
+    """
 
     def build() -> tuple[Ints, Ints]:
         owners, documents, starts, _ = geometry.all_spans()

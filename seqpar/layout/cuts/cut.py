@@ -1,10 +1,9 @@
-"""The protocol of cuts: how a packed batch is divided into the spans that each rank holds.
+"""`Cut`, the interface of the rules that divide a packed batch into spans on ranks.
 
-This file also defines `Spans`, a cut that lists all spans, and `Merged`, a cut that treats several
-consecutive ranks of another cut as one rank.
-
-A cut stores the number of ranks and a few options. It derives spans from `cu_seqlens` for one rank
-at a time, so no array has documents × ranks elements.
+A cut stores the number of ranks and a few options. It computes the spans of one rank at a time from
+`cu_seqlens`, so that no array has an element for each pair of a document and a rank. This file also
+has two cuts: `Spans`, which lists all spans, and `Merged`, which treats several consecutive ranks
+of another cut as one rank.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import numpy as np
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import enumerated, sort_keys
 
-Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
+Columns = tuple[Ints, Ints, Ints]  # the documents, starts and stops of spans
 
 
 class Counts(NamedTuple):
-    """(ranks,) arrays: how many tokens, spans and runs each rank holds.
+    """How many tokens, spans and runs each rank holds, as arrays (ranks,).
 
-    `continued` counts the spans that do not begin at the start of their document.
+    `continued` is the number of spans that do not begin at the start of their document.
     """
 
     tokens: Ints
@@ -34,9 +33,9 @@ class Counts(NamedTuple):
 
 
 class HeldSpans(NamedTuple):
-    """Spans and the ranks that hold them, as (spans,) arrays.
+    """Spans and the ranks that hold them, as arrays.
 
-    `numbers` are indices into the arrays of documents that the caller asked about.
+    `numbers[i]` says to which of the documents that the caller asked about span i belongs.
     """
 
     numbers: Ints
@@ -49,9 +48,8 @@ class HeldSpans(NamedTuple):
         return HeldSpans(*(column[kept] for column in self))
 
 
-# (documents, starts, stops), each (n,) -> the spans of all ranks that overlap these ranges of
-# positions. The result may also contain other spans of the same documents. The caller passes no
-# empty range.
+# Takes the documents, starts and stops of nonempty ranges of positions, each (n,). Returns the
+# spans of all ranks that overlap these ranges, and perhaps further spans of the same documents.
 HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
 
 
@@ -59,7 +57,7 @@ class Cut(Protocol):
     """The interface of all cuts.
 
     Attributes:
-        alike: whether the cut of a document depends only on the document's length.
+        alike: whether documents of equal length are always cut in the same way.
     """
 
     @property
@@ -70,7 +68,7 @@ class Cut(Protocol):
 
     @property
     def most_documents(self) -> int:
-        """0, or the number of documents to which every batch is padded (`Geometry.worst_case`)."""
+        """The number of documents to which every batch is padded, or 0 (`Geometry.worst_case`)."""
 
     @property
     def most_spans(self) -> int | None:
@@ -83,16 +81,17 @@ class Cut(Protocol):
         """Return (ranks,) the number of tokens that each rank holds."""
 
     def most_spans_of(self, lengths: Ints) -> Ints:
-        """Return, for each document length, the most spans that all ranks together can hold."""
+        """Return, for each document length, the largest number of spans on all ranks together."""
 
     def holders(self, cu_seqlens: Ints) -> HolderLookup:
-        """Return a function that finds the ranks that hold given ranges of documents."""
+        """Return a function that finds the ranks that hold given positions of documents."""
 
     def mirrored_edges(self, lengths: Ints) -> Ints | None:
-        """Return the edges of mirrored chunks, (documents, 2P + 1), or None for other cuts.
+        """Return (documents, 2P + 1), the edges of mirrored chunks, or None if chunks are not
+        mirrored.
 
-        Chunks are mirrored if each of the P ranks c holds chunks c and 2P − 1 − c. Chunks may be
-        empty.
+        Chunks are mirrored if each of the P ranks c holds chunks c and 2P − 1 − c of each document.
+        Some chunks may be empty.
         """
 
 
@@ -132,7 +131,7 @@ class TableCut(CountedCut):
 
 @dataclass(frozen=True, eq=False)
 class Spans(TableCut):
-    """A cut that lists its spans: rank c holds spans edges[c] … edges[c + 1] − 1.
+    """A cut that lists its spans. Rank c holds the spans edges[c] … edges[c + 1] − 1.
 
     Spans of one rank that touch are joined.
     """
@@ -145,7 +144,7 @@ class Spans(TableCut):
 
     @classmethod
     def of(cls, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints) -> Spans:
-        """Return the cut in which rank `owner[i]` holds span i; empty spans are dropped."""
+        """Return the cut in which the rank `owner[i]` holds span i. Empty spans are dropped."""
         kept = np.flatnonzero(stops > starts)
         kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
         owner, columns = owner[kept], (documents[kept], starts[kept], stops[kept])
@@ -171,8 +170,8 @@ class Spans(TableCut):
         spans_starts, spans_stops = self.starts[order], self.stops[order]
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
-            # Spans cover every document, so a position lies in the last span that begins at or
-            # before the position.
+            # The spans cover each document completely. A position therefore lies in the last span
+            # that begins at or before it.
             edges = sort_keys(documents, starts), sort_keys(documents, stops - 1)
             first, last = (np.searchsorted(keys, x, side="right") - 1 for x in edges)
             index, spans = enumerated(first, last)
@@ -186,10 +185,7 @@ class Spans(TableCut):
 
 @dataclass(frozen=True)
 class Merged:
-    """A cut in which each `size` consecutive ranks of another cut are one rank.
-
-    The merged rank holds all tokens of the ranks that it replaces.
-    """
+    """A cut that treats each `size` consecutive ranks of another cut as one rank."""
 
     members: Cut
     size: int
@@ -245,9 +241,9 @@ def merged(parts: Sequence[Columns]) -> Columns:
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
     """Join spans of a rank that touch.
 
-    Return the joined spans, and for each the index of the first span that it was made from. If the
-    table holds spans of several `ranks`, one rank after another, spans of different ranks stay
-    apart.
+    Returns the joined spans, and for each of them the index of the first span from which it was
+    made. If the table has spans of several `ranks`, one rank after another, spans of different
+    ranks are not joined.
     """
     documents, starts, stops = columns
     apart = np.ones(documents.size, bool)

@@ -1,4 +1,4 @@
-"""Cut the documents of a layout into chunks of a fixed size, which become separate documents."""
+"""Cut documents into chunks of a fixed number of tokens, which become documents themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from seqpar.layout.cuts.cut import (
 
 
 def cut_into_fixed_chunks(cu_seqlens: Ints, size: int) -> Ints:
-    """Return cu_seqlens of chunks of `size` tokens; a document's last chunk may be shorter."""
+    """Return the cu_seqlens of chunks of `size` tokens.
+
+    The last chunk of a document may be shorter.
+    """
     count = _chunks(cu_seqlens, size)
     document = np.repeat(np.arange(count.size), count)
     return np.r_[cu_seqlens[document] + count_up(count) * size, cu_seqlens[-1]]
@@ -32,13 +35,13 @@ def _chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class FixedChunks(CountedCut):
-    """A cut whose documents are the chunks of `size` tokens of another cut's documents.
+    """A cut whose documents are chunks of the documents of another cut.
 
-    Every rank holds the same tokens as in the other cut.
+    Each rank holds the same tokens as in the other cut.
     """
 
-    whole: Cut  # the other cut, of the whole documents
-    documents: Ints  # cu_seqlens of the whole documents
+    whole: Cut  # the other cut, whose documents are whole
+    documents: Ints  # cu_seqlens of these whole documents
     size: int
 
     @property

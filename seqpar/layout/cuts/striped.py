@@ -1,7 +1,7 @@
-"""Stripes of consecutive tokens, which ranks hold in turn.
+"""Stripes: ranges of consecutive tokens that ranks hold in turn.
 
-`Striped` counts stripes from the start of each document. `EvenStripes` counts stripes from the
-start of the pack, so that each rank holds the same number of tokens.
+`Striped` counts stripes from the start of each document. `EvenStripes` counts them from the start
+of the pack, so that each rank holds the same number of tokens.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class Striped(CountedCut):
         tokens = self.stripe * self._dealt(full)
         np.add.at(tokens, full % self.ranks, rest)
         runs = self._above(np.minimum(stripes, self.ranks))
-        # If there is one rank, its stripes touch: they are one span per document.
+        # With a single rank, stripes touch and are one span per document.
         spans = self._dealt(stripes) if self.ranks > 1 else runs
         begun = np.where(np.arange(self.ranks) == 0, runs, 0)
         return Counts(tokens, spans, runs, spans - begun)
 
     def _dealt(self, numbers: Ints) -> Ints:
-        """Return (ranks,) how many items each rank gets.
+        """Return (ranks,): how many items each rank gets.
 
-        Each of `numbers` is a number of items that is dealt out to ranks 0, 1, … in turn.
+        Each of `numbers` is a number of items that are dealt to the ranks 0, 1, … in turn.
         """
         return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
 
     def _above(self, numbers: Ints) -> Ints:
-        """Return (ranks,) how many of the numbers are larger than the rank's index."""
+        """Return (ranks,): how many of the numbers are larger than the index of the rank."""
         return numbers.size - np.cumsum(np.bincount(numbers, minlength=self.ranks))[: self.ranks]
 
 
@@ -112,14 +112,14 @@ class EvenStripes(CountedCut):
         runs = self._around(turn, np.minimum(stripes, self.ranks))
         spans = self._around(turn, stripes) if self.ranks > 1 else runs
         begun = np.bincount(turn, minlength=self.ranks)
-        tokens = deal.place(cu_seqlens[-1:]).dealt_to(np.arange(self.ranks))
+        tokens = deal.before(cu_seqlens[-1:]).dealt_to(np.arange(self.ranks))
         return Counts(tokens, spans, runs, spans - begun)
 
     def _around(self, first: Ints, numbers: Ints) -> Ints:
-        """Return (ranks,) how many items each rank gets.
+        """Return (ranks,): how many items each rank gets.
 
-        Each of `numbers` is a number of items that is dealt out to ranks in turn, from rank `first`
-        on.
+        Each of `numbers` is a number of items that are dealt to ranks in turn, beginning with
+        `first`.
         """
         rest, size = numbers % self.ranks, 2 * self.ranks
         steps = np.bincount(first, minlength=size) - np.bincount(first + rest, minlength=size)
@@ -129,7 +129,7 @@ class EvenStripes(CountedCut):
     def _deal(self, cu_seqlens: Ints) -> Deal:
         return Deal(int(cu_seqlens[-1]), self.ranks, self.stripe)
 
-    def _numbers(self, deal: Deal, row: Ints) -> Ints:
-        """Return the number of the stripe that contains each index of the pack."""
-        places = deal.place(row)
-        return places.dealt // self.stripe * self.ranks + places.turn
+    def _numbers(self, deal: Deal, index: Ints) -> Ints:
+        """Return the number of the stripe to which each index of the pack belongs."""
+        before = deal.before(index)
+        return before.dealt // self.stripe * self.ranks + before.turn

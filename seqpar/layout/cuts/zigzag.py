@@ -1,6 +1,6 @@
 """Zigzag: each rank holds an early and a late chunk of each document.
 
-Under a causal mask all ranks then have about the same work. In `EvenZigzag` all ranks also hold the
+All ranks then have about the same work under a causal mask. With `EvenZigzag` they also hold the
 same number of tokens.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import enumerated
 from seqpar.layout.cuts.cut import Columns, CountedCut, Counts, HeldSpans, HolderLookup, nonempty
-from seqpar.layout.cuts.dealing import Deal, RowPlaces
+from seqpar.layout.cuts.dealing import Deal, DealtBefore
 
-_BLOCK_ELEMENTS = 2**16  # `Zigzag.counts` compares at most this many chunks and remainders at once
+_BLOCK_ELEMENTS = 2**16  # limit for the arrays that `Zigzag.counts` compares at once
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class Zigzag(CountedCut):
 
     def mirrored_edges(self, lengths: Ints) -> Ints:
         chunks = 2 * self.ranks
-        # 32-bit arithmetic takes half as long as 64-bit.
+        # 32-bit integers take half of the time of 64-bit ones.
         longest = int(lengths.max(initial=0))
         small = longest < 2**28 and longest * chunks < 2**31
         lengths = lengths.astype(np.int32 if small else np.int64)
         return lengths[:, None] * np.arange(chunks + 1, dtype=lengths.dtype) // chunks
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        # A document has L = a·2P + b tokens, with b < 2P. Each chunk has a tokens, or a + 1. The
-        # chunks of a + 1 tokens are those in which a document of b tokens would have one token.
-        # Documents with equal b are therefore counted together. Short documents, which have fewer
-        # than 2P tokens, have empty chunks.
+        # A document has L = a·2P + b tokens, with b < 2P. Each of its chunks has a or a + 1 tokens.
+        # A chunk has a + 1 tokens if the same chunk of a document of b tokens would have one.
+        # Documents with the same b are therefore counted together. Documents of fewer than 2P
+        # tokens (short) have empty chunks.
         lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
         rest, is_long = lengths % chunks, lengths >= chunks
         short = lengths[~is_long & (lengths > 0)]
@@ -73,9 +73,9 @@ class Zigzag(CountedCut):
         for first in range(0, self.ranks, rows):
             c = np.arange(first, min(first + rows, self.ranks), dtype=b.dtype)[:, None]
             remainder = c * b % chunks
-            # In a document of b tokens, chunk c has a token if c·b is a multiple of 2P, or if
-            # (c + 1)·b passes one. The mirrored chunk has a token if c·b is a multiple of 2P, or
-            # if (c + 1)·b passes a multiple without ending on it.
+            # In a document of b tokens, chunk c has a token if (c + 1)·b reaches or passes the next
+            # multiple of 2P after c·b. The mirrored chunk 2P − 1 − c has one if c·b is a multiple
+            # of 2P, or if (c + 1)·b passes the next multiple.
             leaves, passes = remainder == 0, remainder + b >= chunks
             both = passes.astype(np.float64) + (leaves | (remainder + b > chunks))
             some = (leaves | passes).astype(np.float64)
@@ -84,8 +84,8 @@ class Zigzag(CountedCut):
         longs = int(is_long.sum())
         tokens = of_all + 2 * int((lengths // chunks).sum())
         spans = of_short + 2 * longs
-        spans[-1] -= longs  # the two chunks of the last rank touch in the middle
-        # The two tokens on both sides of a short document's middle may be on one rank.
+        spans[-1] -= longs  # the two chunks of the last rank are adjacent, and count as one span
+        # The two tokens in the middle of a short document may be on the same rank.
         left, right = (self._owner(short, short // 2 + side) for side in (-1, 0))
         np.subtract.at(spans, left[(left == right) & (short > 1)], 1)
         begun = np.bincount(self._owner(short, np.zeros_like(short)), minlength=self.ranks)
@@ -98,19 +98,20 @@ class Zigzag(CountedCut):
 
 
 def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
-    """Return the chunk that holds a position if chunk c begins at ⌊c·length/chunks⌋."""
+    """Return the chunk of each position, if chunk c begins at ⌊c·length/chunks⌋."""
     return -(-(positions + 1) * chunks // lengths) - 1
 
 
-class _Shares(NamedTuple):
-    """The number of tokens of each document on each rank, and in the rank's low chunk.
+class _ChunkSizes(NamedTuple):
+    """How many tokens of each document each rank has, and how many of these are in its low chunk.
 
-    Rank c has n_c tokens of a document, of which ⌊(n_c + up)/2⌋ are in its low chunk.
+    If rank c has n_c tokens of a document, ⌊(n_c + up)/2⌋ of them are in its low chunk. `first` and
+    `last` describe the start and the end of each document.
     """
 
     lengths: Ints
-    first: RowPlaces
-    last: RowPlaces
+    first: DealtBefore
+    last: DealtBefore
     up: Ints
 
     def tokens(self, ranks: int | Ints) -> Ints:
@@ -119,18 +120,20 @@ class _Shares(NamedTuple):
     def low(self, tokens: Ints) -> Ints:
         return (tokens + self.up) // 2
 
-    def take(self, chosen: Ints) -> _Shares:
+    def take(self, chosen: Ints) -> _ChunkSizes:
         first, last = self.first.take(chosen), self.last.take(chosen)
-        return _Shares(self.lengths[chosen], first, last, self.up[chosen])
+        return _ChunkSizes(self.lengths[chosen], first, last, self.up[chosen])
 
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
-        """Divide the ranks below `behind`, for each document, into five groups with equal n_c.
+        """For each document, divide the ranks below `behind` into five groups in which all n_c are
+        equal.
 
-        Return the first rank of each group and the end of the last, (6, documents), and n_c, (5,
-        documents).
+        Returns (6, documents), the first rank of each group and the end of the last one, and (5,
+        documents), the n_c of each group.
         """
-        # Five groups suffice. In a round all ranks get the same number of tokens of a document,
-        # except for two ranks: those whose turn it is when the document begins and when it ends.
+        # Five groups suffice: within a round, all ranks get the same number of tokens of a
+        # document, except for the two ranks whose turn it is when the document begins and when it
+        # ends.
         turns = self.first.turn, self.last.turn
         low = np.minimum(*turns)
         high = np.maximum(np.maximum(*turns), low + 1)
@@ -139,7 +142,9 @@ class _Shares(NamedTuple):
         return borders, self.tokens(borders[:-1])
 
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
-        """Return the starts, (documents, 2), and the stops of one rank's low and high chunks."""
+        """Return the starts (documents, 2) and the stops of the low and the high chunk of one
+        rank.
+        """
         borders, tokens = self.equal_ranks(rank)
         low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
         below = self.last.dealt_below(rank) - self.first.dealt_below(rank)
@@ -152,18 +157,18 @@ class _Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class EvenZigzag(CountedCut):
-    """Zigzag with the same number of tokens on each rank.
+    """Zigzag in which each rank has the same number of tokens.
 
-    Tokens are dealt to ranks one by one. This determines n_c, the number of tokens of a document on
-    rank c. Each rank's n_c tokens are divided into a low and a high chunk of n_c/2 tokens each.
-    From its start to its end, a document consists of the low chunks of ranks 0 … P − 1, then the
-    high chunks of ranks P − 1 … 0. If n_c is odd, the high chunk is longer in every second
-    document, and the low chunk in the documents between. Up to one token, a rank therefore has the
-    same fraction of each document and of the document's causal work.
+    Tokens are dealt to ranks one by one. This decides only how many tokens of each document a rank
+    gets, n_c for rank c. From its start to its end, a document then consists of the low chunks of
+    the ranks 0 … P − 1, and the high chunks of the ranks P − 1 … 0. Each chunk of rank c has n_c /
+    2 tokens. If n_c is odd, the high chunk is longer in every second document, and the low chunk in
+    the documents between. Each rank therefore has the same fraction of each document and of its
+    causal work, up to one token.
 
-    Documents of fewer than 2P·min_chunk tokens are dealt after all others, longest first, in parts
-    of 2·min_chunk tokens. Such a document is on few ranks, or whole on one, and the parts of a
-    round have about the same work.
+    Documents of fewer than 2P·min_chunk tokens are dealt after all others, the longest first, in
+    parts of 2·min_chunk tokens. Such a document is on a few ranks or on a single one. Parts of the
+    same round have about the same work.
     """
 
     ranks: int
@@ -171,7 +176,7 @@ class EvenZigzag(CountedCut):
     most_spans: ClassVar[int | None] = 2
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        every = self._shares(cu_seqlens)
+        every = self._chunk_sizes(cu_seqlens)
         documents = np.flatnonzero(every.tokens(rank))
         starts, stops = every.take(documents).chunks(rank)
         kept = stops > starts
@@ -181,12 +186,12 @@ class EvenZigzag(CountedCut):
         return np.minimum(lengths, 2 * self.ranks)
 
     def holders(self, cu_seqlens: Ints) -> HolderLookup:
-        every = self._shares(cu_seqlens)
+        every = self._chunk_sizes(cu_seqlens)
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             first, last = every.first.take(documents), every.last.take(documents)
-            # A document is on consecutive ranks, starting with the rank whose turn it is. It may
-            # take several rounds.
+            # A document is on consecutive ranks. The first of them is the rank whose turn it is. A
+            # document may take several rounds.
             turns = np.full_like(documents, self.ranks)
             in_next = last.dealt == first.dealt + first.part
             turns[in_next] -= np.maximum(first.turn - last.turn - 1, 0)[in_next]
@@ -200,31 +205,33 @@ class EvenZigzag(CountedCut):
         return lookup
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        shares = self._shares(cu_seqlens)
-        borders, tokens = shares.equal_ranks(self.ranks)
-        tokens[borders[:-1] == borders[1:]] = 0  # groups without ranks
+        sizes = self._chunk_sizes(cu_seqlens)
+        borders, tokens = sizes.equal_ranks(self.ranks)
+        tokens[borders[:-1] == borders[1:]] = 0  # groups that have no ranks
 
         def on_ranks(numbers: Ints) -> Ints:
-            """Return (ranks,) sums over documents. Each rank counts the number of its group."""
+            """Return (ranks,): for each rank, the sum over documents of the number of the rank's
+            group.
+            """
             begin, end = (
                 np.bincount(edges.ravel(), numbers.ravel(), self.ranks + 1)
                 for edges in (borders[:-1], borders[1:])
             )
             return np.cumsum(begin - end)[:-1].astype(np.int64)
 
-        documents = np.flatnonzero(shares.lengths)
+        documents = np.flatnonzero(sizes.lengths)
         last = len(tokens) - 1 - np.argmax(tokens[::-1] > 0, axis=0)[documents]
         highest, of_highest = borders[last + 1, documents] - 1, tokens[last, documents]
         spans = on_ranks(np.minimum(tokens, 2))
-        # The two chunks of the highest rank touch in the middle of the document.
+        # The two chunks of the highest rank are adjacent, and count as one span.
         spans -= np.bincount(highest[of_highest > 1], minlength=self.ranks)
-        low = np.where(tokens > 0, shares.low(tokens), 0)[:, documents]
+        low = np.where(tokens > 0, sizes.low(tokens), 0)[:, documents]
         begins = borders[np.argmax(low > 0, axis=0), documents]
         begins = np.where(low.any(0), begins, highest)  # the rank that holds position 0
         begun = np.bincount(begins, minlength=self.ranks)
         return Counts(on_ranks(tokens), spans, on_ranks(np.sign(tokens)), spans - begun)
 
-    def _shares(self, cu_seqlens: Ints) -> _Shares:
+    def _chunk_sizes(self, cu_seqlens: Ints) -> _ChunkSizes:
         lengths, total = np.diff(cu_seqlens), int(cu_seqlens[-1])
         begin, number = cu_seqlens[:-1], np.arange(lengths.size)
         deal = Deal(total, self.ranks, 1)
@@ -236,4 +243,4 @@ class EvenZigzag(CountedCut):
             begin[order] = np.cumsum(lengths[order]) - lengths[order]
             number[order] = np.arange(order.size)
             deal = Deal(total, self.ranks, part, -(-int(lengths[~short].sum()) // self.ranks))
-        return _Shares(lengths, deal.place(begin), deal.place(begin + lengths), number % 2)
+        return _ChunkSizes(lengths, deal.before(begin), deal.before(begin + lengths), number % 2)

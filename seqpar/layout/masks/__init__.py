@@ -1,5 +1,6 @@
-"""Masks, their ranges, and the slices of a mask between two sets of tokens.
+"""Masks, and the slices of a mask between the queries of one rank and the keys of another.
 
-Start with `mask.py`, whose `slices_between` makes slices of the spans of two ranks. For masks that
-are a band of positions, `slices_of_band.py` finds the rows that attend to each other.
+Start with `slices_between` in `mask.py`. `reach.py` counts the rows that ranks need from each
+other. `slices_of_band.py` finds which rows attend to which under a band of positions, and
+`mask_ranges.py` has masks that users give as lists.
 """

@@ -1,10 +1,14 @@
-"""Mask and Slices: which query attends to which key, and the number of pairs.
+"""`Mask` and `Slices`: which query attends to which key.
 
-For a rank that holds queries and a rank that holds keys, a mask compiles to *slices*, which never
-overlap. A slice is a range of query rows, a range of key rows, and a *band* lo ≤ k_pos − q_pos ≤
-hi. Positions ascend within a run, so the keys that a query attends to are one interval of rows,
-which bisection finds. The size of the tables is therefore linear in the number of (document, peer)
-pairs, or (range, peer) pairs if the mask has ranges, however finely documents are cut.
+A *slice* is a range of query rows and a range of key rows of one document, with a *band* lo ≤ k_pos
+− q_pos ≤ hi: a query attends to the keys of the slice whose positions lie in the band.
+`slices_between` makes the slices of a mask between the queries of one rank and the keys of another.
+Slices do not overlap.
+
+Positions ascend within a run. The keys to which a query attends are therefore consecutive rows,
+which bisection finds. The number of slices is therefore proportional to the number of pairs of a
+document and a rank, or of a range and a rank if the mask has ranges, into however many spans
+documents are cut.
 """
 
 from __future__ import annotations
@@ -36,13 +40,14 @@ Positions = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Mask:
-    """The rule for which keys of its document a query attends to.
+    """Which keys of its document a query attends to.
 
-    A query at position i attends to the keys at positions i − left … i + right, and to the first
-    `prefix` keys. `left` and `right` may be `UNLIMITED`. `prefix` is one number of keys per
-    document, or None. With a `kv_layout`, a document may have a different number of keys, L_kv,
-    than of queries, L_q. The ends of queries and keys are then aligned: query i counts as if at
-    position i + L_kv − L_q. If there are `ranges`, only they determine the pairs.
+    A query at position i attends to the keys at the positions i − left … i + right, and to the
+    first `prefix` keys. `left` and `right` may be `UNLIMITED`. `prefix` has one number for each
+    document, or is None. With a `kv_layout`, a document may have L_q queries and a different number
+    of keys, L_kv. The last query and the last key then count as the same position, so that query i
+    counts as if it were at position i + L_kv − L_q. If there are `ranges`, only they decide the
+    pairs.
     """
 
     left: int
@@ -55,17 +60,20 @@ class Mask:
         return hash((self.left, self.right, self.prefix or (), self.ranges))
 
     def __getstate__(self) -> dict[str, object]:
-        # Hashes of texts differ between processes.
+        # `_hash` is left out, because hashes of strings differ between processes.
         return {name: x for name, x in vars(self).items() if name != "_hash"}
 
     def __hash__(self) -> int:
-        return self._hash  # cached: tables are looked up by it, and a prefix may be long
+        return self._hash  # cached, because tables are looked up by it and a prefix may be long
 
     @classmethod
     def of(
         cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry
     ) -> Mask:
-        """Return the mask of a call's arguments; raise a ValueError that names a wrong argument."""
+        """Return the mask for the arguments of a call.
+
+        Raise a ValueError that names a wrong argument.
+        """
         bounds = parse_window(window_size)
         left, right = (UNLIMITED if bound == -1 else bound for bound in bounds)
         if as_bool("causal", causal):
@@ -109,7 +117,9 @@ class Mask:
 
     @outside_graphs
     def visible(self, geometry: Geometry) -> NDArray[np.bool_]:
-        """Return (T, T): whether each query (row) of a small batch attends to each key."""
+        """Return (T, T), for a small batch: whether each query (row) attends to each key
+        (column).
+        """
         cu = geometry.cu_seqlens
         document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
         position = np.arange(geometry.tokens) - cu[document]
@@ -138,24 +148,23 @@ class Mask:
 
 @dataclass(eq=False)
 class Slices:
-    """The slices of a block of query rows over a block of key rows.
+    """The slices between a block of query rows and a block of key rows.
 
-    If different ranks hold the queries and the keys, one of the two blocks is sent to the rank that
-    holds the other, and that rank computes. The block that stays has all rows of the computing
-    rank. The block that is sent has only the rows with a visible pair. If one rank holds both
-    blocks, nothing is sent, and both blocks are complete.
+    If different ranks hold the queries and the keys, one of the two blocks is sent to the other
+    rank, and that rank computes. Its own block has all of its rows. The block that is sent has only
+    rows that belong to some pair. If one rank holds both blocks, both have all rows.
     """
 
-    q_rows: Ints  # (n, 2) ranges of rows in the blocks, of n slices
+    q_rows: Ints  # (n, 2): the range of query rows of each slice
     k_rows: Ints
-    bands: Ints  # (n, 2), lo and hi of each slice
-    q_positions: Positions  # (T_q,) the position of each row
-    k_positions: Positions  # (T_k,) the position of each row
-    sent_rows: Ints  # (m, 2) local rows, on their owner, of the block that is sent; keys if none is
-    derived: Memo = field(default_factory=Memo, repr=False)  # backends' tables
-    q_aligned: Positions | None = None  # `aligned`, or None if that is `q_positions`
-    # 0, or a limit on the number of runs of rows. Kernels pad their tables to this number, so that
-    # a launch is the same for all documents.
+    bands: Ints  # (n, 2): lo and hi of each slice
+    q_positions: Positions  # (T_q,): the position of each query row
+    k_positions: Positions  # (T_k,): the position of each key row
+    sent_rows: Ints  # (m, 2): the local rows of the block that is sent; of the keys if none is sent
+    derived: Memo = field(default_factory=Memo, repr=False)  # tables of backends
+    q_aligned: Positions | None = None  # `aligned`, or None if it equals `q_positions`
+    # 0, or a limit for the number of runs (`most_documents`). Kernels pad their tables to this
+    # number, so that launches are the same for all documents.
     most_runs: int = 0
 
     def __len__(self) -> int:
@@ -163,9 +172,9 @@ class Slices:
 
     @property
     def are_computed(self) -> bool:
-        """Whether kernels run for these slices.
+        """Whether kernels are launched.
 
-        With padded tables, they run even without any pair.
+        With padded tables, they are launched even if there is no pair.
         """
         return len(self) > 0 or (self.most_runs > 0 and self.key_rows > 0)
 
@@ -179,11 +188,13 @@ class Slices:
 
     @property
     def aligned(self) -> Positions:
-        """The position of each query row, counted among the keys of the row's document."""
+        """(T_q,): the position of each query row, counted among the keys of its document."""
         return self.q_positions if self.q_aligned is None else self.q_aligned
 
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
-        """Return (rows,) starts and stops: the keys of slice i to which each row attends."""
+        """Return for slice i the starts and stops, (rows,), of the keys to which each row
+        attends.
+        """
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]
         low, high = self.bands[i]
@@ -192,7 +203,7 @@ class Slices:
 
     @cached_property
     def full(self) -> NDArray[np.bool_]:
-        """(n,) whether all pairs of a slice are visible, as in most slices between two ranks."""
+        """(n,): whether a slice has all of its pairs. Most slices between different ranks do."""
         full = np.zeros(len(self), dtype=bool)
         has_pairs = (np.diff(self.q_rows) > 0)[:, 0] & (np.diff(self.k_rows) > 0)[:, 0]
         q_rows, k_rows = self.q_rows[has_pairs], self.k_rows[has_pairs]
@@ -205,7 +216,9 @@ class Slices:
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
-        """Count each slice's visible pairs: all, and those of rows that skip the first keys."""
+        """Return two counts for each slice: its pairs, and the pairs of rows that skip the first
+        keys.
+        """
         areas = (np.diff(self.q_rows) * np.diff(self.k_rows))[:, 0]
         pairs = [(area, 0) for area in areas.tolist()]
         for i in np.flatnonzero(~self.full).tolist():
@@ -215,7 +228,9 @@ class Slices:
         return pairs
 
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
-        """Return (n, m) bool: whether n query rows attend to m key rows under a slice's band."""
+        """Return (n, m) bool: whether each of n query rows attends to each of m key rows under a
+        band.
+        """
         q_positions, k_positions = self.positions_on(device)
         distance = k_positions[keys] - q_positions[rows, None]
         low, high = np.clip(band, -_MAX_DISTANCE, _MAX_DISTANCE).tolist()
@@ -232,7 +247,7 @@ class Slices:
 
     @property
     def seeing(self) -> Ints:
-        """(m, 2) ranges of the query rows that attend to any key."""
+        """(m, 2): ranges of the query rows that attend to some key."""
         seeing = np.zeros(self.query_rows + 2, dtype=bool)  # a False at each end gives edges there
         for i, (start, stop) in enumerate(self.q_rows.tolist()):
             first, last = self.key_intervals(i)
@@ -240,7 +255,9 @@ class Slices:
         return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
 
     def of_queries(self, rows: Ints) -> Slices:
-        """Return these slices over some query rows only, among them all that have a visible key."""
+        """Return these slices with only some query rows, which include all rows that attend to a
+        key.
+        """
         return replace(
             self,
             q_rows=rows_before(rows, self.q_rows),
@@ -251,15 +268,15 @@ class Slices:
         )
 
     def of_keys(self, rows: Ints) -> Slices:
-        """Return these slices over some key rows only, among them all rows of slices."""
+        """Return these slices with only some key rows, which include all rows of slices."""
         k_rows, positions = rows_before(rows, self.k_rows), take_ranges(self.k_positions, rows)
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
 
     @classmethod
     def of(cls, table: Ints, q: Holding, k: Holding, shift: Ints, sent_rows: Ints) -> Slices:
-        """Return slices from (6, n): q start and stop, k start and stop, lo and hi of the band.
+        """Return slices from an array (6, n) of q start and stop, k start and stop, lo and hi.
 
-        `shift` (documents of q,) aligns the ends of each document's queries and keys.
+        `shift` (documents of q,) is added to the positions of queries to align them with the keys.
         """
         table = table[:, np.argsort(table[2], kind="stable")]
         q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
@@ -268,7 +285,9 @@ class Slices:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
-        """Join slices of the same query rows over several blocks of keys into one block of keys."""
+        """Join slices of the same query rows over several blocks of keys to slices over one
+        block.
+        """
         if not parts:
             pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
             return cls(pairs, pairs, pairs, positions, positions, pairs)
@@ -292,8 +311,8 @@ def slices_between(
     """Return the slices of one rank's queries over another rank's keys.
 
     They are cached with both geometries. By default the keys are sent, and their block has only the
-    keys that the queries attend to. With `queries_travel` the queries are sent, and their block has
-    only queries that attend to any key.
+    keys to which some query attends. With `queries_travel` the queries are sent, and their block
+    has only the queries that attend to some key.
     """
     queries_travel = queries_travel and q_rank != k_rank
 
@@ -344,23 +363,27 @@ def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
 
 @dataclass(eq=False)
 class Blocks:
-    """The slices of a block of queries over each of several blocks of keys, in order of arrival."""
+    """The slices of one block of queries over several blocks of keys, in the order of their
+    arrival.
+    """
 
     slices: Sequence[Slices]  # one element per block of keys
-    derived: Memo = field(default_factory=Memo, repr=False)  # backends' tables of all slices
+    # Tables of backends for all slices together.
+    derived: Memo = field(default_factory=Memo, repr=False)
 
 
-_TILE_ROWS = 128  # long slices are cut at multiples of this, so that kernels' tiles stay whole
-# Slices of at most this many rows stay whole. With few keys (8 for MKL on an AMD EPYC), libraries
-# for matrix products add the terms of a score in another order than with many keys. The halves in
-# backward would then have other scores than the whole slice in forward.
+# Long slices are cut at multiples of this number of rows, so that tiles of kernels stay whole.
+_TILE_ROWS = 128
+# Slices of at most this many rows are not cut. Libraries for matrix products add the terms of a
+# score in another order if there are few keys (8 for MKL on an AMD EPYC). The scores of a half in
+# backward would then differ from those of the whole slice in forward.
 _WHOLE_ROWS = 32
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
-    """Cut each slice in half. Return the first halves and the second halves, in order."""
-    # Each slice is cut by itself, at half of its visible pairs. Cutting the whole list in half
-    # would make a document's result depend on the other documents of the batch.
+    """Cut each slice in half. Return the first halves, and the second halves."""
+    # Each slice is cut at half of its own pairs. If the whole list was cut in half, the result of a
+    # document would depend on the other documents of the batch.
     lengths = np.diff(slices.q_rows)[:, 0]
     queries, keys = (np.stack([x, x], axis=1) for x in (slices.q_rows, slices.k_rows))
     queries[:, 0, 1] = queries[:, 1, 0] = slices.q_rows[:, 0] + _middle(lengths)
@@ -380,7 +403,7 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _middle(lengths: Ints) -> Ints:
-    """Return what `_row` returns for slices of these lengths, if all their pairs are visible."""
+    """Return the same as `_row`, for slices that have all of their pairs."""
     step = np.clip(lengths // 2, 1, _TILE_ROWS)
     below = lengths // (2 * step)
     above_is_closer = 2 * step * (below + 1) - lengths < lengths - 2 * step * below
@@ -388,7 +411,10 @@ def _middle(lengths: Ints) -> Ints:
 
 
 def _row(start: Ints, stop: Ints) -> int:
-    """Return the row that divides a slice's visible pairs in half, between tiles if it is long."""
+    """Return the row that divides the pairs of a slice in half.
+
+    In long slices it is a multiple of a tile.
+    """
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]
     return (int(np.argmin(np.abs(reached - (stop - start).sum() / 2))) + 1) * step
@@ -397,7 +423,7 @@ def _row(start: Ints, stop: Ints) -> int:
 def _part(
     slices: Slices, i: int, start: Ints, stop: Ints, rows: tuple[int | None, int | None]
 ) -> tuple[Ints, Ints]:
-    """Return the query and key rows of some rows of slice i, trimmed to rows with visible pairs."""
+    """Return the query rows and key rows of a part of slice i, without rows that have no pair."""
     seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + (rows[0] or 0)
     first, last = seeing
     return slices.q_rows[i, 0] + [first, last + 1], slices.k_rows[i, 0] + [start[first], stop[last]]

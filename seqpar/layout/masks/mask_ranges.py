@@ -1,6 +1,6 @@
-"""MaskRanges: a mask as a list of disjoint rectangles, each under a band (`Mask.of_ranges`).
+"""`MaskRanges`: a mask as a list of rectangles, each with a band (`Mask.of_ranges`).
 
-An operator takes ranges as a tensor, like a layout (`handle.py`).
+Torch's operators receive such a list as a tensor, in the same way as a layout (`handle.py`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class Ranges(NamedTuple):
         return Ranges(*(column[chosen] for column in self))
 
     def trimmed(self) -> tuple[Ranges, Ints]:
-        """Trim ranges to visible pairs, and drop empty ranges and bounds that exclude nothing.
+        """Make ranges as small as their pairs allow.
 
-        Return the remaining ranges, and the index of each in `self`.
+        Drop ranges without pairs, and bounds without effect.
+
+        Returns the remaining ranges, and the index of each in `self`.
         """
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
@@ -60,9 +62,9 @@ class Ranges(NamedTuple):
         return Ranges(self.documents[index], *edges, lows, highs), index
 
     def of_queries(self, q: Holding) -> tuple[tuple[Ints, Ints], Ranges]:
-        """Cut a holding's query rows into clusters that lie in one range each.
+        """Cut the query rows of a rank into clusters (`slices_of_band.py`), each within one range.
 
-        Return the rows (starts, stops) of the clusters, and the range of each cluster.
+        Returns the starts and stops of the clusters' rows, and the range of each cluster.
         """
         begins, ends = (sort_keys(self.documents, edges) for edges in self[1:3])
         own = self.take(np.flatnonzero(q.holds_some(begins, ends)))
@@ -77,9 +79,10 @@ class Ranges(NamedTuple):
 
 
 class MaskRanges:
-    """The ranges of a mask: trimmed, sorted and disjoint, by document, queries, keys and band.
+    """The ranges of a mask. They are trimmed, do not overlap, and are sorted.
 
-    `handle` is a 1-D int64 tensor on the CPU: a digest, `key`, and the ranges.
+    They are sorted by document, queries, keys and band. `handle` is a 1-D int64 tensor on the CPU:
+    a digest (`key`), then the ranges.
     """
 
     def __init__(self, columns: Ranges) -> None:
@@ -119,7 +122,9 @@ class MaskRanges:
 
     @cached_property
     def _ends(self) -> tuple[int, Ints, Ints]:
-        """The number of documents that the ranges need, and how many queries and keys of each."""
+        """The number of documents for which there are ranges, and how many queries and keys each
+        must have.
+        """
         documents = int(self.columns.documents.max(initial=-1)) + 1
         queries, keys = np.zeros(documents, np.int64), np.zeros(documents, np.int64)
         np.maximum.at(queries, self.columns.documents, self.columns.q_stops)
@@ -140,7 +145,10 @@ class MaskRanges:
 
 
 def described(handle: Tensor, canonical: bool) -> object:
-    """Return a value that identifies ranges when ranks compare masks; in words if `canonical`."""
+    """Return a value by which ranks compare their masks.
+
+    With `canonical`, it is a text for errors.
+    """
     digest = key_of_handle(handle).hex()[:16]
     if not canonical:
         return digest
@@ -152,7 +160,7 @@ def described(handle: Tensor, canonical: bool) -> object:
 
 
 def from_handle(handle: Tensor) -> MaskRanges:
-    """Return the ranges of a handle or its copy. Raises a ValueError if it was changed."""
+    """Return the ranges of a handle or of a copy. Raise a ValueError if its content was changed."""
     words = words_of(handle)
     found = _by_key.get(key_of(words))
     if found is None:
@@ -209,10 +217,11 @@ def _columns(ranges: RangeList) -> list[Ints]:
 
 
 def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
-    """Return the indices (2,) of two overlapping ranges, and a query and a key in both; or None.
+    """Return (2,), the indices of two ranges that overlap, with a query and a key of both, or None.
 
-    Ranges are sorted by document, then `q_starts`. The search takes n log n comparisons. A range
-    that begins also moves the present ranges with later keys.
+    The ranges are sorted by document, then by `q_starts`. The search compares ranges about n log n
+    times. In addition, each range that begins moves the entries of a list for ranges with later
+    keys.
     """
     pairs = _neighbours(ranges)
     one, other = (ranges.take(column) for column in pairs)
@@ -231,23 +240,27 @@ def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
 
 
 def _neighbours(ranges: Ranges) -> Ints:
-    """Return all pairs (2, n) of ranges that are ever neighbours, at least to the first overlap."""
-    # A sweep over the queries: at each query a range has an interval of keys. As long as ranges are
-    # disjoint, these intervals stay in the same order: from one query to the next an edge of an
-    # interval moves by one key or not at all. As in the sweep of Shamos and Hoey ("Geometric
-    # intersection problems", 1976), the first two intervals that overlap were therefore neighbours
-    # in that order before.
+    """Return (2, n): all pairs of ranges that are neighbours at some query, up to the first
+    overlap.
+    """
+    # The search goes through the queries. At each query, a range has an interval of keys. As long
+    # as ranges do not overlap, their intervals stay in the same order: from one query to the next,
+    # an edge of an interval moves by one key or not at all. As in the sweep of Shamos and Hoey
+    # ("Geometric intersection problems", 1976), the first two intervals that overlap were therefore
+    # neighbours before.
     begins, ends = (sort_keys(ranges.documents, edges) for edges in ranges[1:3])
     shares = begins[1:] < np.maximum.accumulate(ends)[:-1]
     index = np.flatnonzero(np.r_[False, shares] | np.r_[shares, False])
     begins, ends, ranges = begins[index], ends[index], ranges.take(index)
     count, pairs = index.size, list[tuple[int, int]]()
-    # Ranges that end at the same query are removed last first, which is cheap in a list.
+    # If several ranges end at the same query, the last one is removed first, which is fast in a
+    # list.
     ties = np.r_[np.arange(count), -np.arange(count)]
     order = np.lexsort((ties, np.repeat([1, 0], count), np.r_[begins, ends])).tolist()
     firsts, offsets = ranges.k_starts.tolist(), ranges.lows.tolist()
-    at_query = np.r_[ranges.q_starts, ranges.q_stops - 1].tolist()  # where ranges begin and end
-    present: list[int] = []  # sorted by each range's first key at the query
+    # The queries at which ranges begin and end.
+    at_query = np.r_[ranges.q_starts, ranges.q_stops - 1].tolist()
+    present: list[int] = []  # the ranges at the current query, ordered by their first key
     for event in order:
         query, i = at_query[event], event % count
 
@@ -261,7 +274,7 @@ def _neighbours(ranges: Ranges) -> Ints:
             present.insert(at, i)
             continue
         if present[at : at + 1] != [i]:
-            break  # the order has changed, so two neighbours overlap
+            break  # the order has changed, because two neighbours overlap
         del present[at]
         if 0 < at < len(present):
             pairs.append((present[at - 1], present[at]))

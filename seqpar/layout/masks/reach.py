@@ -1,11 +1,13 @@
-"""Count the rows that ranks need of each other under a mask, for all ranks of a group together.
+"""Count the rows that a rank needs from all other ranks under a mask, and those that they need from
+it.
 
-One rank, the *asking* rank, counts rows: its own, which other ranks need, and those of other ranks,
-which it needs. One *side* of attention is the queries, and the other side is the keys. The *reach*
-of some rows is the set of positions on the other side with which they have a visible pair.
+Before a call, a rank must know how many rows it sends to and receives from each rank. This file
+counts them for one rank, called the *asking* rank. Attention has two *sides*, queries and keys. The
+*reach* of some rows is the set of positions on the other side with which these rows have a pair.
 
-Only documents of the asking rank are processed, in blocks of documents. In each document only the
-ranks within the asking rank's reach are processed, so no array has documents × ranks elements.
+Only documents of the asking rank are processed, some at a time. For each document, only ranks in
+the reach of the asking rank are processed, so that no array has an element for each pair of a
+document and a rank.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from seqpar.layout.cuts.cut import HeldSpans
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.mask import Mask
 
-_BLOCK_SPANS = 2**17  # limit on the spans of all ranks in a block of documents
+# Limit for the spans, on all ranks, of the documents that are processed at a time.
+_BLOCK_SPANS = 2**17
 _BLOCK_DOCUMENTS = 2**14
-_BLOCK_EDGES = 2**16  # limit on the edges of mirrored chunks in a block, to stay in a core's cache
-_MAX_MIRRORED_SPANS = 2  # limit on the asking rank's spans of a document, with mirrored chunks
+# Limit for the edges of mirrored chunks that are processed at a time, to stay in a core's cache.
+_BLOCK_EDGES = 2**16
+# With mirrored chunks, the largest number of spans of a document on the asking rank.
+_MAX_MIRRORED_SPANS = 2
 
 
 class Intervals(NamedTuple):
-    """Intervals of positions, as (n,) arrays, each with the index of the span that reaches it."""
+    """Intervals of positions, as arrays (n,), each with the index of the span whose reach it is."""
 
     spans: Ints
     starts: Ints
@@ -39,11 +44,11 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """Maps spans of one side of a mask to positions of the other side."""
+    """Finds the reach of spans: the positions on the other side of the mask."""
 
-    lows: Ints  # (documents,) a row at position p reaches p + low … p + high
+    lows: Ints  # (documents,): a row at position p reaches the positions p + low … p + high
     highs: Ints
-    lengths: Ints  # (documents,) lengths of the other side
+    lengths: Ints  # (documents,): the lengths of documents on the other side
     mask: Mask  # the mask, for its prefix and its ranges
     to_keys: bool  # whether the rows are queries, and the other side is keys
 
@@ -55,7 +60,7 @@ class Reach:
         return of_queries, cls(-highs, -lows, queries.lengths, mask, False)
 
     def of(self, documents: Ints, starts: Ints, stops: Ints) -> Intervals:
-        """Return the positions that nonempty spans reach; intervals may overlap."""
+        """Return the positions that nonempty spans reach. Intervals may overlap."""
         if self.mask.ranges is not None:
             return self._in_ranges(documents, starts, stops)
         lengths = self.lengths[documents]
@@ -64,8 +69,8 @@ class Reach:
         index = np.arange(documents.size)
         if self.mask.prefix is not None:
             prefix = np.array(self.mask.prefix, dtype=np.int64)[documents]
-            # Every query reaches the keys of the prefix. A span of keys that begins in the prefix
-            # reaches every query.
+            # Every query attends to the keys of the prefix. All queries therefore reach them, and a
+            # span of keys that begins in the prefix reaches all queries.
             more = index if self.to_keys else np.flatnonzero(starts < prefix)
             reached = prefix if self.to_keys else lengths
             index = np.concatenate([index, more])
@@ -90,17 +95,17 @@ class Reach:
         return Intervals(index[kept], begins[kept], ends[kept])
 
     def union_of(self, rows: Holding) -> Holding:
-        """Return all positions that a rank's rows reach, as spans of documents."""
+        """Return all positions that the rows of a rank reach, as spans of documents."""
         reached = self.of(*rows.columns)
         return _union(rows.documents[reached.spans], reached.starts, reached.stops)
 
 
 class ReachedRows(NamedTuple):
-    """Rows of one rank that rows of other ranks reach, as (ranks,) or (groups,) arrays."""
+    """Those rows of one rank that rows of other ranks reach, as arrays (ranks,) or (groups,)."""
 
-    counts: Ints  # number of rows
+    counts: Ints  # the number of rows
     firsts: Ints  # the first row; undefined if the count is 0
-    behind: Ints  # one more than the last row; undefined if the count is 0
+    behind: Ints  # the row after the last one; undefined if the count is 0
 
     @classmethod
     def none(cls, size: int) -> ReachedRows:
@@ -109,12 +114,12 @@ class ReachedRows(NamedTuple):
 
     @property
     def are_ranges(self) -> NDArray[np.bool_]:
-        """Whether the rows of each entry are one range without gaps."""
+        """Whether the rows of each entry are a single range without gaps."""
         return (self.counts > 0) & (self.counts == self.behind - self.firsts)
 
 
 class AttentionSide(NamedTuple):
-    """The rows of other ranks on one side of attention, and the reach in both directions."""
+    """The other ranks' rows on one side of attention, with the reach in both directions."""
 
     others: Geometry  # the geometry of the other ranks' rows
     own_reach: Reach  # from the asking rank's rows to rows of other ranks
@@ -122,18 +127,18 @@ class AttentionSide(NamedTuple):
 
     @classmethod
     def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Describe the keys of other ranks, for a rank that asks about its queries."""
+        """Return the side of the keys, for a rank that asks for its queries."""
         return cls(keys, *Reach.both(queries, keys, mask))
 
     @classmethod
     def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Describe the queries of other ranks, for a rank that asks about its keys."""
+        """Return the side of the queries, for a rank that asks for its keys."""
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
-        """Return the asking rank's rows that rows of each rank reach.
+        """Return those rows of the asking rank that the rows of each other rank reach.
 
-        With `groups` (ranks,), the group of each rank, return the rows that any rank of each group
+        If `groups` (ranks,) has a group for each rank, return the rows that some rank of each group
         reaches.
         """
         if groups is None and self._is_mirrored(own):
@@ -157,7 +162,7 @@ class AttentionSide(NamedTuple):
         return reached
 
     def their_rows(self, own: Holding) -> Ints:
-        """Count, for each rank, the rows that the asking rank's rows reach, (ranks,)."""
+        """Return (ranks,): how many rows of each rank the rows of the asking rank reach."""
         reached = self.own_reach.union_of(own)
         has_mirrored_chunks = self.others.cut.mirrored_edges(reached.offsets[:0]) is not None
         if has_mirrored_chunks and (np.diff(reached.documents) > 0).all():
@@ -169,9 +174,10 @@ class AttentionSide(NamedTuple):
         return counts
 
     def own_ranges(self, own: Holding, peers: Sequence[Holding]) -> Ints:
-        """Return the asking rank's rows that rows of any of the peers reach.
+        """Return (m, 2): ranges of those rows of the asking rank that rows of some of the peers
+        reach.
 
-        They are (m, 2) ranges that do not touch.
+        The ranges do not touch.
         """
         parts = []
         for peer in peers:
@@ -184,7 +190,9 @@ class AttentionSide(NamedTuple):
         return union(starts[order], stops[order])
 
     def _spans_within(self, reached: Holding) -> Iterator[tuple[Ints, HeldSpans]]:
-        """Yield blocks of documents, with the spans of all ranks near the reached positions."""
+        """Yield some documents at a time, with the spans of all ranks near the reached
+        positions.
+        """
         documents, first, behind = reached.runs
         starts, stops = reached.starts[first], reached.stops[behind - 1]
         lookup = self.others.holders
@@ -202,10 +210,10 @@ class AttentionSide(NamedTuple):
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
-        """Count the asking rank's rows for other ranks whose chunks are mirrored.
+        """Count the asking rank's rows that ranks with mirrored chunks reach.
 
-        Under a mask that is unlimited to the left, the reach of a rank's two chunks together is
-        everything on one side of one position, so no list of spans is needed.
+        If a mask is unlimited to the left, the two chunks of a rank together reach all positions on
+        one side of one position. A list of spans is therefore not needed.
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
@@ -213,7 +221,8 @@ class AttentionSide(NamedTuple):
         reached = ReachedRows.none(ranks)
         are_long = int(own.stops.max(initial=0)) >= 2**28
         for block, edges in self._mirrored(documents):
-            if are_long:  # the dtype of edges fits the other side's documents, which may be shorter
+            # The dtype of edges must suffice for the other side's documents, which may be shorter.
+            if are_long:
                 edges = edges.astype(np.int64)
             far = 2**30 if edges.dtype == np.int32 else 2**50
             limits = _reached_by_mirrored(edges, far, to_keys)
@@ -261,10 +270,11 @@ class AttentionSide(NamedTuple):
 
 
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
-    """Return (documents, ranks) the positions of mirrored chunks that bound their reach.
+    """Return (documents, ranks): the one position of each rank's chunks that decides their reach.
 
-    For queries, it is the end of a rank's last chunk of the document; for keys, the start of the
-    first. Ranks without tokens of a document have −far for queries, and far for keys.
+    For queries, it is the end of the rank's last chunk of the document. For keys, it is the start
+    of the first chunk. For ranks without tokens of the document, it is −far for queries and far for
+    keys.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
@@ -280,7 +290,7 @@ def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
 
 
 def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
-    """Return intervals of documents, given in any order, as disjoint spans."""
+    """Return the union of intervals, given in any order, as spans that do not overlap."""
     order = np.argsort(sort_keys(documents, starts))
     documents, starts, stops = documents[order], starts[order], stops[order]
     starts = _beyond_earlier(documents, starts, stops)
@@ -289,9 +299,9 @@ def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
 
 
 def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Move `starts` past the earlier intervals of the same run, so that no position counts twice.
+    """Move `starts` behind all earlier intervals of the same run, so that no position counts twice.
 
-    Intervals are sorted by run, then start.
+    Intervals are sorted by run, then by start.
     """
     reached = np.maximum.accumulate(sort_keys(runs, stops))
     earlier = np.r_[0, reached[:-1]][: reached.size] - sort_keys(runs, np.zeros_like(runs))
@@ -299,7 +309,7 @@ def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
 
 
 def _blocks(limits: Ints) -> Iterator[slice]:
-    """Yield slices of documents whose `limits` sum to at most `_BLOCK_SPANS`.
+    """Yield slices of documents so that the `limits` of each slice sum to at most `_BLOCK_SPANS`.
 
     A document with a larger limit is a slice by itself.
     """

@@ -1,7 +1,4 @@
-"""Find the rows of two holdings that attend to each other under a band of positions.
-
-Under a band lo ≤ k_pos − q_pos ≤ hi, a query attends to the keys of its document in that range.
-"""
+"""Find which query rows attend to which key rows under a band lo ≤ k_pos − q_pos ≤ hi."""
 
 from __future__ import annotations
 
@@ -17,11 +14,12 @@ Bounds = tuple[Ints, Ints]
 
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
-    """Return the clusters of query rows: their runs, their first rows, and the ends of their rows.
+    """Return the clusters of query rows: the run of each cluster, its first row, and its last row +
+    1.
 
-    A cluster is a sequence of spans of one run, in which no gap is wider than `band` = hi − lo. The
-    rows of a cluster therefore attend to one range of positions without gaps. Keys between the
-    ranges of two clusters need not be sent.
+    A *cluster* is one or more spans of a run between which no gap is wider than the band, hi − lo.
+    The queries of a cluster therefore attend to one range of keys without gaps. Keys between the
+    ranges of two clusters are needed by nobody, and need not be sent.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -31,12 +29,12 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 
 
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges of query rows, each within a run, at the gaps between clusters (`clusters`).
+    """Cut ranges of query rows, each within a run, at the gaps between clusters.
 
-    `widths` are hi − lo of each range's band. Return three arrays with an entry per cluster: the
-    index of its range, and its start and stop. Empty ranges have no cluster.
+    `widths` are hi − lo of the band of each range. Returns three arrays with an entry for each
+    cluster: the index of its range, its start, and its stop. Empty ranges have no cluster.
     """
-    # Ranges that contain a gap wider than their band are cut together, at all gaps wider than the
+    # Ranges with a gap wider than their band are cut together, at all gaps that are wider than the
     # narrowest of their bands.
     gaps = q.starts[1:] - q.stops[:-1]
     widest = gaps[q.documents[1:] == q.documents[:-1]].max(initial=0)
@@ -53,9 +51,9 @@ def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[In
 def trim(
     q_starts: Ints, q_stops: Ints, k_starts: Ints, k_stops: Ints, lows: Ints, highs: Ints
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
-    """Trim rectangles to visible pairs under their bands, and drop those that have none.
+    """Make rectangles as small as their pairs allow, and drop those without pairs.
 
-    Return the indices of the rectangles that remain, and those rectangles.
+    Returns the indices of the remaining rectangles, and these rectangles.
     """
     some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
     begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)
@@ -68,13 +66,15 @@ def trim(
 def in_reach(
     q: Holding, k: Holding, runs: Bounds, q_rows: Bounds, band: Bounds, keys: Bounds
 ) -> Ints:
-    """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
+    """Return slices as an array (6, n) of q start and stop, k start and stop, lo and hi.
 
-    Each cluster of query rows, `q_rows` (starts, stops), is compared with one run of keys. There is
-    a slice for each cluster that attends to a key of that run, trimmed to rows with a visible pair.
-    `runs` are the run of queries and the run of keys of each cluster. The documents of both
-    holdings are the numbers of such runs. `keys` is the range of key positions that a cluster may
-    attend to.
+    There is one slice for each cluster of query rows that attends to some key of its run of keys.
+
+    Args:
+        q_rows: the starts and stops of the clusters' rows.
+        runs: for each cluster, the run of queries to which it belongs, and the run of keys with
+            which it is compared. These are the numbers that both holdings have as "documents".
+        keys: the range of key positions to which each cluster may attend.
     """
     (q_start, q_stop), (low, high), (first_key, key_limit) = q_rows, band, keys
     k_start = k.rows_before(runs[1], np.maximum(first_key, q.positions[q_start] + low))
@@ -94,9 +94,9 @@ def in_reach(
 def of_band(
     q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
 ) -> Ints:
-    """Return the slices of a window and a prefix, as (6, n).
+    """Return the slices of a window and a prefix as an array (6, n).
 
-    `shift` aligns the ends of each document's queries and keys.
+    `shift` is added to the positions of queries to align them with the keys of their document.
     """
     documents, q_start, q_stop = clusters(q, left + right)
     prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)
@@ -114,5 +114,5 @@ def of_band(
 
 
 def _nonempty(table: Ints, start: int) -> Ints:
-    """Return the columns whose range in rows `start` and `start` + 1 is not empty."""
+    """Return the columns in which the range of the rows `start` and `start` + 1 is not empty."""
     return table[:, table[start + 1] > table[start]]

@@ -1,13 +1,12 @@
 """Decide which rows are sent for tasks, between which ranks, and in which stage.
 
-A task is a rectangle of query and key positions (`tasks.py`). The rank that computes a task is its
-*server*; the rank that holds a row is the row's *owner*. A server's *own* rows are those that it
-holds.
+A task is a rectangle of query positions and key positions (`tasks.py`). The rank that computes it
+is its *server*, and the rank that holds a row is the *owner* of the row.
 
-The queries that a server needs from other ranks are divided into stages, so that the results of one
-stage return while the server computes the next. A key is sent to a server once, no later than the
-first queries of other ranks that attend to it. Its gradient can return after the last such queries.
-The work of the server's own queries with keys of other ranks is spread over the stages.
+The queries that a server needs from other ranks are divided into stages. While the server computes
+one stage, the results of the stage before return. A key is sent to a server once, no later than the
+first queries of other ranks that attend to it. Its gradient can return after the last of these
+queries. The work of the server's own queries over keys of other ranks is spread over all stages.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _MAX_STAGES = 4
 
 
 class Segments(NamedTuple):
-    """Ranges of a packed batch that servers need for their tasks, and the stages that need them.
+    """Ranges of a packed batch that servers need, and the stages in which they need them.
 
-    Segments are sorted by server, then position. The ranges of one server are disjoint.
+    Segments are sorted by server, then by position. The ranges of one server do not overlap.
     """
 
     servers: Ints  # (n,) the server that needs the range
     starts: Ints  # (n,) positions
     stops: Ints
-    # (n,) stages, of which there are `count`. `staged` assigns a stage to the server's own queries.
-    # Before it, `firsts` and `lasts` consider queries of other ranks only.
-    owns: Ints  # −1 if own queries do not need the range; else `count`, or after `staged` a stage
+    # (n,): stages, of which there are `count`. `firsts` and `lasts` consider only queries of other
+    # ranks, until `staged` has assigned a stage to the server's own queries.
+    owns: Ints  # −1 if no own query needs the range; otherwise `count`, or the stage after `staged`
     firsts: Ints  # the first stage whose queries need the range, or `count` if there is none
     lasts: Ints  # the last stage whose queries need the range, or −1 if there is none
 
@@ -48,8 +47,8 @@ class Segments(NamedTuple):
     ) -> Segments:
         """Return the segments that some ranges cover.
 
-        `stages` has, for each range, one of `count` stages in which the range is needed, or −1 if
-        the server's own queries need it.
+        `stages[i]` is one of `count` stages in which range i is needed, or −1 if the server's own
+        queries need it.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
         edges = np.unique(np.r_[begins, ends])
@@ -83,7 +82,7 @@ class Segments(NamedTuple):
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
-        """Return the number of rows of each segment that the server must receive."""
+        """Return how many rows of each segment the server receives."""
         coming = self.stops - self.starts
         for server in np.flatnonzero(np.bincount(self.servers)).tolist():
             own = self._slice(server)
@@ -92,10 +91,12 @@ class Segments(NamedTuple):
         return coming
 
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
-        """Return (servers, count + 1): the indices in the pack that divide a server's stages."""
-        # A server receives the same number of rows in each stage, and half as many in the first,
-        # which has less work to hide their transfer. The rows to receive are assumed to be spread
-        # evenly within a segment.
+        """Return (servers, count + 1): the indices in the pack at which each server's stages begin
+        and end.
+        """
+        # A server receives the same number of rows in each stage. In the first stage it receives
+        # only half as many, because there is less work that can hide their arrival. The rows that
+        # it receives are assumed to be spread evenly within a segment.
         edges = np.zeros((geometry.ranks, count + 1), np.int64)
         edges[:, 1:] = geometry.tokens
         for server in np.flatnonzero(np.bincount(self.servers)).tolist() if count > 1 else ():
@@ -116,9 +117,9 @@ class Segments(NamedTuple):
         return Segments(*(column[own] for column in self))
 
     def staged(self, count: int) -> Segments:
-        """Assign a stage to each of one rank's rows that its server's own queries need."""
-        # In each stage a server's own queries use the same number of these rows, and half as many
-        # in the first. Keys then arrive early, gradients return early, and the queries of other
+        """Assign a stage to each row of a rank that its server's own queries need."""
+        # In each stage, a server's own queries use the same number of these rows, and half as many
+        # in the first stage. Keys then arrive early, gradients return early, and queries of other
         # ranks wait for only a fraction of the server's own work.
         ready, some = self.take(self.owns < 0), self.take(self.owns >= 0)
         columns = np.stack([some.servers, some.firsts, some.lasts])
@@ -144,23 +145,23 @@ class Segments(NamedTuple):
         return slice(*np.searchsorted(self.servers, (server, server + 1)).tolist())
 
     def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
-        """Return the local rows of a rank in each segment, as starts and stops."""
+        """Return the starts and stops of the local rows that a rank has in each segment."""
         holding = geometry.holdings[rank]
         firsts = geometry.cu_seqlens[holding.documents] + holding.starts
         return _rows_before(holding, firsts, self.starts), _rows_before(holding, firsts, self.stops)
 
 
 def _edges(totals: Ints, count: int) -> Ints:
-    """Return (n, count + 1) edges of stages.
+    """Return (n, count + 1): the edges of stages of equal length.
 
-    All have equal length, except that the first has half.
+    The first one has half of the length.
     """
     reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
     return totals[:, None] * reached // (2 * count - 1)
 
 
 def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
-    """Count the local rows before each position; spans begin at the positions `firsts`."""
+    """Return how many local rows come before each position. `firsts` are the positions of spans."""
     if not firsts.size:
         return np.zeros_like(positions)
     found = np.searchsorted(firsts, positions, side="right") - 1
@@ -172,15 +173,15 @@ def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
 class Stages(NamedTuple):
     """The stages in which a server needs rows of other ranks."""
 
-    own: int  # the stage in which the server's own queries need the rows; −1 if they do not
+    own: int  # the stage in which the server's own queries need the rows, or −1 if they do not
     first: int  # the first stage in which any queries need the rows
     last: int  # the last stage in which any queries need the rows
 
 
 class ServerRows(NamedTuple):
-    """Rows of some ranks, one rank after another, in the order in which a server stores them."""
+    """Rows of some ranks, one rank after another, as a server stores them."""
 
-    holding: Holding  # the rows' positions; its "documents" are the indices of runs
+    holding: Holding  # the positions of the rows; as "documents" it has the indices of runs
     documents: Ints  # (runs,) the document of each run
     ranks: list[int]  # (m,) the ranks that own the rows
     counts: list[int]  # (m,) the number of rows of each rank
@@ -192,7 +193,9 @@ class ServerRows(NamedTuple):
 
     @classmethod
     def of(cls, table: Ints) -> ServerRows:
-        """Return rows from a (4, spans) table, in its order: ranks, documents, starts and stops."""
+        """Return rows from a table (4, spans) of ranks, documents, starts and stops, in its
+        order.
+        """
         ranks, documents, starts, stops = table
         begins = (np.diff(ranks, prepend=-1) != 0) | (np.diff(documents, prepend=-1) != 0)
         holding = Holding((np.cumsum(begins) - 1, starts, stops))
@@ -216,13 +219,13 @@ class ServerRows(NamedTuple):
 
 
 class TaskRows:
-    """The rows of a batch that are sent for its tasks."""
+    """All rows that are sent for the tasks of a batch."""
 
     def __init__(
         self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int
     ) -> None:
         """Divide the work into stages in which each server receives about `stage_rows` rows."""
-        self.described = described(tasks, queries.ranks)  # for errors if plans of ranks differ
+        self.described = described(tasks, queries.ranks)  # for errors, if the tasks of ranks differ
         parts = Parts.of(tasks, queries, keys, mask)
         stage_zero = np.zeros_like(parts.servers)
         of_queries = Segments.of_queries(parts, queries, stage_zero, 1)
@@ -233,7 +236,7 @@ class TaskRows:
         count = self.stages = min(_MAX_STAGES, max(1, -(-most // stage_rows)))
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
-        # The rows that servers need, including rows that they own.
+        # The rows that servers need, with rows that they own.
         self.queries = Segments.of_queries(self.parts, queries, stages, count)
         held = _held(self.parts, queries)
         of_others = np.flatnonzero(self.parts.q_stops - self.parts.q_starts > held)
@@ -247,7 +250,7 @@ class TaskRows:
 
 
 def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Segments:
-    """Return the rows that a rank sends, as segments of its local rows, each with its server."""
+    """Return the rows that a rank sends, as segments of its local rows with their servers."""
     start, stop = needed.rows(geometry, rank)
     chosen = (stop > start) & (needed.servers != rank)
     return needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
@@ -256,7 +259,7 @@ def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Seg
 def arriving_at(
     rank: int, geometry: Geometry, needed: Segments, stages: int
 ) -> dict[Stages, ServerRows]:
-    """Return the rows of other ranks that are sent to the server `rank`, by their stages."""
+    """Return the rows that the server `rank` receives, by their stages."""
     needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
         start, stop = needed.rows(geometry, home)
@@ -276,7 +279,7 @@ def arriving_at(
 
 
 def _held(parts: Parts, queries: Geometry) -> Ints:
-    """Return how many queries of each part its server holds."""
+    """Return how many queries of each part the server itself holds."""
     found = np.zeros_like(parts.servers)
     order = np.argsort(parts.servers, kind="stable")
     edges = np.searchsorted(parts.servers[order], np.arange(queries.ranks + 1))
@@ -289,10 +292,10 @@ def _held(parts: Parts, queries: Geometry) -> Ints:
 
 
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
-    """Return the slices with visible pairs of these parts, between a server's query and key rows.
+    """Return the slices of these parts between the query rows and key rows of a server.
 
-    There is a slice for each part, cluster of query rows and run of key rows with any visible pair.
-    `shift` (documents,) aligns the ends of each document's queries and keys.
+    There is one slice for each part, cluster of query rows and run of key rows that have pairs.
+    `shift` (documents,) is added to the positions of queries to align them with the keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)
@@ -309,7 +312,7 @@ def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints
 
 
 def _runs_of(documents: Ints, block: ServerRows) -> tuple[Ints, Ints]:
-    """Return all pairs of a document's index and a run of that document in the block."""
+    """Return all pairs of the index of a document and a run of this document in the block."""
     runs = block.holding.runs.documents
     order = np.argsort(block.documents[runs], kind="stable")
     found = block.documents[runs][order]

@@ -1,7 +1,7 @@
-"""Attention as tasks, which any rank may compute.
+"""Attention as tasks that any rank may compute.
 
-A *task* is a rectangle of query and key positions. Under a mask, a task consists of one or more
-*parts*: rectangles with one band each.
+A *task* is a rectangle of query positions and key positions. Under a mask, it consists of one or
+more *parts*, which are rectangles with one band each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TaskRectangles(NamedTuple):
 
     @property
     def bands(self) -> tuple[Ints, Ints]:
-        """The bounds of the bands; unlimited for tasks without bands."""
+        """The bounds of the bands. They are unlimited for tasks without a band."""
         unlimited = np.full_like(self.servers, UNLIMITED)
         lows = -unlimited if self.lows is None else self.lows
         return lows, unlimited if self.highs is None else self.highs
@@ -93,7 +93,7 @@ def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: 
 
 
 def described(tasks: TaskRectangles, ranks: int) -> dict[str, str]:
-    """Return tasks in words, for errors that show how plans of ranks differ."""
+    """Return tasks in words, for errors that show how the plans of ranks differ."""
     of_ranks = np.bincount(tasks.servers, minlength=ranks).tolist()
     return {
         "tasks": f"{len(tasks.documents)} tasks",
@@ -103,16 +103,17 @@ def described(tasks: TaskRectangles, ranks: int) -> dict[str, str]:
 
 
 def digest_of(tasks: TaskRectangles) -> str:
-    """Return 16 hexadecimal digits, the same for equal tasks."""
+    """Return 16 hexadecimal digits that are the same for equal tasks."""
     content = np.concatenate([[len(tasks.documents)], *tasks[:6], *tasks.bands]).astype("<i8")
     return hashlib.sha256(content.tobytes()).hexdigest()[:16]
 
 
 class Parts(NamedTuple):
-    """Rectangles of positions, each under one band, as (n,) arrays, trimmed to visible pairs.
+    """Rectangles of positions with one band each, as arrays (n,), as small as their pairs allow.
 
-    The ends of a document's queries and keys are aligned (`Mask`). Bands include that shift, so
-    they apply to positions that count from the start of the document's queries and of its keys.
+    The last query and the last key of a document count as the same position (`Mask`). The bands
+    include this shift, so they apply to positions that are counted from the start of the document's
+    queries and from the start of its keys.
     """
 
     documents: Ints  # the document of the queries and keys
@@ -126,7 +127,9 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-        """Cut tasks into parts: the pairs in a prefix, and the other pairs in the mask's band."""
+        """Cut tasks into parts: the pairs with keys in the prefix, and the other pairs in the
+        mask's band.
+        """
         if mask.ranges is not None:
             return cls._of_ranges(tasks, mask.ranges.columns)
         shifts = (keys.lengths - queries.lengths)[tasks.documents]
@@ -168,7 +171,10 @@ class Parts(NamedTuple):
         return self._below(self.highs) - self._below(self.lows - 1)
 
     def _below(self, bounds: Ints) -> Ints:
-        """Count pairs with k_pos − q_pos ≤ bound: query i has clip(i + c, 0, w) of w keys."""
+        """Count the pairs with k_pos − q_pos ≤ bound.
+
+        Query i has clip(i + c, 0, w) of them, of w keys.
+        """
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
 
@@ -179,9 +185,9 @@ class Parts(NamedTuple):
         return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
-        """Cut parts at the edges of their servers; return the cut parts, and the interval of each.
+        """Cut parts at the edges of their servers. Return the cut parts, and the interval of each.
 
-        `edges` (servers, n + 1) are indices in the pack, where document d begins at `starts[d]`.
+        `edges` (servers, n + 1) are indices in the pack, in which document d begins at `starts[d]`.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
@@ -192,8 +198,8 @@ class Parts(NamedTuple):
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut ranges at edges (ranges, n + 1).
 
-    Return four arrays with an entry per nonempty result: its range, start, stop, and the index of
-    its interval between edges.
+    Returns four arrays with an entry for each nonempty piece: its range, its start, its stop, and
+    the index of its interval between edges.
     """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     index, between = enumerated(first, (edges[:, 1:-1] < stops[:, None]).sum(1))
@@ -203,7 +209,7 @@ def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints
     return index[kept], starts[kept], stops[kept], between[kept]
 
 
-_ROWS_PER_CHECK = 2**22  # limit on the rows that a check hashes at a time, to bound its memory
+_ROWS_PER_CHECK = 2**22  # rows that a check hashes at a time, which limits memory
 
 
 def check_tasks(
@@ -217,8 +223,9 @@ def check_tasks(
     documents = np.arange(queries.lengths.size)
     none = np.zeros_like(documents)
     whole = TaskRectangles(documents, none, queries.lengths, none, keys.lengths, none)
-    # Each (query, key) pair has a hash, the product of a query's and a key's hash. The sum over a
-    # document's tasks, modulo 2**64, is compared with the sum over its visible pairs.
+    # Each (query, key) pair has a hash: the product of a hash of the query and a hash of the key.
+    # For each document, the sum over its tasks, modulo 2**64, is compared with the sum over its
+    # visible pairs.
     found, expected = (_hashes(x, queries, keys, mask) for x in (tasks, whole))
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
@@ -230,7 +237,7 @@ def check_tasks(
 def _hashes(
     tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask
 ) -> NDArray[np.uint64]:
-    """Return (documents,) the sum of the hashes of all visible pairs of the tasks."""
+    """Return (documents,): the sum of the hashes of all visible pairs of the tasks."""
     parts = Parts.of(tasks, queries, keys, mask)
     of_keys = np.zeros(keys.tokens + 1, np.uint64)
     np.cumsum(mix(np.arange(keys.tokens), 1), out=of_keys[1:])
