@@ -1,9 +1,9 @@
-"""The primitive of linear attention: (inputs, spans) -> out and what leaves spans; its backward.
+"""Linear attention within the spans of one rank, forward and backward.
 
-Later tokens of a document need only one thing of a span: a state, or a map
-(`states/state_options.py` and `maps/map_options.py` have the formulas). Strategies decide how
-states and maps are sent between ranks. Every strategy computes only with `begin_forward` and
-`begin_backward`. `inputs.py` defines the letters of shapes.
+Strategies decide how states or maps are sent between ranks. To compute, all of them call
+`begin_forward` and `begin_backward`. Each returns an object that computes in steps, so that an
+exchange fits between them: later tokens of a document need only a state or a map of a span
+(`states/state_options.py`, `maps/map_options.py`). `inputs.py` explains the letters of shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seqpar.core.hooks import hooks
 from seqpar.linear.inputs import Gradients, Inputs
 from seqpar.linear.routes import SpanStates
 
-NOMINAL_CHUNK = 64  # rows of a chunk, in which a trace assumes that all pairs of rows are computed
+NOMINAL_CHUNK = 64  # rows of a chunk; traces assume that all pairs of rows of a chunk are computed
 
 StepName = Literal["begin", "local", "finish"]
 T = TypeVar("T")
@@ -32,10 +32,11 @@ O_co = TypeVar("O_co", covariant=True)
 
 
 class LinearWork(NamedTuple):
-    """The work of one or more steps of a forward or a backward."""
+    """The work of one or more steps of a forward or a backward, for hooks."""
 
-    area: int  # number of (query, key) pairs that would take softmax attention as long
-    share: float  # the fraction of the area of the whole pass
+    # The number of (query, key) pairs for which softmax attention would take the same time.
+    area: int
+    share: float  # the fraction of the area of the whole forward or backward
     tokens: int  # number of rows, over the whole batch
     heads: int  # number of states
     dims: tuple[int, int]  # (K, V) of a state
@@ -49,12 +50,12 @@ class Options(ABC, Generic[O]):
     backend: str
 
     def on_meta(self) -> Self:
-        """Return these options for a rehearsal, in which all operands are on the meta device."""
+        """Return these options for a rehearsal, in which all operands are meta tensors."""
         return self
 
     @abstractmethod
     def empty(self, inputs: Inputs, count: int) -> O:
-        """Return what leaves `count` spans, all zeros, in fp32 (fp64 for fp64)."""
+        """Return what leaves `count` spans, filled with zeros, in fp32 (fp64 for fp64)."""
 
     @abstractmethod
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
@@ -62,40 +63,40 @@ class Options(ABC, Generic[O]):
 
 
 class Steps(Protocol[O_co, R_co]):
-    """A backend's forward or backward in three steps, so that an exchange fits between them.
+    """A forward or backward of a backend in three steps, so that an exchange fits between them.
 
     1. The constructor computes `outgoing`: what other spans need of each span.
-    2. `local` is optional. It gives a rank work while states are sent. If it is not called,
-    `finish` does this work.
+    2. `local` computes what does not depend on other spans, while states are sent. Calling it is
+       optional. Otherwise `finish` does this work.
     3. `finish` returns the results.
 
-    In forward, `outgoing` has the state or the map of only the span's rows, at the index in
-    `state_out`. In backward, it belongs to spans that a state enters, at the index in `state_in`.
-    It is then one of two things. With states, it is the gradient of the entering state, as far as
-    the gradient comes from the span's rows. With maps, it is the map from the gradient of the state
-    that leaves to the gradient of the state that enters, whose transition is the transpose of
-    forward's transition.
+    In forward, `outgoing` has the state or the map of each span's own rows, at the index
+    `state_out` of the span. In backward, it has an entry for each span that a state enters, at the
+    index `state_in`. If states are exchanged, this is the gradient of the entering state that comes
+    from the span's own rows. If maps are exchanged, it is the map from the gradient of the leaving
+    state to the gradient of the entering state. The transition of this map is the transpose of
+    forward's.
     """
 
     @property
     def outgoing(self) -> O_co: ...
 
     def local(self) -> None:
-        """Compute all that does not depend on other spans."""
+        """Compute everything that does not depend on other spans."""
 
     def finish(self, states: Tensor | None) -> R_co:
-        """Return the results, given the states that enter spans; None stands for zeros.
+        """Return the results, given the states that enter spans. None means that all of them are 0.
 
-        In forward the result is out (B, T, max(Hq, H), V) in q's dtype, and states are (states_in,
-        B, H, K, V). Without causality, the state that enters a run is the sum of all states of the
-        document, including the state of the run. In backward the results are the gradients of the
-        inputs, in fp32 or in the inputs' dtypes, and `states` (states_out, B, H, K, V) has the
-        gradients of the states that leave spans.
+        In forward, the result is out (B, T, max(Hq, H), V) in q's dtype, and the given states are
+        (states_in, B, H, K, V). Without causality, the state that enters a run is the sum over the
+        whole document, including the run. In backward, the results are the gradients of the inputs,
+        in fp32 or in the dtypes of the inputs, and the given states (states_out, B, H, K, V) are
+        the gradients of the states that leave spans.
         """
 
 
 def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> HookedSteps[O, Tensor]:
-    """Begin the forward: compute its `outgoing`."""
+    """Begin a forward. This computes its `outgoing`."""
     make = load_backend(options.family, options.backend).Forward
     return HookedSteps(
         lambda: make(inputs, spans, options),
@@ -109,7 +110,8 @@ def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> Hoo
 def begin_backward(
     inputs: Inputs, dout: Tensor, spans: SpanStates, options: Options[O], states_in: Tensor | None
 ) -> HookedSteps[O, Any]:
-    """Begin the backward, given dout, like out, and the states that entered in forward.
+    """Begin a backward, given dout, which is like out, and the states that entered spans in
+    forward.
 
     This computes its `outgoing`. `finish` returns at least dq, dk and dv.
     """
@@ -124,7 +126,7 @@ def begin_backward(
 
 
 def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backward: bool) -> None:
-    """Request a backend's tables for a pass; a rehearsal collects the requests."""
+    """Request the tables that a backend reads in a pass. A rehearsal collects such requests."""
     backend = load_backend(options.family, options.backend)
     request = getattr(backend, "request_tables", None)  # some backends have no tables
     if request is not None:
@@ -132,10 +134,7 @@ def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backw
 
 
 class HookedSteps(Generic[O, R]):
-    """`Steps` that run through hooks.
-
-    Hooks can trace steps, or replace them by arbitrary results.
-    """
+    """`Steps` that hooks can trace, or replace by arbitrary results."""
 
     def __init__(
         self,
@@ -165,5 +164,6 @@ class HookedSteps(Generic[O, R]):
 
     @property
     def _made(self) -> Steps[O, R]:
-        assert self._steps is not None  # no hook replaced the constructor
+        # a hook that replaces steps would also have replaced the constructor.
+        assert self._steps is not None
         return self._steps

@@ -1,11 +1,12 @@
-"""Chain a document's spans, so that each span can pass a state on to the next.
+"""Which rank passes which state on to which, along each document.
 
-The *chain* of a document is its spans in the document's order, with the ranks that hold them. A
-*link* of a chain is a state that one span (or run) sends to the next. A *hop* is the links that one
-rank sends to another rank, or to itself, in one message.
+The *chain* of a document is its spans in order, with the ranks that hold them. A *link* is a state
+that a span sends to the next span of the chain. Without causality, the elements of a chain are
+runs: all tokens of a document on one rank. A *hop* is all links that one rank sends to another
+rank, or to itself, in one message.
 
-States are kept in tensors by *slot*, the index along the first dimension. `routes.py` defines the
-*stations*, which need sums of states.
+The *slot* of a state is its index along the first dimension of a tensor of states. A *station* is a
+place that needs a sum of states, such as the start of a span (`routes.py`).
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ from seqpar.linear.routes import StateRoutes
 
 
 class Hop(NamedTuple):
-    """Links of documents' chains that one rank sends to another rank, or to itself, as arrays.
+    """The links that one rank sends to another rank, or to itself, in one message, as arrays.
 
-    The state of a link is λ^rows · (the sum that has arrived at `carries_from`) + (the state of
-    `own_states`). A link may also begin or end at a document's end instead of a span.
+    The state of a link is λ^rows · (the sum at the station `carries_from`) + (the state
+    `own_states`). A link may also begin or end at the end of a document instead of a span.
 
-    The *depth* of a link ascends along each chain. The links of a hop have one depth, and their
-    states are sent in one message, for any number of documents: sent one by one, 5,000 short
+    The *depth* of a link grows along each chain. All links of a hop have the same depth, and their
+    states are sent in one message for all documents. When states were sent one by one, 5,000 short
     documents on 64 ranks took 40,000 messages per rank. Links that pass on a sum come first. All
-    ranks process their hops in one order, by depth first (with blocks, `scanning.py`), so no two
-    ranks wait for each other.
+    ranks process their hops in the same order, by depth first (`scanning.py` explains it for
+    blocks), so that no two ranks wait for each other.
     """
 
     depth: int
     source: int  # the rank that sends
     target: int  # the rank that receives
-    own_states: Ints  # (links,) slot of the source's state that is added, or −1
-    carries_from: Ints  # (links,) slot of the source's station whose sum is passed on, or −1
-    rows: Ints  # (links,) number of rows over which that sum decays
-    target_slots: Ints  # (links,) a station of the target; higher slots are sums between runs
+    own_states: Ints  # (links,): the slot of the source's state that is added, or −1
+    carries_from: Ints  # (links,): the slot of the source's station whose sum is passed on, or −1
+    rows: Ints  # (links,): over how many rows this sum decays
+    # (links,): the slot of the target's station; higher slots are sums between runs.
+    target_slots: Ints
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
-    """Return the hops to and from a rank, by depth, source, target, cached with the routes.
+    """Return the hops to and from a rank, sorted by depth, source and target.
+
+    They are kept with the routes.
 
     The two ranks of a hop have its links in the same order. With `ends` False, links that begin or
-    end at a document's end are left out.
+    end at the end of a document are left out.
     """
 
     def build() -> list[Hop]:
@@ -65,18 +69,18 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
 
 
 class Chain(NamedTuple):
-    """The spans of all ranks in the order of a pass, document by document, as (spans,) arrays.
+    """The spans of all ranks as arrays (spans,), document by document, in the order of a pass.
 
-    Without causality, the elements are runs. In forward the last span of a document has the
-    document's last token, and runs are otherwise in the order of the ranks. In backward the order
-    is reversed.
+    Without causality, the elements are runs. In forward, the last run of a document is the one with
+    its last token, and the others are in the order of the ranks. In backward, the order is
+    reversed.
     """
 
     holder: Ints  # the rank that holds the span
-    number: Ints  # how many spans of the document come before it in this pass
-    behind: Ints  # how many spans of the document come after it in this pass
-    maps: Ints  # the slot of its map, or state, on its holder, or −1
-    stations: Ints  # the slot of the state that enters it in this pass, or −1
+    number: Ints  # how many spans of the document come before it in the pass
+    behind: Ints  # how many spans of the document come after it in the pass
+    maps: Ints  # the slot of its map or state on the rank that holds it, or −1
+    stations: Ints  # the slot of the state that enters it in the pass, or −1
     documents: Ints
     rows: Ints
 
@@ -102,11 +106,12 @@ class Chain(NamedTuple):
 
     @property
     def heads(self) -> Ints:
-        """(spans,) for each span, the index of the first span of its document."""
+        """(spans,): for each span, the index of the first span of its document."""
         return np.arange(self.number.size) - self.number
 
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
-        """Return the spans whose links begin or end on a rank, and the documents' last spans there.
+        """Return the spans whose links begin or end on a rank, and the last spans of documents on
+        the rank.
 
         Both are indices in the chain. A span passes its state on to the span with the next index.
         """
@@ -124,11 +129,12 @@ class Chain(NamedTuple):
         carries: Ints,
         rows: Ints | int,
     ) -> Ints:
-        """Return (8, links): depth, source, target, document, then the last four fields of `Hop`.
+        """Return (8, links): depth, source, target and document of each link, and the last fields
+        of `Hop`.
 
-        `source` and `target` are the spans of each link, as indices in the chain. `slots` is the
-        slot of each link on its target. The other arguments have a value per span, which is read at
-        the source of the link.
+        `source` and `target` are spans, as indices in the chain. `slots` are the slots of the links
+        on their targets. The other arguments have a value for each span, which is used for the link
+        that begins there.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -136,7 +142,9 @@ class Chain(NamedTuple):
 
 
 def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) -> Iterator[Ints]:
-    """Yield a rank's links of documents, from the first span of a pass to the last."""
+    """Yield the links of a rank, along each document from the first span of the pass to the
+    last.
+    """
     chain = Chain.of(routes, backward)
     current, last = chain.of_rank(rank)
     carries = np.where((chain.number > 0) | (backward and ends), chain.stations, -1)
@@ -150,17 +158,18 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 
 
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
-    """Yield a rank's links without causality.
+    """Yield the links of a rank without causality.
 
-    Sums are passed from run to run of a document. The last run then passes the sum of all runs back
-    to the others. Nothing decays.
+    In each document, sums are passed from run to run. The last run then passes the sum of all runs
+    back to the others. Nothing decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
     following = current + 1
     state = runs.stations  # a run's state and its station have the same slot
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
-    passed_on = state + np.array(stations)[runs.holder]  # sums between runs follow the stations
+    # Slots of sums between runs follow those of stations.
+    passed_on = state + np.array(stations)[runs.holder]
     carries = np.where(runs.number > 0, passed_on, -1)
     yield runs.links(current, following, passed_on[following], runs.number, state, carries, 0)
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
@@ -176,7 +185,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterato
 
 
 def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *columns: Any) -> Ints:
-    """Return links of forward from the last spans on a rank to the ends of their documents."""
+    """Return the links of forward from the last spans on a rank to the ends of their documents."""
     ended = last[: last.size * routes.returns_final_state]
     slots = routes.held(rank).states.states_in + np.arange(ended.size)
     return chain.links(ended, ended, slots, *columns)
@@ -185,10 +194,10 @@ def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *co
 def _links_from_ends(
     routes: StateRoutes, chain: Chain, rank: int, last: Ints, depth: int, slots: Ints
 ) -> Iterator[Ints]:
-    """Yield a rank's links of backward from documents' ends, which are on all ranks.
+    """Yield the links of a rank in backward that come from the ends of documents.
 
-    They lead to the `last` spans of documents. `slots` (spans,) is the slot of each span on its
-    rank.
+    All ranks have the gradients of final states, at the ends of documents. The links lead from
+    there to the `last` spans of documents. `slots` (spans,) has the slot of each span on its rank.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

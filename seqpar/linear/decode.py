@@ -20,18 +20,27 @@ from seqpar.linear.kinds import kind as kind_of
 def decode_step(
     kind: str, inputs: Inputs, state: Tensor, scale: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Continue each of N documents by t tokens; return out and the next state.
+    """Continue each of N documents by one token or by t tokens. Return out and the next state.
 
-    q is (N, Hq, K), one token per document, or (N, t, Hq, K), in fp64, fp32, bf16 or fp16. k (…,
-    Hk, K) and v (…, Hv, V) have the same number of dimensions and the same dtype. Heads are shared
-    as in a call, and H = max(Hk, Hv). The state (N, H, K, V), fp32 (fp64 for fp64), is from a call
-    or an earlier step. `log_decay` has the shape that the kind needs: None, (H,), (…, H) or (…, H,
-    K). Its values are not checked, because that would synchronise on a GPU. `beta` is (…, H) for
-    the delta rule, otherwise None. `scale` is the factor of q·k.
+    The step is plain PyTorch and sends nothing. Autograd differentiates it. Autocast has no effect
+    on it.
 
-    out is (…, max(Hq, H), V) in q's dtype, and the next state is like `state`. Autograd
-    differentiates the step. Autocast does not change it. A ValueError names the argument whose
-    shape, dtype or device is wrong.
+    Args:
+        kind: the name of the kind of recurrence.
+        inputs: the tensors of the new tokens. q is (N, Hq, K), or (N, t, Hq, K) for t tokens, in
+            fp64, fp32, bf16 or fp16. k (…, Hk, K) and v (…, Hv, V) have the same number of
+            dimensions and the same dtype. Heads are shared as in a call, with H = max(Hk, Hv).
+            `log_decay` is None, (H,), (…, H) or (…, H, K), as the kind requires; its values are not
+            checked, because this would synchronise a GPU with the host. `beta` is (…, H) for the
+            delta rule, and otherwise None.
+        state: (N, H, K, V), in fp32 (fp64 for fp64), from a call or an earlier step.
+        scale: the factor of q·k.
+
+    Returns:
+        out (…, max(Hq, H), V) in q's dtype, and the next state, like `state`.
+
+    Raises:
+        ValueError: if the shape, dtype or device of an argument is wrong; the message names it.
     """
     this, (q, k, v, log_decay, beta) = kind_of(kind), inputs
     gates = {"log_decay": log_decay, "beta": beta}
@@ -70,24 +79,24 @@ def decode_linear_step(
     log_decay: Tensor | None = None,
     scale: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to one token of each of N documents; return out and the next state.
+    """Continue each of N documents by one token. Return out and the next state.
 
-    The step is plain PyTorch and sends nothing. Autocast does not change it.
+    The step is plain PyTorch and sends nothing. Autocast has no effect on it.
 
     Args:
         q: (N, Hq, D), fp64, fp32, bf16 or fp16.
         k: (N, Hkv, D); Hq must be a multiple of Hkv.
         v: (N, Hkv, Dv).
-        state: (N, Hkv, D, Dv), fp32 (fp64 for fp64), from a call or an earlier step.
-        log_decay: (Hkv,) fp32 or fp64, on q's device or the CPU. Values are not checked, because
-            that would synchronise on a GPU.
+        state: (N, Hkv, D, Dv), in fp32 (fp64 for fp64), from a call or an earlier step.
+        log_decay: (Hkv,) in fp32 or fp64, on q's device or the CPU. Its values are not checked,
+            because this would synchronise a GPU with the host.
         scale: the factor of q·k.
 
     Returns:
         out (N, Hq, Dv) in q's dtype, and the next state, like `state`.
 
     Raises:
-        ValueError: the shape, dtype or device of an argument is wrong; the message names it.
+        ValueError: if the shape, dtype or device of an argument is wrong; the message names it.
     """
     _check_linear(q, k, v, state, log_decay)
     if not isinstance(scale, Tensor) or scale.dim():

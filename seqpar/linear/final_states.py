@@ -1,7 +1,7 @@
-"""Send each document's final state from the rank that has it to all others, and gradients back.
+"""Send the final state of each document to all ranks, and its gradients back.
 
-Ranks that decode from copies of a state must not differ in its last bits. One rank therefore
-computes the state and sends it.
+One rank computes the final state of a document and sends it. If each rank computed it, ranks would
+add states in different orders, and ranks that decode from it could differ in the last bits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from seqpar.linear.linear_call import LinearCall
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.scanning import as_table
 
-STEP = 1  # the step of these exchanges; whatever the transport, states that enter spans have step 0
+STEP = 1  # the step of these exchanges in traffic and traces; states that enter spans have step 0
 
 
 class FinalStates:
-    """The final states of all documents, while ranks send each other the states that they have.
+    """The exchange of the final states of all documents.
 
-    `own` (ended, B, H, K, V) has a state for each document whose last token this rank holds.
+    `own` (ended, B, H, K, V) has the states of the documents whose last token this rank holds.
     """
 
     def __init__(self, comm: Comm, call: LinearCall, own: Tensor, strategy: str) -> None:
@@ -35,9 +35,9 @@ class FinalStates:
         self._pending = comm.exchange(sent, received, label=f"{strategy} forward", step=STEP)
 
     def wait(self, initial: Tensor | None) -> Tensor:
-        """Return the states, (documents, B, H, K, V).
+        """Return all final states, (documents, B, H, K, V).
 
-        A document without tokens ends as it began, with its initial state or 0.
+        A document without tokens has its initial state, or 0.
         """
         plan = self._plan
         if plan.empty is not None:
@@ -48,7 +48,9 @@ class FinalStates:
 
 
 class ArrivalOrder(TableHolder):
-    """The order in which final states arrive: rank by rank, then documents without tokens."""
+    """The order in which final states arrive: rank by rank, and last those of documents without
+    tokens.
+    """
 
     def __init__(self, routes: StateRoutes, rank: int) -> None:
         ranks = range(routes.ranks)
@@ -63,7 +65,8 @@ class ArrivalOrder(TableHolder):
         # The slots of the states of documents without tokens.
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
-        # The slot of each document's state; None: the states are in the order of the documents.
+        # The slot of the state of each document, or None if states are in the order of the
+        # documents.
         in_order = np.array_equal(order, np.arange(order.size))
         self.order = None if in_order else as_table(order)
 
@@ -81,7 +84,7 @@ def ended_documents(call: LinearCall, device: torch.device) -> list[Tensor]:
 
 
 def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[Traffic]:
-    """Return a rank's messages for the final states and, if `gradients`, for their gradients."""
+    """Return the messages of a rank for final states and, with `gradients`, for their gradients."""
     ended = [call.routes.ended(peer).size * call.state_bytes for peer in range(call.routes.ranks)]
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
     rows = [Traffic("forward", STEP, peer, 1, ended[rank]) for peer in peers]
@@ -91,7 +94,7 @@ def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[T
 
 
 class FinalGradients:
-    """The sums of the final states' gradients that this rank needs, while they arrive.
+    """The exchange of the gradients of final states. Each rank gets the sums that it needs.
 
     `own` (documents, B, H, K, V) are this rank's gradients.
     """
@@ -107,11 +110,13 @@ class FinalGradients:
         self._rank = comm.rank
 
     def wait(self) -> Tensor:
-        """Return the sums of the documents that end on this rank, (ended, B, H, K, V)."""
+        """Return (ended, B, H, K, V): the sums for the documents whose last token this rank
+        holds.
+        """
         self._pending.wait()
         parts = [*self._arriving]
         parts.insert(self._rank, self._own)
         total = parts[0].clone()
-        for part in parts[1:]:  # in rank order
+        for part in parts[1:]:  # adds in the order of the ranks
             total += part
         return total

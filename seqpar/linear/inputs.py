@@ -1,12 +1,13 @@
-"""The tensors of a call, their checks, and the sharing of heads.
+"""The tensors of a call of linear attention, checks of these, and how heads are shared.
 
-B is the batch, T the number of rows, H the number of states, Hq, Hk and Hv the numbers of heads of
-queries, keys and values, K the head dim of queries and keys, and V the head dim of values.
+Letters of shapes: B is the batch, T the number of rows, H the number of states, Hq, Hk and Hv the
+numbers of heads of queries, keys and values, K the head dim of queries and keys, and V the head dim
+of values.
 
-H = max(Hk, Hv). Each of Hk and Hv divides H, and Hq divides H or is a multiple of H. If one tensor
-has fewer heads than another, each of its heads serves the same number of consecutive heads of the
-other tensor, as in `repeat_interleave`. Examples are the queries that share a key under GQA, and
-the values that share a key in Qwen3-Next.
+H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. If a tensor has fewer
+heads than another, each of its heads is used with the same number of consecutive heads of the
+other, as in `repeat_interleave`. Examples are the queries that share a key under GQA, and the
+values that share a key in Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from seqpar.linear.kinds import Kind
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. `log_decay` and `beta` are None for kinds that have none."""
+    """The tensors of a call. `log_decay` and `beta` are None if the kind has none."""
 
     q: Tensor  # (B, T, Hq, K)
     k: Tensor  # (B, T, Hk, K)
     v: Tensor  # (B, T, Hv, V)
-    # (H,), (B, T, H) or (B, T, H, K), as the kind needs. Values are at most 0; −∞ is allowed.
+    # (H,), (B, T, H) or (B, T, H, K), as the kind requires. Values are at most 0, and may be −∞.
     log_decay: Tensor | None = None
     beta: Tensor | None = None  # (B, T, H)
 
@@ -51,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class CallTensors(NamedTuple):
-    """The tensors that the operator takes: the inputs, and the initial states or None."""
+    """The tensors that torch's operator takes: the inputs, and the initial states or None."""
 
     q: Tensor
     k: Tensor
@@ -66,7 +67,9 @@ class CallTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of `Inputs`, in the inputs' dtypes; None for inputs that the kind lacks."""
+    """The gradients of `Inputs`, in the dtypes of the inputs, or None for inputs that the kind has
+    not.
+    """
 
     q: Tensor
     k: Tensor
@@ -76,13 +79,13 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, make: Callable[[Tensor], Tensor]) -> Gradients:
-        """Return `make(x)` for each input x, in order; None for an input that is None."""
+        """Return `make(x)` for each input x, and None for each input that is None."""
         made = [None if x is None else make(x) for x in inputs]
         return cls(*made)  # type: ignore[arg-type]  # None where an input is None
 
 
 def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inputs:
-    """Return uninitialized q, k and v of a shape, whose kv_heads is the number of states."""
+    """Return uninitialised q, k and v of a shape. kv_heads of the shape is the number of states."""
     heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.dim, shape.dim)
     return Inputs(
         *(

@@ -26,19 +26,20 @@ from seqpar.linear.routes import StateRoutes
 
 T = TypeVar("T")
 
-# If a rank holds more spans of a document than this, the spans' states must not have more bytes
-# than their keys and values.
+# If a rank has more than this number of spans of a document, a call is refused if the spans' states
+# or maps have more bytes than their keys and values.
 _MANY_SPANS = 4
 
 
 class LinearArguments(NamedTuple):
-    """The arguments of a call that are not tensors of numbers, as the operator carries them.
+    """The arguments of a call except tensors of numbers, in the form that torch's operator carries.
 
-    The module checks types, since the operator accepts no other types. A strategy's `resolve`
-    checks values.
+    The module checks types, because the operator accepts only the right ones.
+    `LinearStrategy.resolve` checks values.
     """
 
-    layout: Tensor  # the handle of a geometry; all other arguments can be hashed
+    # Stands for a layout (`seqpar.layout.handle`); all other arguments can be hashed.
+    layout: Tensor
     states_in: Count  # the number of states that enter this rank's spans
     documents: Count
     strategy: str  # the key of a BoundStrategy
@@ -52,7 +53,7 @@ CARRIED: Carried[LinearArguments] = Carried(LinearArguments)
 
 
 class InputForm(NamedTuple):
-    """What is the same on all ranks about the tensors of a call."""
+    """Properties of the tensors of a call that are the same on all ranks."""
 
     shape: OperandShape
     value_heads: int
@@ -77,7 +78,7 @@ class InputForm(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A resolved call, as exchanges read it.
+    """A call after its arguments were checked, as strategies and exchanges read it.
 
     In `shape`, kv_heads is H, dim is K and value_dim is V.
     """
@@ -95,19 +96,20 @@ class LinearCall:
 
     @property
     def kept(self) -> Memo:
-        """The memo, kept with the layout, of what calls with the same routes derive."""
+        """What calls with the same routes derive. It is stored with the layout."""
         return self.routes.derived
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """Everything on which tables depend, except for the strategy and the routes."""
+        """Which optional inputs and results the call has. Tables depend on it."""
         return self.rank, self.shape, self.options.backend
 
     def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
-        """Return `build()`, which runs once for all calls that differ only in their tensors.
+        """Return `build()`, which is called only once for all calls that differ only in their
+        tensors.
 
-        Its tables are on the device. The layout keeps the result, so the result must not refer to
-        the layout or to the call.
+        Tables in the result are on the device. The result is stored with the layout. It must
+        therefore not refer to the layout or to the call: it would keep them alive.
         """
         return kept_on(device, self.kept, (*key, self.rank, self.shape), build)
 
@@ -124,9 +126,9 @@ def shape_of(inputs: Inputs) -> OperandShape:
 
 
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
-    """Return initial states as (documents, B, …), or raise.
+    """Return initial states as (documents, B, …). Raise a ValueError if their shape is wrong.
 
-    `dims` are the further dimensions in errors, such as "Hkv, D, Dv".
+    `dims` are the other dimensions, as errors name them, such as "Hkv, D, Dv".
     """
     if initial_state.dim() != 4 + batched:
         expected = f"({'B, ' * batched}documents, {dims})"
@@ -137,7 +139,9 @@ def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
 def returned(
     out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out and any final states in the operands' form: the inverse of `batch_second`."""
+    """Return out and any final states with the dimensions of the operands; undoes
+    `batch_second`.
+    """
     out = heads.restore(out if batched else out[0], -2)
     if states is None:
         return out
@@ -169,9 +173,10 @@ def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtyp
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
-    """Raise on all ranks if spans are so short that they send more bytes than their tokens have.
+    """Raise a ValueError on all ranks if what spans send is larger than their tokens.
 
-    A span sends `elements` elements of the accumulator for each head; errors call them `what`.
+    A span sends `elements` numbers per head, in the accumulator's dtype. `what` is their name in
+    the error.
     """
     sizes = shape.dim, shape.value_dim, shape.dtype, elements
     why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
@@ -195,7 +200,7 @@ def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> s
 
 
 def _runs_of_many_spans(layout: Geometry) -> Ints:
-    """Return (4, n): rank, document, number of spans, and tokens of each run with many spans."""
+    """Return (4, n): rank, document, number of spans and tokens of each run that has many spans."""
     most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
     for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
         documents, first, stop = held.runs

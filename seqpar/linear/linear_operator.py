@@ -1,8 +1,8 @@
 """The operators to which a call of linear attention lowers.
 
-The call's strategy decides which of two families computes the call: `states/` or `maps/`. The
-results are out and the final states, and then `entered`, the states that entered this rank's spans.
-States are (n, B, H, K, V): the batch is the second dimension here, unlike in a module's arguments.
+The strategy of a call decides whether `states/` or `maps/` computes it. The results are out, the
+final states, and the states that entered this rank's spans, which backward needs. States are (n, B,
+H, K, V) here: the batch is the second dimension, and not the first one as in a module's arguments.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ class LinearOperator(CallOperator[CallTensors, LinearArguments, LinearCall]):
             gradients.append(inputs.q.new_empty(saved.sizes, dtype=dtype))
         return gradients
 
-    # These FLOPs are of the recurrent form, in which every token costs the same. Forward adds an
-    # outer product k·vᵀ (K × V) to the state and multiplies the state by q. Backward repeats the
-    # outer product, and has two products with gradients of out (for q and for states) and two with
-    # gradients of states (for k and for v). By the delta rule a token also reads the state with its
-    # key, which doubles the products of states. A multiplication and an addition are 2 FLOPs.
-    # Kernels compute in chunks, which takes more FLOPs.
+    # The FLOPs are those of the recurrent form, in which each token costs the same. Forward adds
+    # the outer product k·vᵀ (K × V) to the state, and multiplies the state with q. Backward repeats
+    # the outer product. It has two products with gradients of out, for q and for states, and two
+    # with gradients of states, for k and for v. By the delta rule, a token also reads the state
+    # with its key, which doubles the products of states. A multiplication with an addition counts
+    # as 2 FLOPs. Kernels compute in chunks, and take more FLOPs.
     def flops(self, tensors: CallTensors, arguments: LinearArguments) -> int:
         outputs, states = _product_flops(tensors.inputs)
         return outputs + states
@@ -162,13 +162,13 @@ def _saved_inputs(saved: Saved) -> Inputs:
 
 
 def _differentiable(inputs: Inputs) -> list[bool]:
-    """Return for each input whether it has a gradient; a constant decay has none."""
+    """Return whether each input has a gradient. A constant decay has none."""
     constant = inputs.log_decay is not None and inputs.log_decay.dim() == 1
     return [x is not None and not (constant and x is inputs.log_decay) for x in inputs]
 
 
 def _compared(inputs: Inputs) -> Compared:
-    """Return the values that ranks compare: the decay, if it is constant."""
+    """Return the values that ranks compare: a constant decay."""
     constant = inputs.log_decay is not None and inputs.log_decay.dim() == 1
     return {"log_decay": inputs.log_decay if constant else None}
 
@@ -178,7 +178,7 @@ def _unit_strides(inputs: Inputs) -> Inputs:
 
 
 def _product_flops(inputs: Inputs) -> tuple[int, int]:
-    """Return the FLOPs of forward's products for outputs, and of forward's products for states."""
+    """Return the FLOPs of forward for outputs, and those for states."""
     batch, rows, heads, value_dim = inputs.out_shape
     per_head = 2 * batch * rows * inputs.q.shape[3] * value_dim
     return per_head * heads, per_head * inputs.heads * (1 if inputs.beta is None else 2)

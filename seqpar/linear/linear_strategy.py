@@ -1,4 +1,8 @@
-"""The base class of all strategies of linear attention, as modules and the operator see them."""
+"""`LinearStrategy`, the base class of all strategies of linear attention.
+
+Its subclasses `StateStrategy` and `MapStrategy` are for strategies that exchange states, and for
+those that exchange maps.
+"""
 
 from __future__ import annotations
 
@@ -43,30 +47,32 @@ class BackwardResult(NamedTuple):
 
 
 class Exchange(Protocol[O_contra]):
-    """An exchange of states or maps in one pass. It returns states at the stations of a rank.
+    """An exchange of states or maps in one pass, which returns the states at the stations of a
+    rank.
 
-    The same exchange passes gradients of states back, with the maps of backward. An exchange and
-    its weights are made before the states are known, so that sending does not wait for weights.
-    `travels` is whether the exchange sends or receives anything, which computation should hide.
+    It can be made before the states are known, so that sending does not wait for weights. With maps
+    of backward, it passes gradients of states back. `travels` says whether anything is sent or
+    received, so that other computation can hide it.
     """
 
     travels: bool
 
     def post(self, outgoing: O_contra) -> None:
-        """Begin to send this rank's states, by slot of its sources, or its maps.
+        """Begin to send this rank's states, ordered by the slots of its sources, or its maps.
 
-        Of the maps of heads (`maps/ends.py`), only the states are read.
+        Of the map of a head (`maps/ends.py`), only the state is used.
         """
 
     def wait(self) -> Tensor:
-        """Return (stations, B, H, K, V) by slot: sums of states or, with maps, the entering states.
+        """Return (stations, B, H, K, V), ordered by slot: sums of states, or the states that enter
+        spans.
 
-        With maps, the states that enter heads are arbitrary; `Ends.begin` writes them.
+        With maps, the states that enter heads are not set; `Ends.begin` writes them.
         """
 
 
 def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) -> Tensor:
-    """Return the states of an exchange. Work that needs no states of other spans runs meanwhile."""
+    """Return the states of an exchange. Meanwhile, compute what needs no states of other spans."""
     exchange.post(outgoing)
     if exchange.travels:
         steps.local()
@@ -75,33 +81,33 @@ def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) ->
 
 @dataclass(frozen=True)
 class LinearStrategy(Generic[C]):
-    """An exchange plan: it brings states to the spans that they enter, in forward and backward.
+    """What all strategies of linear attention do: forward, backward, and predictions of messages.
 
-    The fields are the options, and `str()` must show all of them: modules whose strategies have the
-    same string share a BoundStrategy on a group. States are (n, B, H, K, V), in fp32 (fp64 for
-    fp64).
+    The fields of a strategy are its options. `str()` must show all of them, because modules on one
+    group whose strategies have the same string share a `BoundStrategy`. States are (n, B, H, K, V),
+    in fp32 (fp64 for fp64).
     """
 
     name: ClassVar[str]
     routable: ClassVar[bool] = True
     rehearses: ClassVar[bool] = True
-    transport: ClassVar[str]  # the name of the exchange, as users pass it
-    # the family of backends: "linear" for strategies that exchange states, "recurrent" for
-    # strategies that exchange maps
+    transport: ClassVar[str]  # the name of the exchange that users pass
+    # The family of backends: "linear" if states are exchanged, and "recurrent" if maps are.
     family: ClassVar[Literal["linear", "recurrent"]]
-    state_dims: ClassVar[str]  # the dimensions of a state in errors
+    state_dims: ClassVar[str]  # the names of a state's dimensions in errors
 
     def described(self) -> dict[str, object]:
-        """Return the options that all ranks must share, for the rank check."""
+        """Return the options, by name, that must be the same on all ranks."""
         return {"transport": self.transport}
 
     def resolve(
         self, comm: Comm, arguments: LinearArguments, inputs: Inputs, initial: Tensor | None
     ) -> C:
-        """Return the resolved call if it is valid and can be computed exactly.
+        """Return the resolved call.
 
-        Otherwise raise a ValueError that names the argument, its value, what was expected and the
-        rank.
+        Raise a ValueError if the call is wrong or cannot be computed exactly.
+
+        The error names the argument, its value, what was expected, and the rank.
         """
         with naming_rank(comm):
             comm.check_device("q", inputs.q.device)
@@ -123,10 +129,10 @@ class LinearStrategy(Generic[C]):
         return arguments._replace(backend=self.default_backend(inputs))
 
     def default_backend(self, inputs: Inputs) -> str:
-        """Return the backend that is used by default.
+        """Return the backend that is used if the user forces none.
 
-        On CPUs it is "aten". On CUDA, "aten" is many small operators, so its use there logs one
-        warning.
+        On CPUs it is "aten". On CUDA, "aten" consists of many small operators, so a warning is
+        logged once if it is used.
         """
         chosen, preferred = "aten", PREFERRED[self.family]
         if inputs.q.is_cuda:
@@ -138,19 +144,21 @@ class LinearStrategy(Generic[C]):
         return chosen
 
     def check_shapes(self, inputs: Inputs) -> None:
-        """Raise if shapes are wrong, before anything is derived from them."""
+        """Raise a ValueError if shapes are wrong, before other code derives anything from them."""
         raise NotImplementedError
 
     def check_gates(self, inputs: Inputs) -> None:
-        """Raise if gates or numbers of heads are wrong; q, k and v are known to fit the layout."""
+        """Raise a ValueError if decays, β or numbers of heads are wrong. q, k and v already fit the
+        layout.
+        """
         raise NotImplementedError
 
     def to_call(
         self, comm: Comm, arguments: LinearArguments, inputs: Inputs, has_initial_state: bool
     ) -> C:
-        """Return the resolved call; raise a ValueError if the layout or a number is wrong.
+        """Return the resolved call. Raise a ValueError if the layout or a number is wrong.
 
-        What is the same in all calls with these settings is kept with the layout.
+        What all calls with these settings share is stored with the layout.
         """
         raise NotImplementedError
 
@@ -169,9 +177,9 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def request_tables(self, comm: Comm, call: C, inputs: Inputs, backward: bool) -> None:
-        """Request all tables of a pass; a rehearsal collects the requests.
+        """Request all tables of a pass.
 
-        The inputs may be empty.
+        A rehearsal collects such requests. The inputs may be empty.
         """
         spans = call.routes.held(comm.rank).states
         self.exchange(comm, call, inputs.q.device, backward)
@@ -190,11 +198,13 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def exchange_traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return a rank's messages in the exchanges of both passes; only geometry decides them."""
+        """Return the messages of a rank in the exchanges of forward and backward, without sending
+        any.
+        """
         raise NotImplementedError
 
     def traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return a rank's messages, by pass, step and peer; only geometry decides them."""
+        """Return the messages of a rank, by direction, step and peer, without sending any."""
         ends = final_states_traffic(call, rank, gradients=self.family == "recurrent")
         return [*self.exchange_traffic(call, rank), *ends]
 

@@ -1,15 +1,15 @@
-"""Route states: the sources on each rank, and the stations that need sums of them.
+"""Which states are sent from which rank to which, so that each span gets the state that enters it.
 
-A *source* is a state and the position after its last row. A *station* is a position that needs the
-sum of all states of its document before that position, each decayed over the rows in between. In
-forward the sources are the states of spans, at the spans' ends, and the stations are the starts of
-spans. In backward the sources are gradients of states at the starts of spans, and the stations are
-the ends of spans, with positions counted from the documents' ends. The *slot* of a source or
-station is the index of its state in a tensor of states.
+A *source* is a position at which a rank has a state: in forward, the end of a span, with the state
+of the span. A *station* is a position that needs the sum of all states of its document before it,
+each decayed over the rows in between: in forward, the start of a span. In backward, the sources are
+the starts of spans, with gradients of states, the stations are the ends of spans, and positions are
+counted from the end of the document. The *slot* of a source or station is the index of its state in
+a tensor of states.
 
-If final states are returned, the end of each document is also a station in forward, on the rank
-that holds the document's last token. That rank then sends the sum to all ranks (`final_states.py`),
-so that all ranks have the same bits. In backward the end of a document is a source on every rank.
+If final states are returned, the end of a document is a station in forward, on the rank that holds
+the last token. This rank sends the sum to all ranks (`final_states.py`), so that all have the same
+bits. In backward, the end of a document is then a source on every rank.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from seqpar.layout.geometry import Geometry
 
 @dataclass(frozen=True, eq=False)
 class SpanStates:
-    """A rank's spans, and which states enter and leave them.
+    """The spans of a rank, and the states that enter and leave them.
 
-    Tensors of states have only the states that are needed, so each span has indices into these
-    tensors. Without causality the elements are runs instead of spans.
+    Tensors of states contain only states that are needed, so each span has an index into these
+    tensors. Without causality, the elements are runs instead of spans.
     """
 
-    edges: Ints  # (spans + 1,) span i is rows edges[i] … edges[i + 1] − 1
-    # (spans,) the index, among all states that enter spans, of the state that enters the span; −1
-    # for a span that no state enters
+    edges: Ints  # (spans + 1,): span i has the rows edges[i] … edges[i + 1] − 1
+    # (spans,): the index of the state that enters the span, among all that enter spans; −1 if none
+    # enters.
     state_in: Ints
-    # (spans,) the index, among all states that leave spans, of the state that leaves the span; −1
-    # if no rank needs that state
+    # (spans,): the index of the state that leaves the span, among all that leave spans; −1 if no
+    # rank needs it.
     state_out: Ints
     derived: Memo = field(default_factory=Memo, repr=False)  # what backends derive from the spans
 
@@ -54,10 +54,10 @@ class SpanStates:
 
 
 class StatePoints(NamedTuple):
-    """A rank's sources or stations, sorted by document, then position.
+    """The sources or the stations of a rank, sorted by document, then by position.
 
-    `slots` has the index of each in a tensor of states (n, B, Hkv, D, Dv). In such a tensor the
-    states of spans come first, in the order of the spans, then the states of documents' ends.
+    `slots` has the slot of each. In a tensor of states (n, B, Hkv, D, Dv), those of spans come
+    first, in the order of the spans, and then those of the ends of documents.
     """
 
     documents: Ints
@@ -66,53 +66,58 @@ class StatePoints(NamedTuple):
 
 
 class HeldSpans(NamedTuple):
-    """A rank's spans, or without causality its runs, and which states enter and leave them."""
+    """The spans of a rank, or its runs without causality, and the states that enter and leave
+    them.
+    """
 
     documents: Ints
     starts: Ints
     stops: Ints
-    ends: NDArray[np.bool_]  # whether they have their document's last token
+    ends: NDArray[np.bool_]  # whether they contain the last token of their document
     states: SpanStates
 
 
 @dataclass(frozen=True)
 class Route:
-    """The states that one rank's sources send to another rank's stations.
+    """What one rank sends to the stations of another rank.
 
-    Sources that reach the same station first are a *group*: they are composed into one state, which
-    is sent.
+    Sources for which the same station of the other rank comes next are a *group*. Their states are
+    combined into one state, which is sent.
     """
 
-    members: Ints  # slots of the sources that are sent
-    groups: Ints  # (members,) the index of each member's group, ascending
-    ages: Ints  # (members,) rows between a source and the last source of its group
-    stations: Ints  # (groups,) the slot of the station that each group reaches
-    rest: Ints  # (groups,) rows between the last source of a group and the group's station
+    members: Ints  # the slots of the sources
+    groups: Ints  # (members,): the group of each source, ascending
+    ages: Ints  # (members,): how many rows lie between a source and the last source of its group
+    stations: Ints  # (groups,): the slot of the station that the group reaches first
+    rest: Ints  # (groups,): how many rows lie between the last source of a group and this station
 
 
 class StateSums(NamedTuple):
-    counts: Ints  # (groups,) number of members of each group; a sum without members is 0
-    members: Ints  # (n,) slots of states, one group after another, added in this order
-    rows: Ints  # (n,) number of rows over which each state decays
+    counts: Ints  # (groups,): the number of states in each sum; a sum without states is 0
+    # (n,): the slots of the states, one sum after another, in the order in which they are added.
+    members: Ints
+    rows: Ints  # (n,): over how many rows each state decays
 
     @classmethod
     def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:
-        """Return the sums of `count` groups, given the group of each member, in any order."""
+        """Return `count` sums, given for each state the sum to which it belongs, in any order."""
         order = np.argsort(groups, kind="stable")
         return cls(np.bincount(groups, minlength=count), members[order], rows[order])
 
 
 class StateRoutes:
-    """Sources and stations of all ranks under a layout; made once, and kept with the layout.
+    """The sources and stations of all ranks in a layout.
 
-    Without `causal`, all states of a document are sent to all of its stations, and all positions
-    count as 0. Methods take `backward` to choose the pass.
+    They are found once and kept with the layout.
+
+    Without `causal`, each state of a document is sent to all stations of the document, and all
+    positions count as 0. `backward` chooses the pass.
     """
 
     def __init__(
         self, geometry: Geometry, causal: bool, returns_final_state: bool, has_initial_state: bool
     ) -> None:
-        # The geometry owns this object, so a reference to the geometry would be a cycle.
+        # The geometry stores this object. A reference from here to the geometry would be a cycle.
         self.lengths, self.holdings = geometry.lengths, geometry.holdings
         self.causal, self.ranks = causal, geometry.ranks
         self.returns_final_state, self.has_initial_state = returns_final_state, has_initial_state
@@ -147,14 +152,16 @@ class StateRoutes:
         return self.derived(key, lambda: self._route(source, target, backward))
 
     def of_initial(self, rank: int) -> StateSums:
-        """Return the sums of initial states, which are added to a rank's stations, by slot."""
+        """Return the sums of initial states that are added at a rank's stations, ordered by
+        slot.
+        """
         documents, positions, slots = self.stations(rank, backward=False)
         return StateSums.of(slots, documents, positions, slots.size)
 
     def of_dinitial(self, rank: int) -> StateSums:
-        """Return the initial states' gradients as sums over a rank's sources in backward."""
+        """Return the gradients of initial states, as sums over a rank's sources in backward."""
         documents, positions, slots = self.sources(rank, backward=True)
-        # The initial state decays over the rows before the source's position.
+        # The initial state decays over the rows before the position.
         before = self.lengths[documents] * self.causal - positions
         return StateSums.of(documents, slots, before, self.lengths.size)
 
@@ -173,16 +180,18 @@ class StateRoutes:
 
     def _route(self, source: int, target: int, backward: bool) -> Route:
         sources, stations = self.sources(source, backward), self.stations(target, backward)
-        # For each source, the first station of the document that is not before the source.
+        # For each source, the first station of its document at or after it.
         at_stations, at_sources = (sort_keys(x.documents, x.positions) for x in (stations, sources))
         reached = np.searchsorted(at_stations, at_sources)
         inside = np.flatnonzero(reached < stations.slots.size)
         inside = inside[stations.documents[reached[inside]] == sources.documents[inside]]
         reached, positions = reached[inside], sources.positions[inside]
-        begins = np.diff(reached, prepend=-1) > 0  # a group; stations are reached in order
+        # Where a new group begins; sources reach stations in order.
+        begins = np.diff(reached, prepend=-1) > 0
         reached, groups = reached[begins], np.cumsum(begins) - 1
         latest = np.zeros_like(reached)
-        latest[groups] = positions  # the last assignment counts: the latest, as positions ascend
+        # The last assignment remains; it is the latest source, because positions ascend.
+        latest[groups] = positions
         return Route(
             members=sources.slots[inside],
             groups=groups,

@@ -1,9 +1,10 @@
-"""Pass states on from span to span, round by round, while the rank computes.
+"""Pass states on from span to span in rounds, while the rank computes something else.
 
-States are cut into blocks. Block b of a hop of depth d (`chains.py`) is sent in *round* d + b, and
-what a rank sends and receives in a round is one exchange. A round can send only sums that arrived
-in earlier rounds. All ranks process the rounds in the same order, so no two ranks wait for each
-other, even where NCCL runs the exchanges of a communicator one after another.
+ZeCO and `maps/scan.py` use it. States are cut into blocks. Block b of a hop of depth d
+(`chains.py`) is sent in round d + b. In a round, a rank posts everything that it sends and receives
+as one exchange. A round sends only sums that arrived in earlier rounds. All ranks process the
+rounds in the same order. No two ranks therefore wait for each other, even on NCCL, which runs the
+exchanges of a communicator one after another.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def as_table(numbers: Ints) -> Tensor:
 
 
 def index_of(numbers: Ints) -> Index:
-    """Return consecutive numbers as a slice, and other numbers as a table."""
+    """Return numbers as a slice if they are consecutive, and otherwise as a table."""
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
@@ -38,35 +39,38 @@ def index_of(numbers: Ints) -> Index:
 
 
 class Carrying(NamedTuple):
-    """Sums that have arrived and that a message passes on, added to the message's links."""
+    """Sums that have arrived and are added to the links of a message, to be passed on."""
 
     message: int
-    carriers: int | None  # number of the message's first links that pass on a sum; None: all
-    carried: Index  # the arrivals with these sums
+    # The number of the message's first links that pass on a sum; None means all.
+    carriers: int | None
+    carried: Index  # which of the arrivals are these sums
 
 
 class Round(NamedTuple):
     """What a rank does in one round, in this order.
 
-    Outgoing messages are numbered: first all messages of the first block, then all of the second
-    block, and so on. The *place* of an incoming message is its number in the same sense.
+    Outgoing messages are numbered: all messages with the first block, then all with the second
+    block, and so on. Incoming messages are numbered in the same way.
     """
 
     number: int
-    carrying: list[Carrying]  # the sums that the round's messages pass on
-    kept: list[tuple[int, int]]  # (message, place) of hops from this rank to itself
-    sends: list[tuple[int, int]]  # (rank, message) of hops to other ranks
-    recvs: list[tuple[int, int]]  # (rank, place) of hops from other ranks
-    # (first, later): arrivals at the same station; the later arrivals are added to the first
+    carrying: list[Carrying]  # the sums that the messages of this round pass on
+    # (number of the outgoing message, number of the incoming one), of hops from this rank to
+    # itself.
+    kept: list[tuple[int, int]]
+    sends: list[tuple[int, int]]  # (rank, number of the outgoing message), of hops to other ranks
+    recvs: list[tuple[int, int]]  # (rank, number of the incoming message), of hops from other ranks
+    # (first, later): arrivals at the same station. The later ones are added to the first.
     added: list[tuple[Index, Index]]
 
 
 class Rounds(TableHolder):
-    """The rounds of one rank in one pass.
+    """All rounds of one rank in one pass.
 
     A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are
-    numbered block by block. `hops` are the rank's hops; `sources` and `stations` are the numbers of
-    the rank's sources and stations.
+    numbered block by block. `sources` and `stations` are the numbers of the rank's sources and
+    stations.
     """
 
     def __init__(
@@ -79,15 +83,15 @@ class Rounds(TableHolder):
         blocks: int,
     ) -> None:
         self.blocks, self.rows, self.stations = blocks, rows // blocks, stations
-        # The number of links of each outgoing message, and of arrivals of each incoming message. If
-        # nothing arrives at some station, a last place has one arrival of zeros.
+        # The number of links in each outgoing message, and of arrivals in each incoming message. If
+        # nothing arrives at some station, there is one more arrival, which has zeros.
         leaving = [hop for hop in hops if hop.source == rank]
         self.leaving = [hop.rows.size for hop in leaving] * blocks
         reaching = [hop for hop in hops if hop.target == rank]
         self.reaching = [hop.rows.size for hop in reaching] * blocks
         self.travels = any(hop.source != hop.target for hop in hops)
 
-        # (links,) the block of a state that each link begins with. A link without a state has the
+        # (links,): with which block of a state each link begins. A link without a state has the
         # index after the last block, and `pads` is then True.
         states = joined([hop.own_states for hop in leaving])
         self.pads = bool((states < 0).any())
@@ -98,12 +102,13 @@ class Rounds(TableHolder):
         reached = joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
         at_station = slots < stations
-        sums = np.full((stations, blocks), blocks * reached.size)  # the zeros, until set below
+        # The arrival with zeros, unless set below.
+        sums = np.full((stations, blocks), blocks * reached.size)
         self.reaching.append(int(at_station.sum() < stations))
         self.arrivals = sum(self.reaching)
         sums[slots[at_station]] = first[at_station, None] + np.arange(blocks) * reached.size
-        # (stations · blocks,) the arrivals with the sums at stations: all blocks of each station,
-        # by slot.
+        # (stations · blocks,): which arrivals are the sums at stations, all blocks of a station
+        # together, ordered by slot.
         self.sums = as_table(sums.ravel())
 
         order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(blocks))
@@ -135,20 +140,20 @@ class Rounds(TableHolder):
                 if again.any():
                     to, what = (index_of(before + x[again]) for x in (earlier, numbers))
                     now.added.append((to, what))
-        self.rounds = list(rounds.values())  # in which the rank does anything
-        # For each message that passes on sums, the number of its links that do so; None: all.
+        self.rounds = list(rounds.values())  # only rounds in which the rank does something
+        # For each message that passes on sums, the number of its links that do so; None means all.
         self.carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
 
 
 def joined(parts: list[Ints]) -> Ints:
-    """Return the concatenation of any number of arrays, none included."""
+    """Return the concatenation of any number of arrays, which may be zero."""
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
-    """Run a function that uses some tensors; return a function that waits for its end.
+    """Run a function that uses some tensors. Return a function that waits until it has ended.
 
-    If `aside`, it runs in a thread, or on a GPU in a stream.
+    With `aside`, it runs in a thread, and on a GPU in a stream of its own.
     """
     if aside:
         return run_async(run, *used)
@@ -157,11 +162,14 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 
 
 class ScannedStates:
-    """The sums of states at a rank's stations, while states are passed on.
+    """An exchange in which states are passed on.
 
-    A thread, or on a GPU a stream, passes states on. The rank can then compute while it waits for
-    states that it must pass on; gloo reports the end of a receive only to a thread that waits for
-    it. A subclass decides how a sum changes between stations.
+    It returns the sums of states at a rank's stations.
+
+    States are passed on by a thread, and on a GPU in a stream of its own, so that the rank can
+    compute while it waits for states that it must pass on. On gloo, a thread is necessary because
+    gloo reports that a message has arrived only to a thread that waits for it. A subclass decides
+    how a sum changes from station to station.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:
@@ -169,11 +177,11 @@ class ScannedStates:
         self.travels = plan.travels
 
     def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
-        """Add to the links of a message the sums that they pass on, from what has arrived."""
+        """Add the sums that have arrived to the links of the message that pass them on."""
         raise NotImplementedError
 
     def _begin(self, states: Tensor, used: Sequence[Tensor]) -> None:
-        """Begin to pass on states. Blocks cut their second-to-last dimension.
+        """Begin to pass on states. Their second-to-last dimension is cut into blocks.
 
         `used` are the tensors that `_carry` reads.
         """
@@ -182,7 +190,7 @@ class ScannedStates:
         self._join = start(self.travels, self._run, states, self._sums, *used)
 
     def wait(self) -> Tensor:
-        """Return the sums, like the states, by slot."""
+        """Return the sums, shaped like the states and ordered by slot."""
         self._join()
         return self._sums
 
@@ -222,7 +230,7 @@ class ScannedStates:
 
 
 def _arrive(arriving: list[tuple[Pending, Round]], arrivals: Tensor) -> None:
-    """Wait for arrivals, and add all arrivals at a station to the first."""
+    """Wait for arrivals, and add all arrivals at a station to the first one."""
     for pending, reached in arriving:
         pending.wait()
         for to, what in reached.added:

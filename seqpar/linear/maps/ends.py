@@ -1,10 +1,10 @@
-"""The ends of documents' chains of spans (`chains.py`).
+"""The first and last spans of documents, for which states are sent instead of maps.
 
-The first span of a pass is the chain's *head*, and the last span is the chain's *tail*. Only the
-initial state enters the head, or in backward the final state's gradient. The rank that holds the
-head therefore knows the state that leaves the head, and sends this state instead of a map: for the
-delta rule K·V numbers instead of K·(K + V). On two ranks, or for many short documents, nearly all
-maps are those of heads.
+In a pass, the first span of a document's chain (`chains.py`) is its *head* and the last one its
+*tail*. The state that enters the head is known: the initial state, or in backward the gradient of
+the final state. The rank with the head therefore knows the state that leaves the head, and sends
+this state and no map. With the delta rule, this is K·V numbers instead of K·(K + V). On two ranks,
+or with many short documents, nearly all spans that send something are heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seqpar.linear.scanning import as_table
 
 
 class Ends(TableHolder):
-    """The heads and tails of chains that one rank holds, in one pass."""
+    """The heads and tails that one rank holds in one pass."""
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
         chain = Chain.of(routes, backward)
@@ -32,8 +32,9 @@ class Ends(TableHolder):
         entered = np.flatnonzero(chain.maps[heads] >= 0)
         carried = np.flatnonzero(chain.number[tails] > 0)
 
-        self.documents = as_table(chain.documents[tails])  # documents of tails that have a map
-        self.of_heads = as_table(chain.documents[heads])  # documents of heads that a state enters
+        self.documents = as_table(chain.documents[tails])  # the documents of tails that have a map
+        # The documents of heads that a state enters.
+        self.of_heads = as_table(chain.documents[heads])
         empty = np.flatnonzero(routes.lengths == 0)
         self.without_tokens = as_table(empty) if empty.size else None
         self._head_stations = as_table(chain.stations[heads])
@@ -42,7 +43,8 @@ class Ends(TableHolder):
         self._tail_stations = as_table(chain.stations[tails[carried]])
 
     def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
-        """Return the maps, with the state that leaves each head as the state of the head's map.
+        """Return the maps, in which the state of a head's map is replaced by the state that leaves
+        the head.
 
         `entering` (heads, B, H, K, V) are the states that enter heads.
         """
@@ -53,11 +55,13 @@ class Ends(TableHolder):
         return maps._replace(state=maps.state.index_add(0, self._head_maps, left))
 
     def begin(self, sums: Tensor, entering: Tensor) -> None:
-        """Write the states that enter heads to their stations."""
+        """Write the states that enter heads to the slots of their stations."""
         sums.index_copy_(0, self._head_stations, entering)
 
     def leave(self, kind: Kind, maps: Maps, sums: Tensor) -> Tensor:
-        """Return the states that leave tails, by document, given those that enter all spans."""
+        """Return the states that leave tails, ordered by document, given the states that enter all
+        spans.
+        """
         states = maps.state.index_select(0, self._tail_maps)
         if self._carried.numel():
             transition = maps.transition.index_select(0, self._tail_maps[self._carried])

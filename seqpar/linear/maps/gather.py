@@ -1,11 +1,11 @@
-"""All-gather: a rank sends each map to every rank that needs it, and folds what it receives.
+"""The transport "all_gather": a rank sends its maps to every rank that needs them, in one exchange.
 
-To *fold* maps is to apply them to a state one after another. The algorithm is that of Sun et al.,
-"LASP-2" (2025), algorithm 2, with maps in place of states; context parallelism for Gated DeltaNet
-and KDA does the same. Each pass has one exchange, posted before the work within spans.
+The receiver *folds* maps: it applies them to a state one after another. This is algorithm 2 of Sun
+et al., "LASP-2" (2025), with maps in place of states. Context parallelism for Gated DeltaNet and
+KDA works in the same way. Each pass has one exchange, which is posted before the work within spans.
 
-The maps of a document compose only in the document's order. A rank therefore receives the maps of
-all spans of other ranks before its own last span of the document. Of heads (`ends.py`) it receives
+Maps can be combined only in the order of the document. A rank therefore receives the maps of all
+spans of other ranks before its own last span of the document. From a head (`ends.py`) it receives
 only a state.
 """
 
@@ -33,14 +33,15 @@ from seqpar.linear.scanning import Index, as_table, index_of
 
 
 class Fold(NamedTuple):
-    """One step of a fold: the spans with one number, one of each document that the rank needs.
+    """One step of a fold, which applies the map of one span of each document that the rank needs.
 
-    `running` has a state for each document, longest chains first.
+    `running` has a state for each document, those with the longest chains first.
     """
 
-    stations: Tensor | None  # slots of the states that enter spans of this number
-    reached: Index  # the running states to write to these slots
-    # (documents,) the spans' maps among all full maps, for the first `documents` documents
+    stations: Tensor | None  # the slots of the states that enter these spans
+    reached: Index  # which running states are written to these slots
+    # (documents,): the map of each of these spans among all maps, for the first `documents`
+    # documents.
     maps: Index | None
     documents: int
 
@@ -48,7 +49,7 @@ class Fold(NamedTuple):
 class Gathering(TableHolder):
     """What one rank sends, receives and folds in one pass.
 
-    The rank folds states of heads, and full maps. In both tensors the rank's own entries come
+    There is one tensor of states of heads, and one of maps. In both, the rank's own entries come
     first.
     """
 
@@ -57,13 +58,14 @@ class Gathering(TableHolder):
         mine = chain.holder == rank
         used = np.flatnonzero(mine & (chain.behind > 0))
         parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
-        # The slots of its maps that other spans need: those of heads, and those of full maps.
+        # The slots of the rank's own heads, and of its own maps, that other spans need.
         self.own = [as_table(chain.maps[part]) for part in parts]
-        place = np.full(chain.number.size, -1)  # by span, the index of its entry in its tensor
+        # For each span, the index of its entry in its tensor.
+        place = np.full(chain.number.size, -1)
         for part in parts:
             place[part] = np.arange(part.size)
 
-        self.sends = []  # (peer, own heads, own full maps) that each peer gets
+        self.sends = []  # (rank, own heads, own maps) that each rank gets
         for peer, spans in sent_spans(chain, rank):
             of_heads = chain.number[spans] == 0
             some, full = (index_of(place[spans[x]]) for x in (of_heads, ~of_heads))
@@ -71,10 +73,10 @@ class Gathering(TableHolder):
 
         reach = _reach(chain)
         ours = np.flatnonzero((chain.holder[reach] == rank) & (chain.number[reach] > 0))
-        last = reach[ours]  # the last span that the rank needs, of each document
+        last = reach[ours]  # the last span of each document that the rank needs
         heads = last - chain.number[last]
         needed = ranges(heads, last)
-        self.recvs = []  # (peer, heads, full maps), the slices for arriving entries
+        self.recvs = []  # (rank, heads, maps): the slices to which entries arrive
         self.counts = counts = [part.size for part in parts]  # own and arriving entries
         holders = chain.holder[needed]
         for peer in np.unique(holders[holders != rank]).tolist():
@@ -89,7 +91,7 @@ class Gathering(TableHolder):
 
         order = np.argsort(-chain.number[last], kind="stable")
         heads, lasts = heads[order], chain.number[last][order]
-        self.first = index_of(place[heads])  # the states of heads with which folds begin
+        self.first = index_of(place[heads])  # the states of heads, with which folds begin
         self.folds = []
         rows = np.repeat(np.arange(heads.size), lasts + 1)
         spans = ranges(heads, heads + lasts + 1)
@@ -107,7 +109,9 @@ class Gathering(TableHolder):
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
-    """Return (peer, spans in the chain, ascending) of the maps that a rank sends, for each peer."""
+    """Return, for each other rank, the spans whose maps a rank sends to it, as indices in the
+    chain.
+    """
     used = np.flatnonzero((chain.holder == rank) & (chain.behind > 0))
     last = _reach(chain)
     heads, of_last = chain.heads[used], chain.heads[last]
@@ -157,7 +161,7 @@ class AllGather(MapStrategy):
 
 
 class GatheredMaps:
-    """The states that enter a rank's spans, while all ranks send each other maps."""
+    """The exchange of maps, which returns the states that enter a rank's spans."""
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
         rank, routes = comm.rank, call.routes

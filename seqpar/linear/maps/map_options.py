@@ -1,13 +1,14 @@
-"""The options of calls that exchange maps, and why exchanging maps suffices.
+"""The options of calls that exchange maps.
 
-Each token's step is affine in the state (`kinds.py`). A span therefore collapses to one map
-(`maps.py`), which is all that later tokens of its document need of the span. Maps of consecutive
-spans compose, in any grouping.
+The step of each token is an affine function of the state (`kinds.py`). A whole span is therefore
+one affine function, its map (`maps.py`), and later tokens of the document need nothing else of the
+span. Maps of consecutive spans can be combined in any grouping.
 
-For the delta rule a transition is a matrix, and computing it costs as much as computing the state.
-It is therefore left out, and 0, where nothing multiplies it: in forward for a span without an
-entering state (`state_in` −1), and in backward for a span whose leaving state has no gradient
-(`state_out` −1). On two ranks with one document, no rank computes a transition.
+With the delta rule, a transition is a matrix, and computing it takes as long as computing the
+state. If nothing is multiplied with a transition, it is not computed, and is 0. In forward this
+holds for a span that no state enters (`state_in` −1), and in backward for a span whose leaving
+state has no gradient (`state_out` −1). With one document on two ranks, no rank computes a
+transition.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class MapOptions(Options[Maps]):
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
         """Return the work of steps.
 
-        Each step counts as a third of the pass, since the actual fractions depend on the backend.
+        Each step counts as a third of the pass, because the actual fractions depend on the backend.
         """
         batch, heads, dim, value_dim = inputs.state_shape
         rows = batch * inputs.q.shape[1]
-        # The products of a row with the state, and with the rows of its chunk.
+        # The products of a row with the state, and with the other rows of its chunk.
         with_state = dim * value_dim // (dim + value_dim) * (2 if self.kind.uses_beta else 1)
         each = (with_state + NOMINAL_CHUNK) * (2 if backward else 1)
         return LinearWork(

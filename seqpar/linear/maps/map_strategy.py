@@ -1,4 +1,7 @@
-"""The base class of strategies that exchange maps to compute the states that enter spans."""
+"""`MapStrategy`, the base class of strategies that exchange maps.
+
+A subclass decides how maps are sent and combined, to get the states that enter spans.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class MapCall(LinearCall):
 
     @property
     def packed_shape(self) -> tuple[int, int, int]:
-        """The shape of a packed map: (B, H, e)."""
+        """The shape of a map in a message: (B, H, e)."""
         s = self.shape
         return s.batch, s.kv_heads, elements(self.options.kind, s.dim, s.value_dim)
 
@@ -55,7 +58,7 @@ class MapCall(LinearCall):
 
 @dataclass(frozen=True)
 class MapStrategy(LinearStrategy[MapCall]):
-    """Ranks do not know each other's transitions, so they exchange maps."""
+    """A strategy that exchanges maps, because ranks do not know each other's transitions."""
 
     name: ClassVar[str] = "recurrent"
     family = "recurrent"
@@ -160,7 +163,7 @@ def _pass(
     steps: HookedSteps[Maps, Any],
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
-    """Return a pass's maps, and the states that enter all spans.
+    """Return the maps of a pass, and the states that enter all spans.
 
     `entering` are the states that enter heads.
     """

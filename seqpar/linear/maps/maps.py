@@ -1,8 +1,9 @@
-"""Maps of spans: how maps act on states, how they compose, and how they are packed into messages.
+"""Maps of spans: how they act on states, how they are combined, and how they are packed in
+messages.
 
-The state that leaves a span is T S + N, where S is the state that enters, T the transition, and N
-the state of only the span's rows. A transition multiplies from the left. It is a number for each
-head, (n, B, H), or a number for each key channel, (n, B, H, K), or a matrix, (n, B, H, K, K).
+A span turns the state S that enters it into T S + N. T is the transition. N is the state of the
+span's own rows. A transition is one number for each head, (n, B, H), or one for each key channel,
+(n, B, H, K), or a matrix, (n, B, H, K, K). It multiplies the state from the left.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class Maps(NamedTuple):
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
-    """Return transition · states, (n, B, H, K, V), without adding the spans' states."""
+    """Return transition · states, (n, B, H, K, V). The states N of the spans are not added."""
     if kind.transition == "matrix":
         return transition @ states
     return states * transition[(..., *[None] * (states.dim() - transition.dim()))]
 
 
 def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
-    """Return the maps of joined spans: first those of `earlier`, then those of `later`."""
+    """Return the maps of `earlier` spans that are followed by `later` spans."""
     if kind.transition == "matrix":
         transition = later.transition @ earlier.transition
     else:
@@ -39,7 +40,7 @@ def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
 
 
 def transposed(kind: Kind, transition: Tensor) -> Tensor:
-    """Return the transition of gradients of states, which pass through a span in reverse."""
+    """Return the transition for gradients of states, which pass through a span in reverse."""
     return transition.mT if kind.transition == "matrix" else transition
 
 
@@ -48,7 +49,7 @@ def transition_shape(kind: Kind, dim: int) -> tuple[int, ...]:
 
 
 def elements(kind: Kind, dim: int, value_dim: int) -> int:
-    """Return the number of elements of a head's packed map."""
+    """Return the number of elements that the map of one head has in a message."""
     return math.prod(transition_shape(kind, dim)) + dim * value_dim
 
 

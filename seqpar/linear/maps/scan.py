@@ -1,9 +1,9 @@
-"""Scan of states: states pass from span to span in blocks, and each rank applies its maps.
+"""The transport "scan": states pass from span to span in blocks, and each rank applies its maps.
 
-"ZeCO" (2025), section 3, with a map in the place of a decay: a rank sends A · (what it received) +
-N, where (A, N) is the map of its span. Only states are sent. A acts on each column of a state
-separately, so a block is some heads of a state, or some columns of one head. A rank sends one block
-while it receives the next.
+"ZeCO" (2025), section 3, with a map in place of a decay. If (A, N) is the map of a rank's span, the
+rank receives a state S and sends A S + N. Only states are sent. A acts on each column of a state
+separately, so a block can be some heads of a state, or some columns of one head. A rank sends one
+block while it receives the next.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
 
 @dataclass(frozen=True)
 class Scan(MapStrategy):
-    routable = False  # a rank skips the rounds in which it has nothing to do
+    routable = False  # ranks leave out rounds in which they send and receive nothing
     transport = "scan"
-    blocks: int = 4  # number of blocks into which a state is cut
+    blocks: int = 4  # the largest number of blocks into which a state is cut
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
@@ -48,9 +48,9 @@ class Scan(MapStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The states that enter a rank's spans, while states are passed on.
+    """The exchange of states that are passed on. It returns the states that enter a rank's spans.
 
-    States are transposed meanwhile, (n, B, H, V, K), so that a block is some rows of K elements.
+    Within it, states are transposed, (n, B, H, V, K), so that a block is some rows of K elements.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class _Scanned(ScannedStates):
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return the largest number of equal blocks, up to `blocks`, into which a state can be cut.
+    """Return into how many equal blocks a state can be cut: at most `blocks`.
 
-    A block consists of whole heads, or of columns of one head.
+    A block has whole heads, or columns of one head.
     """
     heads = shape.batch * shape.kv_heads
     fits = (

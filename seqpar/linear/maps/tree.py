@@ -1,19 +1,18 @@
-"""Tree: compose the maps of ever more spans by recursive doubling, in log₂ exchanges.
+"""The transport "tree": maps of more and more spans are combined by recursive doubling.
 
-Hillis and Steele, "Data parallel algorithms" (1986), the parallel prefix by recursive doubling, in
-the exclusive form of MPI_Exscan; Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
-Sequence Length" (2018), section 2, apply such a scan to affine recurrences.
+Hillis and Steele, "Data parallel algorithms" (1986): the parallel prefix by recursive doubling,
+here in the exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear Recurrent Neural
+Nets Over Sequence Length" (2018), section 2, use such a scan for affine recurrences.
 
-The *window* of span i of a document is a range of spans that ends with span i. At first the window
-has the map of span i only. In step d its map is the composition of the maps of 2ᵈ spans. The rank
-of span i sends the window to span i + 2ᵈ, whose window then covers twice as many spans. A window
-that reaches back to the head (`ends.py`) is *complete*: it is only a state. A document of n spans
-takes ⌈log₂ n⌉ exchanges, and a rank holds the window of each of its spans twice, on any number of
-ranks.
+The *window* of span i is a range of spans that ends with span i, and its combined map. At first it
+has only span i. In step d, the rank of span i sends its window of 2ᵈ spans to the span i + 2ᵈ,
+whose window then has twice as many spans. If a window reaches back to the head (`ends.py`), it is
+*complete*, and is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. A rank holds the
+window of each of its spans twice, on any number of ranks.
 
-The exclusive form needs one exchange less than the inclusive form, and one more composition per
-step. A work-efficient tree would send two maps per rank instead of log₂ n maps, but in twice as
-many exchanges, and short spans would not hide the waits for these.
+The exclusive form needs one exchange less than the inclusive form, and one more combination in each
+step. A work-efficient tree would send two maps per rank instead of log₂ n, but in twice as many
+exchanges, and the work within short spans could not hide the waiting for these.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
-    """Windows of one kind, complete or not, that arrive at a rank in a step."""
+    """Windows that arrive at a rank in a step, either all complete or none."""
 
-    stations: Tensor  # (arrivals,) the slots of the spans at which they arrive
-    # (rank, slice) of the windows from each rank, ascending, this rank included
+    stations: Tensor  # (arrivals,): the slots of the spans at which they arrive
+    # (rank, slice): which windows come from each rank, ascending, with this rank.
     parts: list[tuple[int, slice]]
-    onward: Index  # the arrivals at spans that send a window in a later step
-    maps: Tensor  # (onward,) the slots of these spans' maps
+    onward: Index  # the arrivals at spans that send their window in a later step
+    maps: Tensor  # (onward,): the slots of the maps of these spans
 
 
 class Step(NamedTuple):
-    """A step of a rank in which the rank does anything."""
+    """A step in which this rank does something."""
 
-    number: int  # d, the step's number
-    # (rank, complete, others): slots of the maps whose windows are sent to each rank, this rank
-    # included
+    number: int  # d, the number of the step
+    # (rank, complete, others): the slots of the maps whose windows are sent to each rank, with this
+    # rank.
     sends: list[tuple[int, Index, Index]]
-    # the complete windows that arrive, and the others
+    # The complete windows that arrive, and the others.
     complete: Arrivals
     others: Arrivals
     travels: bool  # whether anything is sent to or received from another rank
@@ -61,7 +60,7 @@ class Step(NamedTuple):
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
     """Yield the number of each step, and the spans of the rank whose windows are sent in it.
 
-    The spans are indices in the chain, ascending. The windows of a document's first 2ᵈ spans are
+    Spans are indices in the chain, ascending. The windows of the first 2ᵈ spans of a document are
     complete.
     """
     mine = np.flatnonzero(chain.holder == rank)
@@ -90,7 +89,9 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
-    """Return the windows that arrive at spans, from the spans `apart` before them in the chain."""
+    """Return the windows that arrive at spans, from the spans that are `apart` places before
+    them.
+    """
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
     reached, sources = reached[order], sources[order]
@@ -108,7 +109,7 @@ def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
 
 @dataclass(frozen=True)
 class Tree(MapStrategy):
-    routable = False  # a rank skips the steps in which it has nothing to do
+    routable = False  # ranks leave out steps in which they send and receive nothing
     transport = "tree"
 
     def exchange(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> _Doubled:
@@ -133,9 +134,9 @@ class Tree(MapStrategy):
 
 
 class _Doubled:
-    """The states that enter a rank's spans, while maps are composed.
+    """The exchange in which maps are combined. It returns the states that enter a rank's spans.
 
-    A thread, or on a GPU a stream, composes maps while the rank computes.
+    A thread, and on a GPU a stream of its own, combines maps while the rank computes.
     """
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
@@ -152,8 +153,8 @@ class _Doubled:
         self.travels = any(step.travels for step in self._steps)
 
     def post(self, maps: Maps) -> None:
-        # For each station, the window that ends before the station's span. Once a window is
-        # complete, only its state is valid.
+        # For each station, the window that ends before the span of the station. If a window is
+        # complete, only its state is used.
         transition, state = maps
         self._before = Maps(
             transition.new_empty((self._stations, *transition.shape[1:])),
@@ -170,7 +171,8 @@ class _Doubled:
         if not self._steps:
             return
         maps, call = self._maps, self._call
-        left = maps.state.clone()  # states that leave spans, valid once their window is complete
+        # The states that leave spans, which are valid when their window is complete.
+        left = maps.state.clone()
         packed = maps.state.new_empty((len(left), *call.packed_shape))
         pack(maps, packed)
         for step in self._steps:
@@ -179,7 +181,9 @@ class _Doubled:
             self._widen(step, unpack(call.options.kind, others, call.shape.dim), packed)
 
     def _exchange(self, step: Step, left: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the arrivals of a step: states of complete windows, and other windows, packed."""
+        """Return the arrivals of a step: the states of complete windows, and the other windows,
+        packed.
+        """
         arriving, recvs = [], []
         for x, arrivals in ((left, step.complete), (packed, step.others)):
             room = x.new_empty((len(arrivals.stations), *x.shape[1:]))
@@ -201,7 +205,10 @@ class _Doubled:
         return arriving[0], arriving[1]
 
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
-        """Write the states that enter spans; compute the states that leave, if they are sent on."""
+        """Write the states that enter spans.
+
+        Compute the states that leave spans, if they are sent on.
+        """
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):
             return
@@ -215,7 +222,7 @@ class _Doubled:
             left.index_copy_(0, arrivals.maps, passed)
 
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
-        """Compose windows with the windows that arrive, which end before them."""
+        """Combine windows with the windows that arrive, which end directly before them."""
         arrivals, kind = step.others, self._call.options.kind
         if not len(arrivals.stations):
             return

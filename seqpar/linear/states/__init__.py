@@ -1,5 +1,5 @@
-"""Linear attention whose spans exchange states: LASP-2, ZeCO, and calls without causality.
+"""Linear attention for which ranks exchange states: LASP-2, ZeCO, and calls without causality.
 
-Here every rank knows each span's transition from the layout and a constant decay, so only states
-are sent. Start with `state_strategy.py`, which both exchanges share, then read `state_options.py`.
+The decay is constant here, so that every rank knows by how much each span decays a state. Start
+with `state_strategy.py`, which both exchanges share, then read `state_options.py`.
 """

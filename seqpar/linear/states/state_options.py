@@ -1,14 +1,15 @@
-"""The options of calls that exchange states, such as the decay, and powers of the decay.
+"""The formulas and the options of calls that exchange states.
+
+Row i of a span, counted from 0, has the output
 
     out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
 
-is the output of row i of a span. The first row is i = 0, S is the state that enters the span, and λ
-= exp(log_decay), one number for each KV head. Later tokens of the document need only the state of
-the span's L rows, Σ_j λ^{L−1−j} k_jᵀ v_j. States of consecutive spans compose as λ^{L₂} S₁ + S₂, in
-any grouping.
+where S is the state that enters the span, and λ = exp(log_decay) is a number for each KV head.
+Later tokens of the document need only the state of the span's L rows, Σ_j λ^{L−1−j} k_jᵀ v_j. The
+states of two consecutive spans combine to λ^{L₂} S₁ + S₂. Spans can be combined in any grouping.
 
-B is the batch, T the number of rows, Hq and Hkv the heads of queries and of keys and values, D the
-head dim, Dv that of values.
+B is the batch, T the number of rows, Hq the query heads, Hkv the KV heads, D the head dim of q and
+k, and Dv the head dim of v.
 """
 
 from __future__ import annotations
@@ -32,26 +33,30 @@ from seqpar.linear.inputs import Inputs
 
 T = TypeVar("T")
 
-MAX_KEPT_DECAYS = 1024  # each layer of a model may have different decays
-_right = WeakTensorKeyDictionary()  # by tensor on a GPU, its version when `check_values` read it
+MAX_KEPT_DECAYS = 1024  # each layer of a model may have another decay
+# For each tensor on a GPU, the version in which `check_values` read it.
+_right = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
 class StateOptions(Options[Tensor]):
     family = "linear"
     scale: float  # the factor of q·k
-    # If False, nothing decays and each row attends to its whole document: out_i = scale · q_i · M,
+    # If False, nothing decays, and each row attends to its whole document: out_i = scale · q_i · M,
     # where M is the sum of the states of all runs of the document.
     causal: bool
     backend: str
-    # (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1
+    # (Hkv,) in fp64, on the device of the operands: log λ of each KV head. None means λ = 1.
     log_decay: Tensor | None
-    # The weights of states that have been computed. Calls whose decays came from the CPU share
-    # their options if the values are equal; other calls have separate options.
+    # The weights of states that were computed so far. Calls whose decays came from the CPU share
+    # one object if the values are equal. Other calls have an object each.
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def once(self, device: torch.device, plan: object, compute: Callable[[StateOptions], T]) -> T:
-        """Return `compute(self)`, weights of a plan on a device, computed once on each stream."""
+        """Return `compute(self)`, the weights of a plan on a device.
+
+        It is called once for each stream.
+        """
         return on_stream(device, self.derived, (plan,), lambda: compute(self))
 
     def on_meta(self) -> StateOptions:
@@ -61,7 +66,7 @@ class StateOptions(Options[Tensor]):
         return replace(self, log_decay=log_decay, derived=Memo())
 
     def power(self, exponents: Tensor, heads: int) -> Tensor:
-        """Return (…, Hkv) fp64: λ^exponents, and 0 where one of these integers is negative."""
+        """Return (…, Hkv) in fp64: λ^exponent, and 0 for negative exponents."""
         if self.log_decay is None:
             return (exponents >= 0).double()[..., None].expand(*exponents.shape, heads)
         powers = torch.exp(exponents[..., None] * self.log_decay)
@@ -72,10 +77,10 @@ class StateOptions(Options[Tensor]):
         return inputs.q.new_zeros((count, *inputs.state_shape), dtype=dtype)
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of steps, which follows from their numbers of matrix products.
+        """Return the work of steps, derived from their numbers of matrix products.
 
-        Each step has products of rows with states, and `local` also products of the rows of a chunk
-        with each other.
+        Each step multiplies rows with states, and `local` also multiplies the rows of a chunk with
+        each other.
         """
         batch, rows, heads, dim = inputs.q.shape
         value_dim = inputs.v.shape[3]
@@ -92,13 +97,14 @@ class StateOptions(Options[Tensor]):
 
 
 def check_values(log_decay: Tensor) -> None:
-    """Raise unless all values are finite and at most 0.
+    """Raise a ValueError unless all values are finite and at most 0.
 
-    On a GPU the host must wait to read them, so a tensor is read once, until it is written to.
+    To read values on a GPU, the host must wait. A tensor is therefore read only once, until it is
+    changed.
     """
     if log_decay.device.type == "cpu":
         _check(*log_decay.tolist())
-    elif log_decay.is_inference():  # an inference tensor has no version
+    elif log_decay.is_inference():  # a tensor of inference mode has no version
         _check(*_read(log_decay))
     elif _right.get(log_decay) != (version := version_of(log_decay)):
         _check(*_read(log_decay))
@@ -106,7 +112,7 @@ def check_values(log_decay: Tensor) -> None:
 
 
 def constant_on(log_decay: Tensor, device: torch.device) -> Tensor:
-    """Return log_decay in fp64 on the device; equal values are copied there once."""
+    """Return log_decay in fp64 on the device. Equal values are copied to the device only once."""
     if log_decay.device.type == "cpu":
         return _copy(device, *log_decay.tolist())
     return log_decay.to(torch.float64).contiguous()
@@ -125,7 +131,8 @@ def _check(*values: float) -> None:
 @lru_cache(maxsize=MAX_KEPT_DECAYS)
 def _copy(device: torch.device, *values: float) -> Tensor:
     copied = torch.tensor(values, dtype=torch.float64, device=device)
-    if type(copied) is not Tensor:  # the cache would give it to calls outside of the mode
+    # Otherwise calls outside this mode would get the mode's tensor from the cache.
+    if type(copied) is not Tensor:
         found = f"a mode that makes a {type(copied).__name__} of it"
         raise ValueError(f"log_decay on the CPU must be used outside of torch modes, got {found}")
     return copied

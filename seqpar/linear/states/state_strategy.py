@@ -1,7 +1,7 @@
-"""The base class of strategies that exchange states, each in a different way.
+"""`StateStrategy`, the base class of strategies that exchange states.
 
-`routes.py` defines the *sources* of states, the *stations* that need sums of states, and the
-*slots* of tensors in which states are kept.
+A subclass decides how states are sent: LASP-2 in one exchange, and ZeCO from rank to rank.
+`routes.py` explains the words source, station and slot.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StateCall(LinearCall):
 
 @dataclass(frozen=True)
 class StateStrategy(LinearStrategy[StateCall]):
-    """Ranks know every span's transition, so they exchange only states."""
+    """A strategy that exchanges only states, because every rank knows all transitions."""
 
     family = "linear"
     state_dims = "Hkv, D, Dv"
@@ -66,7 +66,7 @@ class StateStrategy(LinearStrategy[StateCall]):
     ) -> StateCall:
         layout, shape = from_handle(arguments.layout), shape_of(inputs)
         device, log_decay = inputs.q.device, inputs.log_decay
-        # The host does not know values on a GPU, and they may be different in the next call.
+        # The host does not know values on a GPU. They may be different in the next call.
         known = log_decay is None or log_decay.device.type == "cpu"
         values = None if log_decay is None else tuple(log_decay.tolist()) if known else "unknown"
 
@@ -124,7 +124,7 @@ class StateStrategy(LinearStrategy[StateCall]):
         states_in = sums[: spans.states_in]
         final_states = FinalStates(comm, call, sums[spans.states_in :], self.name)
         out = steps.finish(states_in if spans.states_in else None)
-        # `states_in` is a view of a larger tensor, which a copy does not keep alive.
+        # `states_in` is a view of a larger tensor. The clone does not keep that tensor alive.
         return ForwardResult(out, final_states.wait(initial), states_in.clone())
 
     def backward(

@@ -1,13 +1,14 @@
-"""Weighted sums of states, the arithmetic of all exchanges of states; and LASP-2's exchange.
+"""Weighted sums of states, which all exchanges of states compute, and the plan of LASP-2's
+exchange.
 
     sums[g] = Σ λ^rows · states[member]
 
-is over the members of group g, each of which has a number of rows. Sums and states are (n, B, Hkv,
-D, Dv).
+The sum is over the members of group g, each with its own number of rows. Sums and states are (n, B,
+Hkv, D, Dv).
 
-All groups are one embedding bag, a weighted sum of rows without atomic additions: 32 documents in
-zigzag on 8 ranks take 38 operators in forward, not the 389 of a separate sum per source and
-station.
+One call of torch.embedding_bag computes all groups, without atomic additions. With it, 32 documents
+in a zigzag layout on 8 ranks take 38 operators in forward. With a separate sum for each source and
+station, they took 389.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from seqpar.core.ranges import count_up, ranges
 from seqpar.linear.routes import Route, StateRoutes, StateSums
 from seqpar.linear.states.state_options import StateOptions
 
-Sum = Callable[[Tensor], Tensor]  # states -> their sums
+Sum = Callable[[Tensor], Tensor]  # from states to their sums
 
 
 class WeightedSums(TableHolder):
-    """Several sums, whose weights are computed together."""
+    """Several weighted sums, whose weights are computed together."""
 
     def __init__(self, sums: Sequence[StateSums], shape: OperandShape) -> None:
-        # A bag is the sum of a group for one sequence of the batch and one head. A row of the bag
-        # is the D·Dv elements of a state.
+        # A bag is the sum of one group for one batch entry and one head. A row of a bag has the
+        # D·Dv elements of a state.
         self._dtype, lanes = accumulator_dtype(shape.dtype), shape.batch * shape.kv_heads
         self._sums: list[tuple[int, Tensor, Tensor]] = []  # (groups, members, edges of groups)
         rows, lanes_of = [], []
@@ -54,7 +55,7 @@ class WeightedSums(TableHolder):
         self._rows, self._heads = map(torch.from_numpy, columns)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Compute the weights of the sums; return the sums as functions of states."""
+        """Compute the weights, and return each sum as a function of states."""
         weights: Sequence[Tensor | None] = [None] * len(self._sums)
         if options.log_decay is not None:
             powers = torch.exp(self._rows * options.log_decay[self._heads])
@@ -66,7 +67,7 @@ def _sum(
     groups: int, members: Tensor, edges: Tensor, weights: Tensor | None, states: Tensor
 ) -> Tensor:
     matrix = states.reshape(-1, states.shape[-2] * states.shape[-1])
-    # One call computes the weighted sums of any number of bags (mode 0: sum).
+    # One call computes the sums of all bags (mode 0 means sum).
     sums = torch.embedding_bag(
         matrix, members, edges, mode=0, per_sample_weights=weights, include_last_offset=True
     )[0]
@@ -74,10 +75,10 @@ def _sum(
 
 
 class Gathering(TableHolder):
-    """What one rank does in LASP-2's exchange of one pass.
+    """What one rank does in LASP-2's exchange in one pass.
 
-    It composes states, sends some of them to each rank, and adds up what arrives from all ranks,
-    this rank included.
+    The rank combines states, sends some of the results to each rank, and adds up what arrives from
+    all ranks, including itself.
     """
 
     def __init__(
@@ -93,15 +94,16 @@ class Gathering(TableHolder):
         stations, rest = (
             np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
         )
-        # The composed states consist of parts. The number of states of each part, and the index of
-        # the part that is sent to each rank.
+        # The combined states consist of parts. These are the numbers of states in the parts, and
+        # the index of the part for each rank.
         self._compose, self.sizes, parts = _composed(
             outgoing, routes.sources(rank, backward).slots.size
         )
-        # The other ranks to which a part is sent, with the index of the part.
+        # The other ranks to which a part is sent, each with the index of the part.
         self.sent = [(p, parts[p]) for p in ranks if p != rank and self.sizes[parts[p]]]
-        self.own = parts[rank]  # the index of the part that this rank keeps
-        self.arriving = [route.stations.size for route in incoming]  # states from each rank
+        self.own = parts[rank]  # the index of the part that stays on this rank
+        # How many states arrive from each rank.
+        self.arriving = [route.stations.size for route in incoming]
         self.arrivals = sum(self.arriving)
         # The other ranks from which states arrive.
         self.senders = [p for p in ranks if p != rank and self.arriving[p]]
@@ -114,20 +116,20 @@ class Gathering(TableHolder):
         self._sums = WeightedSums(sums, shape)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Return the functions of the sums that this rank computes, in order.
+        """Return the sums of this rank as functions, in order.
 
-        The first composes states, and the second adds arriving states at each station, by slot. The
-        further functions add to each station the sums of the document's earlier stations.
+        The first function combines states. The second adds the states that arrive at each station.
+        All further functions add to each station the sums of the earlier stations of its document.
         """
         unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
 
 
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
-    """Return the sums of states to send, the sizes of their parts, and each route's part.
+    """Return the sums of states to send, the sizes of their parts, and the part of each route.
 
-    Routes that send the same states share a part. If the sums are None, the states are sent as they
-    are.
+    Routes that send the same states share a part. If the result has None for the sums, states are
+    sent as they are.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -147,9 +149,9 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 
 
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
-    """Return the steps of a scan over a rank's stations.
+    """Return the steps in which the sums of earlier stations are added to each station of a rank.
 
-    In each step, the sum of the station 1, then 2, then 4, … before it is added to each station.
+    The steps add the sum of the station 1, then 2, then 4, … before it.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1
