@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -17,6 +19,9 @@ import seqpar.linear.linear_operator
 import seqpar.softmax.softmax_operator
 import seqpar.softmax.tasks.split  # noqa: F401  defines the operators
 from seqpar.core.arguments import check_function
+from seqpar.core.compiling import is_traced
+from seqpar.core.torch_private import dispatch_mode
+from seqpar.memory.offload import Pack, Unpack, hooks_of_context
 
 T = TypeVar("T")
 
@@ -56,7 +61,8 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
     Bytes kept per attention call in `function`, with b the bytes of an element and T the rank's
     tokens (times the batch): out and lse, T·Hq·(Dv·b + 4) (8 for fp64). Ulysses also keeps q, k, v,
     out and lse of the rank's heads over all tokens, as without checkpointing, unless it has
-    `keep="tokens"`. The arguments of `function` are kept as well.
+    `keep="tokens"`. The arguments of `function` are kept as well. Within `seqpar.offload`, all of
+    these tensors are kept in host memory.
 
     This is torch's non-reentrant selective checkpoint with `save_attention`, and its rules hold:
     all ranks make the same calls; `function` must run again in the same way (its random numbers are
@@ -69,4 +75,57 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
     )
 
 
-_contexts = partial(create_selective_checkpoint_contexts, save_attention)
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a block's forward and of its recomputation."""
+    hooks = None if is_traced() else hooks_of_context()
+    if hooks is None:
+        return create_selective_checkpoint_contexts(save_attention)
+    kept: dict[object, list[Any]] = defaultdict(list)
+    return _Keeping(kept, hooks[0]), _Returning(kept, hooks[1])
+
+
+class _Keeping(dispatch_mode()):  # type: ignore[misc]
+    """Keeps the results of attention in a block's forward."""
+
+    def __init__(self, kept: dict[object, list[Any]], pack: Pack) -> None:
+        super().__init__()
+        self._kept, self._pack = kept, pack
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(func is saved for saved in SAVED_OPS):
+            self._kept[func].append(_map(self._keep, out))
+        return out
+
+    def _keep(self, x: Tensor) -> object:
+        # The result itself would keep alive the graph that keeps this object alive.
+        return self._pack(x.detach())
+
+
+class _Returning(dispatch_mode()):  # type: ignore[misc]
+    """Returns the kept results in place of computing attention again."""
+
+    def __init__(self, kept: dict[object, list[Any]], unpack: Unpack) -> None:
+        super().__init__()
+        self._kept, self._unpack = kept, unpack
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if all(func is not saved for saved in SAVED_OPS):
+            return func(*args, **(kwargs or {}))
+        if not self._kept[func]:
+            raise RuntimeError(
+                "Trying to backward an extra time through a checkpoint, or through one whose "
+                "function makes other calls of attention when it runs again"
+            )
+        return _map(self._unpack, self._kept[func].pop(0))
+
+
+def _map(function: Callable[[Any], object], results: Any) -> Any:
+    """Return an operator's results with `function(x)` in place of each tensor x."""
+    if isinstance(results, Tensor):
+        return function(results)
+    return [function(x) for x in results]

@@ -5,7 +5,9 @@ As in ByteScale (2025), the activations of a long document then fit on fewer dev
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from seqpar.core.arguments import as_bool, as_float, as_int
 from seqpar.core.torch_private import base_of
+
+Pack = Callable[[Tensor], object]
+Unpack = Callable[[object], Tensor]
 
 
 class offload:
@@ -30,7 +35,8 @@ class offload:
     the host stay where they are. On a GPU, copies use pinned memory and separate streams. Tensors
     are copied to the host while forward computes. In backward, each tensor is copied back while the
     `ahead` tensors before it are used. As with `torch.autograd.graph.save_on_cpu`, saved tensors
-    must not be changed in place.
+    must not be changed in place. Around `seqpar.checkpoint`, this covers the tensors that the
+    checkpoint keeps: its arguments, and the results of attention.
 
     Args:
         ratio: the fraction of saved bytes to copy, from 0 to 1. A tensor is copied when it is
@@ -60,9 +66,11 @@ class offload:
 
     def __enter__(self) -> offload:
         self._hooks.__enter__()
+        _contexts.entered.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        _contexts.entered.pop()
         self._hooks.__exit__(*error)
 
     def _pack(self, x: Tensor) -> Tensor | _Copied:
@@ -84,11 +92,15 @@ class offload:
         if not isinstance(packed, _Copied):
             assert isinstance(packed, Tensor)
             return packed
-        first = max(packed.number - self._ahead, 0)
-        for number in range(packed.number, first - 1, -1):
+        packed.come_back()
+        waiting = self._ahead
+        for number in range(packed.number - 1, -1, -1):
+            if waiting == 0:
+                break
             before = self._order[number]()
-            if before is not None:
+            if before is not None and not before.was_used:
                 before.come_back()
+                waiting -= 1
         return packed.wait()
 
 
@@ -96,7 +108,7 @@ class _Copied:
     """A tensor in host memory, or being copied there or back."""
 
     def __init__(self, x: Tensor, number: int) -> None:
-        self.number, self._device = number, x.device
+        self.number, self._device, self.was_used = number, x.device, False
         self._back: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         self._host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
@@ -125,11 +137,30 @@ class _Copied:
         """Return the tensor on its device, ready for the current stream."""
         assert self._back is not None
         back, self._back = self._back, None  # a second backward copies the tensor again
+        self.was_used = True
         if self._arrived is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(self._arrived)
             back.record_stream(current)
         return back
+
+
+class _Contexts(threading.local):
+    """The contexts of `offload` in which this thread is, the innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[offload] = []
+
+
+_contexts = _Contexts()
+
+
+def hooks_of_context() -> tuple[Pack, Unpack] | None:
+    """Return the functions with which the innermost `offload` keeps a tensor and returns it."""
+    if not _contexts.entered:
+        return None
+    innermost = _contexts.entered[-1]
+    return innermost._pack, innermost._unpack
 
 
 def _is_parameter(x: Tensor) -> bool:

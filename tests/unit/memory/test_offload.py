@@ -142,3 +142,48 @@ def test_sparse_tensors_stay_and_complex_ones_are_copied():
         loss = (z * z).real.sum()
     loss.backward()
     assert kept.copied_bytes == 2 * 8 * 8 * 8 and torch.equal(z.grad, 2 * z.detach().conj())
+
+
+def checkpointed(comm, ratio, ahead=2):
+    """Gradients of two checkpointed blocks with attention, and what the context counted."""
+    attn, generator = seqpar.make_attention("ring", comm), torch.Generator().manual_seed(0)
+    mixes = [0.2 * torch.randn(32, 96, generator=generator) for _ in range(2)]
+    inputs = torch.randn(LAYOUT.tokens_on(comm.rank), 32, generator=generator), *mixes
+
+    def block(x, mix):
+        q, k, v = (x @ mix).unflatten(1, (3, 2, 16)).unbind(1)
+        return x + attn(q, k, v, LAYOUT, causal=True).flatten(1)
+
+    y, *mixes = (x.requires_grad_() for x in inputs)
+    with seqpar.offload(ratio, least=1024, simulate=True, ahead=ahead) as kept:
+        for mix in mixes:
+            y = seqpar.checkpoint(block, y, mix)
+    sent = attn.sent_bytes
+    loss = y.square().sum()
+    loss.backward()
+    return [x.grad for x in inputs], kept, attn.sent_bytes - sent
+
+
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_what_checkpoints_keep_is_copied_to_the_host(ahead):
+    """A block's inputs, and the out and lse of its attention, whose work is not repeated."""
+    for expected, found in zip(
+        virtual(2, checkpointed, 0.0), virtual(2, checkpointed, 1.0, ahead), strict=True
+    ):
+        assert all(map(torch.equal, found[0], expected[0])) and found[2] == expected[2]
+        tokens = len(found[0][0])
+        assert found[1].copied_bytes == found[1].saved_bytes
+        assert found[1].saved_bytes == 2 * 4 * (tokens * (32 + 32 + 2) + 32 * 96)
+
+
+def test_a_checkpoint_in_host_memory_refuses_a_second_backward():
+    def run(comm):
+        attn, x = seqpar.make_attention("ring", comm), torch.randn(256, 2, 16, requires_grad=True)
+        layout = seqpar.Layout.zigzag(256, 1)
+        with seqpar.offload(1.0, least=0, simulate=True):
+            loss = seqpar.checkpoint(lambda x: attn(x.sin(), x, x, layout, causal=True), x).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="backward an extra time"):
+            loss.backward()
+
+    virtual(1, run)
