@@ -57,6 +57,7 @@ from seqpar.integrations.huggingface.loss.outputs import (
     mark,
     unshard,
 )
+from seqpar.integrations.huggingface.loss.row_results import keep_scores, with_row_results
 from seqpar.integrations.huggingface.model.code import users_of_labels
 from seqpar.integrations.huggingface.model.layers import (
     AttentionLayer,
@@ -214,6 +215,8 @@ class SequenceParallel(EnabledModel):
         ]
         self._last_hook = model.register_forward_hook(self._end, always_call=True)
         self._handled = id(None)  # identity of the exception that the caller handles
+        if self._sharder.for_rows:
+            self._handles.append(self.inner.score.register_forward_hook(keep_scores))
         self.mixing = TokenMixing(self, self._outside.modules)
         self.generation = Generation(self, self._sharder)
 
@@ -576,6 +579,7 @@ class SequenceParallel(EnabledModel):
     def _finished(self, call: ModelCall, outputs: Any) -> Any:
         call.check_reached()
         total = self._gradients.total_of_model
+        outputs = with_row_results(call, outputs, self.comm)
         losses = losses_of(self.inner, call, outputs, self.comm, total)
         mark(outputs, call.sharding)
         check_of_tokens(outputs)

@@ -107,6 +107,7 @@ class ModelCall:
     entered: bool = False  # whether the text model of an image model has been called
     prepared: ShardedMask | None = None  # the mask that the outer model made for the text model
     cache: Any = None  # the `Cache` of a call with `past_key_values`
+    scores: Tensor | None = None  # (1, T_local, labels), if the model's head answers for rows
     joined: bool = True  # whether the outputs of a call with a cache are gathered from all ranks
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from seqpar.attention.rehearsal import Preparation
 from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import CuSeqlens
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments, find_documents, shape_of
+from seqpar.integrations.huggingface.batch.last_tokens import last_tokens
 from seqpar.integrations.huggingface.batch.sharding import (
     KEY,
     Origin,
@@ -33,6 +34,7 @@ from seqpar.integrations.huggingface.model.code import global_of
 from seqpar.integrations.huggingface.model.layers import (
     POSITIONS,
     TYPES,
+    answers_for_rows,
     classes_of,
     configs_of,
     default_positions,
@@ -82,7 +84,7 @@ class BatchSharder:
         self._model, self._comm = model, comm
         self._make_layout = ModelPreparation(kind, comm.size, ())
         self._with_encoder, self._with_images = encoder_of(model) is not None, with_images
-        self.shifts = loss_shifts(model)
+        self.shifts, self.for_rows = loss_shifts(model), answers_for_rows(model)
         self._origin = Origin(comm, type(model).__module__, self.shifts)
         self._takes = set(inspect.signature(type(model).forward).parameters)
         kinds: set[Any] = {type(x) for x in model.modules()}
@@ -170,6 +172,8 @@ class BatchSharder:
         if self._with_encoder:
             batch = self._with_decoder_tokens(batch)
         _, documents = self._documents(batch, "decoder_" if self._with_encoder else "")
+        if self.for_rows:
+            return None if batch.get("labels") is None else documents.rows
         labels = self._labels(batch, documents)
         return None if labels is None else _counted(labels, documents)
 
@@ -189,6 +193,8 @@ class BatchSharder:
         self._check_origin(sharding, "labels" in kwargs)
         main, inputs = sharding.main, sharding.encoder or sharding.main
         expected = dict.fromkeys(("labels", "decoder_input_ids"), (1, main.tokens))
+        if self.for_rows:
+            del expected["labels"]
         expected["input_ids"] = main.shape if sharding.whole else (1, inputs.tokens)
         for name, shape in expected.items():
             x = kwargs.get(name)
@@ -338,8 +344,12 @@ class BatchSharder:
                 _check_not_by_row(name, x, side)
             made[name] = x
         documents = sharding.main.documents
-        labels = self._labels(batch, documents)
+        labels = None if self.for_rows else self._labels(batch, documents)
         count = None
+        if self.for_rows:
+            sharding.last_tokens = last_tokens(self._model, batch, documents)
+            if (x := _labels_of_rows(batch, documents.rows)) is not None:
+                made["labels"], count = x, documents.rows
         if labels is not None:
             made["labels"] = sharding.main.take(labels, -100)
             count = _counted(labels, documents)
@@ -439,6 +449,16 @@ def _check_not_by_row(name: str, x: Any, side: Side) -> None:
         raise ValueError(
             f"{name} must not have a value for each row, got {tuple(x.shape)}: {reason}"
         )
+
+
+def _labels_of_rows(batch: Batch, rows: int) -> Tensor | None:
+    labels = batch.get("labels")
+    if batch.get("shift_labels") is not None:
+        raise ValueError("shift_labels must be None: the model's head has one label for each row")
+    if labels is None or (isinstance(labels, Tensor) and labels.shape[:1] == (rows,)):
+        return labels
+    expected = f"({rows},) or ({rows}, labels), a label for each row"
+    raise ValueError(f"labels must be {expected}, got {shape_of(labels)}")
 
 
 def _counted(labels: Tensor, documents: BatchDocuments) -> int:

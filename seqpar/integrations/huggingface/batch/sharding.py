@@ -121,6 +121,8 @@ class Sharding(Opaque):
         labels: the number of labels that count, on all ranks together; None without labels.
         whole: whether the model receives all tokens, and its text model cuts them.
         origin: the models for which the batch was sharded.
+        last_tokens: if the model's head answers for rows, the token of each row from which it does,
+            (B,), among the B·S tokens of all rows.
     """
 
     def __init__(
@@ -130,12 +132,13 @@ class Sharding(Opaque):
         labels: int | None = None,
         whole: bool = False,
         origin: Origin | None = None,
+        last_tokens: Tensor | None = None,
     ) -> None:
         self.main, self.encoder, self.labels = main, encoder, labels
-        self.whole, self.origin = whole, origin
+        self.whole, self.origin, self.last_tokens = whole, origin, last_tokens
 
     def with_sides(self, main: Side, encoder: Side | None = None) -> Sharding:
-        return Sharding(main, encoder, self.labels, self.whole, self.origin)
+        return Sharding(main, encoder, self.labels, self.whole, self.origin, self.last_tokens)
 
     def to(self, *args: Any, **kwargs: Any) -> Sharding:
         own = self.main.index

@@ -44,7 +44,10 @@ def losses_of(
         if outputs.get("loss") is not None:
             reason = "labels must be None: the model returned a loss of its own without them"
             raise ValueError(f"{reason}, which is of one rank")
-        found["loss"] = total(_of_labels(model, call, outputs["logits"]))
+        if call.sharding.last_tokens is None:
+            found["loss"] = total(_of_labels(model, call, outputs["logits"]))
+        else:
+            found["loss"] = total(_of_rows(model, call, outputs["logits"]) / comm.size)
     if isinstance(outputs.get("aux_loss"), Tensor):
         routers = RouterLoss.of(model)
         if routers is None:
@@ -93,6 +96,14 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
         config=model.config,
         num_items_in_batch=count + (count == 0),  # at least 1, so the loss is 0 without labels
     )
+
+
+def _of_rows(model: Any, call: ModelCall, results: Tensor) -> Tensor:
+    """Return the loss of all rows, which every rank computes from the results of all rows."""
+    loss: Tensor = model.loss_function(
+        logits=results, labels=call.labels, pooled_logits=results, config=model.config
+    )
+    return loss
 
 
 @dataclass(frozen=True)

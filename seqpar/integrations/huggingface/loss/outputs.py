@@ -48,7 +48,8 @@ def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: s
 def mark(outputs: Any, sharding: Sharding) -> None:
     """Note on each output tensor which tokens its rows belong to."""
     for names, x in tensors_in(outputs):
-        if sharding.whole and not set(names).issubset(_OF_TEXT):
+        of_rows = sharding.last_tokens is not None and names == ("logits",)
+        if of_rows or (sharding.whole and not set(names).issubset(_OF_TEXT)):
             setattr(x, KEY, None)
             continue
         name = names[-1] if names else ""

@@ -156,10 +156,13 @@ def find_layers(
 def loss_shifts(model: Any) -> bool | None:
     """Return whether labels are next tokens; None unless the model's loss is known.
 
-    Raises a ValueError if the model has one label per sequence.
+    It is None too if the model has one label per row. Raises a ValueError if the labels are of
+    another kind, such as the place of an answer.
     """
     if encoder_of(model) is not None:
         return False
+    if answers_for_rows(model):
+        return None
     name, kind = type(model).__name__, getattr(model, "loss_type", None)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if kind is None and (head is not None or name.endswith(("LMHeadModel", "LMHead"))):
@@ -173,6 +176,13 @@ def loss_shifts(model: Any) -> bool | None:
     if kind is None or (kind == "ForCausalLM" and not calls_loss_function(type(model))):
         return None
     return _LOSSES[kind]
+
+
+def answers_for_rows(model: Any) -> bool:
+    """Return whether a model's head is transformers' own for one result per row of a batch."""
+    from transformers.modeling_layers import GenericForSequenceClassification as Generic
+
+    return isinstance(model, Generic) and type(model).forward is Generic.forward
 
 
 def encoder_of(model: Any) -> nn.Module | None:

@@ -56,7 +56,6 @@ MODELS = {
         "expert_capacity is set",
     ),
     "a pooler": ("BertModel", {}, "pooler takes one token .*add_pooling_layer=False"),
-    "one answer a sequence": ("LlamaForSequenceClassification", {}, "head for each token"),
     "two answers a sequence": ("LlamaForQuestionAnswering", {}, "head for each token"),
     "dropped layers": (
         "OPTForCausalLM",
