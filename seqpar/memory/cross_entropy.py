@@ -268,7 +268,13 @@ def _statistics(
     def described(_: bool) -> dict[str, object]:
         known = isinstance(head.hidden, Tensor)
         shape = (list(head.hidden.shape), str(head.hidden.dtype)) if known else None
-        return {"hidden": shape, "ignore_index": head.ignore_index, "options": list(wanted)}
+        gradient = known and torch.is_grad_enabled() and head.hidden.requires_grad
+        return {
+            "hidden": shape,
+            "hidden.requires_grad": gradient,  # if so, its gradients are sent in backward
+            "ignore_index": head.ignore_index,
+            "options": list(wanted),
+        }
 
     if comm is None:
         check()

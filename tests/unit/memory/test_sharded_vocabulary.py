@@ -104,6 +104,10 @@ def refused(comm, change):
         ({"labels": torch.full((37,), WORDS)}, "labels must be from 0 to 49 or ignore_index"),
         ({"labels": torch.full((37,), 7)}, "labels must be the same on all ranks of group"),
         ({"hidden": torch.zeros(37, 12)}, "weight must have hidden's dtype, torch.float32, got"),
+        (
+            {"hidden": torch.zeros(37, 12, dtype=torch.float64)},
+            "hidden.requires_grad must be the same on all ranks",
+        ),
     ],
 )
 def test_ranks_refuse_together_what_one_rank_refuses(change, said):
