@@ -35,7 +35,7 @@ from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server_strategy import OnServers
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
-from seqpar.softmax.keys.key_plan import HeadSlices, head_groups
+from seqpar.softmax.keys.key_plan import HeadSlices, divided_heads
 from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
@@ -52,6 +52,10 @@ from seqpar.strategies.registry import register
 # A stage has about this many rows from other ranks. It has more if otherwise there would be too
 # many stages.
 _ROWS_PER_STAGE = 512
+# There is a group of heads in backward for each so many rows of a rank, whatever the lengths of
+# documents are. A token of short documents takes as much memory as a token of long ones: most of
+# its memory is gradients of foreign keys.
+_ROWS_PER_GROUP = 4096
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         plan, label = self.task_plan(call, "forward"), "disaggregated forward"
         s = call.shape
         keys = s.batch * s.kv_heads * (s.dim + s.value_dim)
-        buffers = TaskBuffers.of(plan, 1, 1, [s.batch * s.heads * s.dim], keys)
+        buffers = TaskBuffers.of(plan, 1, [s.batch * s.heads * s.dim], keys)
         return TaskExchange(comm, plan, label, [[operands.q]], [operands.k, operands.v], buffers)
 
     def complete(
@@ -111,11 +115,15 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         kv_heads = s.batch * -(-s.kv_heads // len(groups))
         heads = kv_heads * (s.heads // max(1, s.kv_heads))
         queries = heads * (s.value_dim + (0 if residuals else s.dim)), heads * len(columns)
-        live = len(groups) if at_once else 1
         keys = kv_heads * (s.dim + s.value_dim)
-        buffers = TaskBuffers.of(plan, len(groups), live, queries, keys)
+        # With `at_once`, rows of the second group arrive before those of the first are released.
+        apart = 1 if at_once else 0
+        first, later = (
+            TaskBuffers.of(plan, x, queries, keys) for x in (apart, len(groups) - apart)
+        )
 
         def post(heads: HeadSlices) -> TaskExchange:
+            buffers = first if at_once and heads is groups[0] else later
             q, k, v, _ = heads.operands(operands)
             dout, *statistics = (x[:, :, heads.queries] for x in (output.dout, *columns))
             # If servers kept q and k in forward, these are not sent again.
@@ -124,7 +132,7 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
             moving = [rows, [torch.stack(statistics, -1)]]
             return TaskExchange(comm, plan, label, moving, [k, v], buffers, kept)
 
-        return GroupExchanges(groups, post, at_once)
+        return GroupExchanges(groups, post, ahead=2 if at_once else 1)
 
     complete_gradients = staticmethod(complete_backward)
 
@@ -168,7 +176,8 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         all messages of a single group are posted in the first part.
         """
         if direction == "backward":
-            return head_groups(call.shape, call.layout, call.mask)
+            rows = call.layout.worst_case.most_tokens * call.shape.batch
+            return divided_heads(call.shape, rows // _ROWS_PER_GROUP)
         return [HeadSlices(slice(None), slice(None))]
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
@@ -276,8 +285,8 @@ class DisaggregatedAttention(SplitAttention):
     one message. In backward, it gets two messages with queries: q and dout, and their statistics.
     If queries of several stages attend to the same key, this key is sent in a separate message,
     because its gradients return later. In backward, heads are sent in g groups, each with its own
-    messages. g is computed as in `RingAttention`, from the tokens and documents of the queries.
-    `traffic` returns the number of messages.
+    messages. There is one group for each 4,096 query rows of the rank with the most rows, but at
+    most one per KV head. `traffic` returns the number of messages.
 
     Memory in addition to inputs and results, in bytes. The rank receives m query rows and n key
     rows of other ranks. It sends m' query rows, and sends its key rows n' times in total.
@@ -289,9 +298,9 @@ class DisaggregatedAttention(SplitAttention):
       m')·B·Hq·D·4 + (n + n')·B·Hkv·(D + Dv)·4.
 
     In backward, received rows count twice because those of the next group arrive while a group is
-    computed. With `begin` and `finish`, backward posts the messages of all groups before it
-    computes the first one. Received rows and rows that are sent are then not divided by g. With
-    `keep="server"`, received rows are also kept from forward to backward.
+    computed. With `begin` and `finish`, backward posts the messages of two groups before it
+    computes the first one. With `keep="server"`, received rows are also kept from forward to
+    backward.
 
     The rank that owns a key adds its gradients in the order of stages and servers. The same plan
     therefore gives the same bits.

@@ -385,10 +385,14 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
     layout = layout.worst_case
     rows = layout.most_tokens * shape.batch
     for_work = rows * _attended(layout, mask) // max(layout.tokens, 1) // _ROWS_PER_GROUP
-    for_memory = rows // _ROWS_PER_SHORT_GROUP
-    groups = max(1, min(shape.kv_heads, max(for_work, for_memory)))
+    return divided_heads(shape, max(for_work, rows // _ROWS_PER_SHORT_GROUP))
+
+
+def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
+    """Return this many groups of heads, but at least one and at most one per KV head."""
+    groups = max(1, min(shape.kv_heads, groups))
     edges = pairwise(i * shape.kv_heads // groups for i in range(groups + 1))
-    shared = shape.heads // max(shape.kv_heads, 1)  # within USP, a rank may have no heads
+    shared = shape.heads // max(shape.kv_heads, 1)  # inside USP a rank may have no heads
     return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
 
 

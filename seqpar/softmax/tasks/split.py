@@ -94,7 +94,7 @@ class SplitStrategy(Strategy, Generic[P, G]):
             output: the output of this rank's queries and its gradient.
             residuals: the tensors that forward kept for backward.
             at_once: whether the caller does other work before it completes this backward. If so,
-                all messages that do not depend on others are posted now. Otherwise some may be
+                more messages are posted now, which this work hides. The remaining messages are
                 posted later, while this backward is completed.
         """
         raise NotImplementedError

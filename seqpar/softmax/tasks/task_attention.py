@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from torch import Tensor
@@ -57,40 +58,41 @@ class Returning:
     def __init__(self, parts: list[tuple[Rows, Tensor]], pending: Pending) -> None:
         self._parts, self._pending = parts, pending
 
+    def arrive(self) -> None:
+        """Wait for all results, and free the results that this rank sent in the same exchange."""
+        self._pending.wait()
+
     def wait(self) -> Iterator[tuple[Rows, Tensor]]:
         """Wait for all results, and yield each with its rows, in the order of the ranks that
         computed them.
 
         Each result is freed after it was used.
         """
-        self._pending.wait()
+        self.arrive()
         self._parts.reverse()
         while self._parts:
             yield self._parts.pop()
 
 
 class TaskBuffers(NamedTuple):
-    """The memory for foreign rows in one forward or backward."""
+    """The memory for foreign rows of one or more groups of heads, one group after another."""
 
     queries: list[MessageBuffers]  # one for each tensor or joined tensors of queries
     keys: MessageBuffers
 
     @classmethod
-    def of(
-        cls, plan: TaskPlan, groups: int, live: int, queries: Sequence[int], keys: int
-    ) -> TaskBuffers:
-        """Return the memory for one forward or backward.
+    def of(cls, plan: TaskPlan, groups: int, queries: Sequence[int], keys: int) -> TaskBuffers:
+        """Return the memory, which a group takes after the group before has released it.
 
         Args:
             plan: this rank's plan.
-            groups: the number of groups in which heads are sent.
-            live: how many groups may have foreign rows in memory at the same time.
+            groups: the number of groups.
             queries: for each message of queries, the elements of a row in the largest group.
             keys: the elements of a row of keys in the largest group.
         """
         return cls(
-            [MessageBuffers(live, [plan.foreign_queries * x] * groups) for x in queries],
-            MessageBuffers(live, [plan.foreign_keys * keys] * groups),
+            [MessageBuffers(1, [plan.foreign_queries * x] * groups) for x in queries],
+            MessageBuffers(1, [plan.foreign_keys * keys] * groups),
         )
 
 
@@ -197,29 +199,28 @@ class TaskExchange:
 class GroupExchanges:
     """The exchanges of a backward whose heads are sent in groups.
 
-    The exchange of a group is posted while the group before is computed, so that the messages of at
-    most two groups exist at the same time. With `at_once`, all exchanges are posted at the start.
-    All ranks have the same groups and therefore post the same exchanges in the same order.
+    The exchange of a group is posted while the group before is computed, or earlier. The foreign
+    rows of at most two groups exist at the same time. All ranks have the same groups and therefore
+    post the same exchanges in the same order.
     """
 
     def __init__(
         self,
         groups: list[HeadSlices],
         post: Callable[[HeadSlices], TaskExchange],
-        at_once: bool,
+        ahead: int,
     ) -> None:
-        """Post the exchange of the first group or, with `at_once`, of all groups.
+        """Post the exchanges of the first `ahead` groups.
 
         `post` posts the exchange of one group, and returns it.
         """
         self.groups, self._post = groups, post
         self._remaining, self._posted = iter(groups), deque[TaskExchange]()
-        for _ in groups if at_once else groups[:1]:
-            self.post_next()
+        self._posted.extend(map(post, islice(self._remaining, ahead)))
 
     def post_next(self) -> None:
-        """Post the exchange of the next group that is not posted yet, if there is one."""
-        if (heads := next(self._remaining, None)) is not None:
+        """Post the exchange of the next group, if there is one and no exchange is posted."""
+        if not self._posted and (heads := next(self._remaining, None)) is not None:
             self._posted.append(self._post(heads))
 
     def take(self) -> TaskExchange:
@@ -346,6 +347,9 @@ def _add_gradients(
         del keys, values, dk, dv, into
     posted.release()
     del foreign_keys, foreign_sums, blocks, posted
+    # Frees the results that were sent in these stages, before the next group takes memory.
+    for each in returning[:-1]:
+        each.arrive()
     groups.post_next()  # so that the next line hides the first messages of the next group, too
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:

@@ -11,6 +11,7 @@ from seqpar.softmax.backends import aten
 from seqpar.softmax.call import Operands
 from seqpar.softmax.keys import key_plan
 from seqpar.softmax.wire.message_buffers import MessageBuffers
+from seqpar.strategies import disaggregated
 from tests.support.cases import Case, module, run
 from tests.support.nccl import NcclComm, nccl
 from tests.support.poison import one_buffer_fewer, poisoned
@@ -73,7 +74,8 @@ COMMS = {"gloo": (virtual, VirtualComm), "nccl": (lambda *x: nccl(*x)[0], NcclCo
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Rows for a group of heads that small cases have."""
-    monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 10)
+    for of_rows in (key_plan, disaggregated):
+        monkeypatch.setattr(of_rows, "_ROWS_PER_GROUP", 10)
 
 
 def equal(found, expected):
