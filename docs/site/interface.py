@@ -43,6 +43,7 @@ MODULES = {
     "seqpar.integrations.flash_attn": "../guides/pytorch.md",
     "seqpar.integrations.mask_functions": "../guides/masks.md",
     "seqpar.integrations.torchtitan": "../guides/torchtitan.md",
+    "seqpar.integrations.automodel": "../guides/automodel.md",
 }
 # What these objects offer is listed too.
 WITH_METHODS = {

@@ -13,7 +13,7 @@ TRANSFORMERS = PrivateNames(
     "transformers",
     names={
         "transformers.PreTrainedConfig._attn_implementation": Use(
-            "5.0", "to know which attention a model calls"
+            "5.0", "to know and to name the attention that a model calls"
         ),
     },
     attributes={
@@ -75,6 +75,12 @@ def attention_of(config: Any) -> str | None:
     """Return the name of a config's attention; None for configs that are not transformers'."""
     TRANSFORMERS.get("transformers.PreTrainedConfig._attn_implementation")
     return getattr(config, "_attn_implementation", None)
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Name a config's attention, for classes that transformers' own method leaves unchanged."""
+    TRANSFORMERS.get("transformers.PreTrainedConfig._attn_implementation")
+    config._attn_implementation = name
 
 
 def kept_implementations(config: Any) -> set[str]:

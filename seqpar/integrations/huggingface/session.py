@@ -169,7 +169,11 @@ class SequenceParallel(EnabledModel):
         model: the module that was given to `enable`.
         attention: the strategy's module, which all softmax layers call.
         layers: the model's attention layers, by module.
+        framework_losses: whether a framework computes its own loss of each rank's outputs, and adds
+            up the gradients over the ranks. `SequenceParallel` then does not check losses.
     """
+
+    framework_losses = False
 
     def __init__(
         self, model: nn.Module, group: Group, strategy: str, layout: str, **options: Any
@@ -419,6 +423,10 @@ class SequenceParallel(EnabledModel):
                 how = "compile its blocks one by one"
                 raise ValueError(f"model cannot be compiled whole: {reason}; {how}")
 
+    def undo_on_disable(self, *changes: Removable) -> None:
+        """Let `disable` undo further changes of the model."""
+        self._handles.extend(changes)
+
     def disable(self) -> None:
         """Restore the model's own attention and configs. A second call has no effect."""
         for handle in [*self._handles, self._last_hook]:
@@ -583,7 +591,9 @@ class SequenceParallel(EnabledModel):
         losses = losses_of(self.inner, call, outputs, self.comm, total)
         mark(outputs, call.sharding)
         check_of_tokens(outputs)
-        outputs = self._gradients.watched(clear_padding(outputs))
+        outputs = clear_padding(outputs)
+        if not self.framework_losses:
+            outputs = self._gradients.watched(outputs)
         if losses:
             for loss in losses.values():
                 mark_total(loss)

@@ -89,7 +89,7 @@ def describe_mask(
             check_packing(call.sharding.main, is_packed(mask_function))
         try:
             documents = call.sharding.main.documents if whole else None
-            shape = read_mask(mask_function, documents)
+            shape = read_mask(mask_function, documents, call.sharding.main.position_ids)
         except ValueError as reason:
             config = type(kwargs.get("config")).__name__
             raise ValueError(f"a mask of {config} cannot be expressed: {reason}") from None

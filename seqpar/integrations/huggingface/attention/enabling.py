@@ -20,8 +20,8 @@ from seqpar.integrations.huggingface.attention.recurrent import (
     patch_recurrent_layers,
 )
 from seqpar.integrations.huggingface.batch.sharding import KEY
-from seqpar.integrations.huggingface.huggingface_private import attention_of
-from seqpar.integrations.huggingface.model.code import global_of, takes
+from seqpar.integrations.huggingface.huggingface_private import attention_of, set_attention
+from seqpar.integrations.huggingface.model.code import dispatches, global_of, takes
 from seqpar.integrations.huggingface.model.layers import (
     configs_of,
     encoder_of,
@@ -85,6 +85,12 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
         layer.session, layer.comm = session, session.comm
         setattr(module, KEY, layer)
     body.set_attn_implementation(NAME)
+    for module in session.layers:
+        config = getattr(module, "config", body.config)
+        # transformers leaves the config of a class alone whose source does not call
+        # `get_interface`, such as Automodel's Llama.
+        if dispatches(type(module)) and attention_of(config) != NAME:
+            set_attention(config, NAME)
     session.configs = [x for x in configs_of(body) if attention_of(x) == NAME]
     handles: list[Removable] = [
         *_add_position_hooks(body, encoder_of(session.inner)),

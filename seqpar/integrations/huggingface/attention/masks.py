@@ -9,11 +9,15 @@ from functools import reduce
 from operator import and_
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.mask_functions import ranges_within
 from seqpar.layout.masks.mask import Mask
 
 _PACKED = "packed_sequence_mask_function"  # transformers' mask of the documents in a tensor
+_REMAP = "remap_positions_for_packed_sequence"  # the mask within these documents
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,20 @@ def _narrower(a: int, b: int) -> int:
     return max(a, b) if min(a, b) < 0 else min(a, b)
 
 
-def read_mask(function: Callable[..., Any], documents: BatchDocuments | None = None) -> MaskShape:
+def read_mask(
+    function: Callable[..., Any],
+    documents: BatchDocuments | None = None,
+    position_ids: Tensor | None = None,
+) -> MaskShape:
     """Return the shape of a mask function of `transformers.masking_utils`, without documents.
+
+    The function must separate no other documents than those of this rank's `position_ids`.
 
     If `documents` of a whole batch are given, the function may also be a union of masks, such as
     causal text with images that attend to themselves. Raises a ValueError that names the part that
     cannot be expressed.
     """
+    _check_documents(function, position_ids)
     try:
         return _read(function)
     except ValueError:
@@ -75,16 +86,35 @@ def is_packed(function: Callable[..., Any]) -> bool:
     return any(map(is_packed, within.get("mask_functions", ())))
 
 
-def _read_all(functions: Sequence[Callable[..., Any]]) -> MaskShape:
-    """Return the intersection of mask functions.
+def _check_documents(function: Callable[..., Any], position_ids: Tensor | None) -> None:
+    """Raise a ValueError if a mask finds documents in another tensor than the positions.
 
-    A mask of documents from positions, which layouts express, consists of two functions.
+    A mask of documents from positions consists of two functions. In transformers 5.18 and before it
+    was one function, which may read any tensor, so its tensor is compared with the positions.
     """
+    functions = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
     names = set(map(_name, functions))
-    if _PACKED in names and "remap_positions_for_packed_sequence" not in names:
-        raise ValueError(
-            "the mask must find documents in position_ids, got one that reads another tensor"
-        )
+    if _PACKED in names and _REMAP not in names:
+        (packed,) = (x for x in functions if _name(x) == _PACKED)
+        given = inspect.getclosurevars(packed).nonlocals["packed_sequence_mask"]
+        if hasattr(inspect.getmodule(packed), _REMAP) or not _numbers(given, position_ids):
+            raise ValueError(
+                "the mask must find documents in position_ids, got one that reads another tensor"
+            )
+    for x in functions:
+        _check_documents(x, position_ids)
+
+
+def _numbers(documents: Tensor, position_ids: Tensor | None) -> bool:
+    """Return whether `documents` (1, T) counts the jumps of the positions, as transformers does."""
+    if position_ids is None or documents.shape != position_ids.shape:
+        return False
+    jumps = (position_ids.diff(dim=-1) != 1).cumsum(-1)
+    return torch.equal(documents[:, 1:], jumps) and not documents[:, :1].any()
+
+
+def _read_all(functions: Sequence[Callable[..., Any]]) -> MaskShape:
+    """Return the intersection of mask functions."""
     return reduce(and_, map(_read, functions), MaskShape())
 
 
@@ -112,7 +142,7 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any]], MaskShape]] = {
     "causal_mask_function": lambda x: MaskShape(causal=True),
     "chunked_overlay": lambda x: MaskShape(chunk=int(x["chunk_size"])),
     _PACKED: lambda x: MaskShape(),
-    "remap_positions_for_packed_sequence": lambda x: _read(x["mask_function"]),
+    _REMAP: lambda x: _read(x["mask_function"]),
     "sliding_window_bidirectional_overlay": lambda x: MaskShape(
         left=int(x["sliding_window"]), right=int(x["sliding_window"])
     ),

@@ -51,12 +51,13 @@ def takes(x: nn.Module, argument: str) -> bool:
 def dispatches(kind: type) -> bool:
     """Return whether a layer's class calls the attention function that its model's config names.
 
-    Layers look that function up by `ALL_ATTENTION_FUNCTIONS.get_interface`, in `forward` or in a
-    method that it calls. There is no public attribute that says so.
+    Layers look that function up in `ALL_ATTENTION_FUNCTIONS`, often by its method `get_interface`,
+    in `forward` or in a method that it calls. There is no public attribute that says so.
     """
     if hasattr(kind, "base_model_prefix"):  # a whole model
         return False
-    return any("get_interface" in x.__code__.co_names for x in _functions(kind))
+    lookups = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
+    return any(lookups.intersection(x.__code__.co_names) for x in _functions(kind))
 
 
 def calls_loss_function(kind: type) -> bool:

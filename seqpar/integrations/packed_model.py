@@ -1,0 +1,79 @@
+"""A transformers model on ranks whose loss a training framework computes: shared by integrations.
+
+Such a framework passes batches of one row without padding, computes its own loss of each rank's
+outputs, and adds up the gradients over the ranks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm.messages.comm import Group
+from seqpar.core.arguments import Ints, shown
+from seqpar.integrations.huggingface.batch.documents import CU_SEQLENS
+from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, plain_ids
+from seqpar.integrations.huggingface.session import SequenceParallel
+from seqpar.layout.layout import Layout
+
+KINDS = ("zigzag", "striped", "contiguous")
+# The kind of the layouts, or a function that makes a batch's layout from its cu_seqlens.
+LayoutMaker = str | Callable[[Ints], Layout]
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """One rank's part of a packed batch (1, T, …): `inputs` are arguments of the model's call."""
+
+    inputs: dict[str, Any]
+    layout: Layout
+    rank: int
+    tokens: int  # T, without the layout's padding
+
+    def cut(self, x: Tensor, value: float = 0, dim: int = 1) -> Tensor:
+        """Return this rank's tokens of another tensor of the batch; padding gets `value`."""
+        return self.layout.shard(x, self.rank, dim, value)
+
+    def join(self, x: Tensor, group: Group, dim: int = 1) -> Tensor:
+        """Return all ranks' tokens, without padding. Backward sums the gradients of all ranks."""
+        return self.layout.unshard(x, group, dim).narrow(dim, 0, self.tokens)
+
+
+class PackedModel:
+    """An enabled model, and the layouts of its batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        strategy: str,
+        layout: LayoutMaker,
+        options: Mapping[str, Any],
+    ) -> None:
+        if not callable(layout) and layout not in KINDS:
+            expected = f"{', '.join(KINDS)}, or a function of cu_seqlens"
+            raise ValueError(f"layout must be {expected}, got {shown(layout)}")
+        self._layout = layout
+        kind = layout if isinstance(layout, str) else KINDS[0]
+        self.sp = SequenceParallel(model, group, strategy, kind, **{"check_ranks": True, **options})
+        self.sp.framework_losses = True
+
+    def shard(self, inputs: Mapping[str, Tensor], cu_seqlens: Ints) -> PackedPart:
+        """Return this rank's part of (1, T, …) `inputs`, whose documents are `cu_seqlens`."""
+        layout = None if isinstance(self._layout, str) else self._layout(cu_seqlens)
+        offsets = torch.from_numpy(cu_seqlens)
+        batch = {**inputs, **dict.fromkeys(CU_SEQLENS, offsets), "use_cache": False}
+        made = dict(self.sp.shard(batch, layout))
+        sharding: Sharding = made[KEY]
+        side = sharding.main
+        return PackedPart(made, side.layout, self.sp.comm.rank, int(cu_seqlens[-1]))
+
+
+def ids_of(part: PackedPart) -> Tensor:
+    """Return the part's ids as a usual tensor, which a framework may look up anywhere."""
+    found: Tensor = plain_ids(part.inputs["input_ids"])
+    return found
