@@ -1,7 +1,8 @@
-"""Move tensors between ranks. No other folder imports torch.distributed.
+"""Move tensors between ranks. No other package imports torch.distributed.
 
-`messages/` posts messages and waits for them, `faults/` finds the rank at fault if a message does
-not arrive, and `routing/` divides messages among network cards. Start with `messages/comm.py`.
+Start with `messages/comm.py`, which posts messages and waits for them. `faults/` finds the rank at
+fault if a message does not arrive. `routing/` distributes messages over the network cards of a
+node.
 
 A *call* is one call of an attention module or function on all ranks of a group. A *pass* is the
 forward or the backward of a call.

@@ -1,4 +1,7 @@
-"""The rank check: all ranks make the same call, or all raise the same error, instead of hanging."""
+"""Check that all ranks make the same call.
+
+If not, all ranks raise the same error and none hangs.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,31 @@ from torch import Tensor
 from seqpar.comm.messages.comm import Comm
 from seqpar.comm.messages.message_header import hint_at, in_words
 
-_MAX_LISTED = 16  # ranks listed in an error; of more ranks, rank 0 and those that differ from it
+# The most ranks that an error lists; of larger groups, rank 0 and the ranks that differ from it.
+_MAX_LISTED = 16
 C = TypeVar("C")
-Described = dict[str, object]  # a call's arguments as JSON, by the names that users know
+Described = dict[str, object]  # the arguments of a call, as JSON, by the names that users know
 
 
 class Fault(NamedTuple):
-    """The error with which a rank refuses a call: a TypeError or a ValueError."""
+    """The error with which a rank refuses a call: the type, TypeError or ValueError, and the
+    text.
+    """
 
     is_type_error: bool
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Return the fault of an error. Unlike the error, the fault keeps no tensor alive."""
+        """Return the fault of an error.
+
+        An error keeps the tensors of its frames alive, and a fault does not.
+        """
         return cls(isinstance(error, TypeError), str(error))
 
 
 def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
-    """Return (`resolve()`, None), or (None, the fault of the error that it raised)."""
+    """Return (`resolve()`, None) or, if it raised an error, (None, the fault of this error)."""
     try:
         return resolve(), None
     except (ValueError, TypeError) as error:
@@ -45,7 +54,10 @@ def check_on_all_ranks(
     shared: Callable[[bool], Described],
     hint: str = "",
 ) -> C:
-    """Return `resolve()` if all ranks make the same call; if not, raise as `compare_calls` does."""
+    """Return `resolve()` if all ranks make the same call.
+
+    Otherwise raise the error of `compare_calls`.
+    """
     call, fault = attempt(resolve)
     compare_calls(comm, strategy, fault, shared, hint)
     return call
@@ -58,25 +70,32 @@ def compare_calls(
     shared: Callable[[bool], Described],
     hint: str = "",
 ) -> None:
-    """Raise the same error on all ranks unless they make the same call and none has a fault.
+    """Raise the same error on all ranks, unless all make the same call and none has a fault.
 
-    `shared(True)` returns the arguments that must be the same everywhere, by the names that users
-    know. `shared(False)` takes less time, and may differ for equal arguments. Ranks compare a
-    digest of `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If digests differ, all ranks also
-    receive the `shared(True)` of all ranks as text, in as many messages. If texts differ too, all
-    ranks raise the same ValueError, or the TypeError with which one of them refuses the call.
-    `hint` ends the text of an error about arguments that differ.
+    Every rank must run this function in every call. If a rank left it out for a call that it has
+    checked before, a rank that makes another call would wait for it.
 
-    Every call must run this function. If a rank skipped it because it had checked the same call
-    before, a rank that makes another call would wait for it.
+    First, ranks compare a digest of `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If digests
+    differ, each rank also receives the `shared(True)` of all ranks as text, in the same number of
+    messages. If these differ too, all ranks raise the same error: a ValueError, or the TypeError
+    with which one of them refuses the call.
+
+    Args:
+        comm: the ranks.
+        shared: `shared(True)` returns the arguments that must be the same on all ranks, by the
+            names that users know. `shared(False)` takes less time, but may differ for equal
+            arguments.
+        fault: the error with which this rank refuses the call, or None.
+        hint: the end of an error about arguments that differ.
     """
-    first: Described = {"fault": fault}  # in JSON a list, or null
+    first: Described = {"fault": fault}  # a list in JSON, or null
     last: Described = {"strategy": str(strategy), "group size": comm.size}
-    label = "rank check"  # ranks may call different strategies, so the label names no strategy
+    # Without the name of a strategy, because ranks may call different strategies.
+    label = "rank check"
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
     tensor = torch.tensor([digest, [255 - x for x in digest]], dtype=torch.uint8, device="cpu")
     largest, negated = comm.maximum(tensor.to(comm.device), label=label)
-    if not torch.equal(largest, 255 - negated):  # the maximum is not the minimum
+    if not torch.equal(largest, 255 - negated):  # the largest digest is not the smallest one
         text = json.dumps(first | shared(True) | last)
         texts = comm.all_gather_text(text, label=label)
         _explain([json.loads(of_rank) for of_rank in texts], hint)
@@ -90,11 +109,10 @@ def check_same_model(
     settings: Described,
     cause: str | None = None,
 ) -> None:
-    """Raise a ValueError on all ranks, naming the first setting or tensor in which ranks differ.
+    """Raise a ValueError on all ranks that names the first setting or tensor in which ranks differ.
 
-    Each rank reads its tensors once, and sends 64 bits per tensor and the settings as text. A
-    tensor that is on the meta device on some rank is not compared. `cause` ends the text of the
-    error.
+    Each rank reads its tensors once. It sends 64 bits for each tensor, and the settings as text. A
+    tensor that is on the meta device on some rank is not compared. `cause` is the end of the error.
     """
     if comm.size == 1:
         return
@@ -120,7 +138,7 @@ def check_same_model(
 
 @torch.no_grad()
 def digest(x: Tensor) -> Tensor:
-    """Return an int64 hash of a tensor's bits, of shape (), computed on the tensor's device."""
+    """Return a hash of the bits of a tensor: int64 (), on the tensor's device."""
     x = torch.view_as_real(x) if x.is_complex() else x
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.contiguous().view(-1).view(kind)
@@ -136,7 +154,7 @@ def digest(x: Tensor) -> Tensor:
 
 
 def _explain(ranks: list[Described], hint: str) -> None:
-    """Raise the error that all ranks raise, unless they have the same arguments."""
+    """Raise the error of all ranks, unless they have the same arguments after all."""
     for described in ranks:
         if described["fault"]:
             _raise(Fault(*cast(tuple[bool, str], described["fault"])))
@@ -145,7 +163,8 @@ def _explain(ranks: list[Described], hint: str) -> None:
 
 def _check_equal(ranks: list[Described], hint: str = "") -> None:
     for name in ranks[0]:
-        values = [described.get(name) for described in ranks]  # None if its strategy lacks the name
+        # None if the strategy of the rank has no such argument.
+        values = [described.get(name) for described in ranks]
         if any(value != values[0] for value in values):
             chosen: Sequence[int] = range(len(values))
             if len(values) > _MAX_LISTED:
@@ -158,9 +177,9 @@ def _check_equal(ranks: list[Described], hint: str = "") -> None:
 
 
 def _in_words(values: Sequence[object]) -> list[str]:
-    """Return the values as an error shows them.
+    """Return values in the form in which an error shows them.
 
-    Of values with parts, show only the parts that differ.
+    If values have parts, only the parts that differ are shown.
     """
     parts = [value for value in values if isinstance(value, dict)]
     if len(parts) < len(values):

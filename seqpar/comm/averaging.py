@@ -1,4 +1,7 @@
-"""Sums over ranks, and the parameters whose gradients DDP or FSDP averages over ranks."""
+"""Sums over ranks, and which parameters' gradients DDP or FSDP averages over ranks.
+
+`seqpar.huggingface` uses this file to check that gradients are averaged once.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,17 @@ from seqpar.core.torch_private import (
 
 _RULE = "must average gradients over all ranks of the group"
 _HOOKS = "torch.distributed.algorithms."
-_OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")  # hooks that do not average over all ranks
+# Hooks of DDP that do not average over all ranks.
+_OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")
 
 
 @dataclass
 class Averaging:
-    """The DDP and FSDP wrappers that average a model's gradients, found during a call of the model.
+    """The DDP and FSDP wrappers of a model that average its gradients, as found during a call.
 
     Attributes:
         wrappers: the modules of DDP and FSDP1, and the parameter groups of FSDP2.
-        flattened: whether FSDP1 is among them, so that a call uses views of flat parameters.
+        flattened: whether FSDP1 is among them. A call then uses views of flat parameters.
         in_no_sync: whether DDP's `no_sync` was active, so that DDP averages in a later backward.
     """
 
@@ -49,20 +53,19 @@ class Averaging:
     _by_ddp: set[int] = field(default_factory=set)  # ids of parameters
     _in_fsdp1: set[int] = field(default_factory=set)  # ids of modules
     _ignored_by_fsdp1: set[int] = field(default_factory=set)  # ids of parameters
-    # (id of a module, name of a parameter), since FSDP2 replaces the parameters in each call
+    # (id of a module, name of a parameter), because FSDP2 replaces the parameters in each call.
     _by_fsdp2: set[tuple[int, str]] = field(default_factory=set)
 
     @property
     def kinds(self) -> str:
-        """The names of the wrappers, for messages."""
+        """The names of the wrappers, for errors."""
         ddp = any(isinstance(x, DistributedDataParallel) for x in self.wrappers)
         fsdp = any(not isinstance(x, DistributedDataParallel) for x in self.wrappers)
         return " and ".join(["DDP"] * ddp + ["FSDP"] * fsdp)
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """Return the names of trainable parameters that no wrapper averages.
-
-        Without a wrapper, return none.
+        """Return the names of trainable parameters that no wrapper averages; none if there is no
+        wrapper.
         """
         if not self.wrappers:
             return []
@@ -83,9 +86,9 @@ class Averaging:
         return self._by_ddp | {id(x) for group in groups for x in fsdp2_tensors(group)}
 
     def check_backward(self, first: bool) -> None:
-        """Raise a ValueError if DDP would not average in the backward that begins.
+        """Raise a ValueError if DDP would not average in the backward that begins now.
 
-        `first` is True if no other backward has begun since the last call of the model.
+        `first` is True for the first backward since the last call of the model.
         """
         if not first and any(ddp.require_backward_grad_sync for ddp in self._ddps):
             way_out = "add the losses, and call backward() once after the last forward"
@@ -106,11 +109,11 @@ class Averaging:
 
     @classmethod
     def of(cls, root: nn.Module, comm: Comm) -> Averaging:
-        """Return the averaging of the call of a model that is running.
+        """Return the wrappers around a model whose call is running.
 
-        Looks for DDP and FSDP around the model, at its root and at its submodules. Raises a
-        ValueError for a DeepSpeed engine, and if a wrapper averages over ranks that do not include
-        the whole group, or divides by a number other than that of its ranks.
+        Looks for DDP and FSDP around the model and in its submodules. Raises a ValueError for a
+        DeepSpeed engine. Raises a ValueError, too, if a wrapper averages over ranks that do not
+        include the whole group, or if it divides by another number than that of its ranks.
         """
         averaging = cls()
         for x in dict.fromkeys([*calling_modules(), *root.modules()]):
@@ -163,7 +166,9 @@ class Averaging:
 
 
 def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of the parameters and persistent buffers that each rank holds whole."""
+    """Return (name, tensor) of the parameters and persistent buffers that each rank holds
+    completely.
+    """
     modules = list(model.modules())
     has_fsdp = any(isinstance(x, FullyShardedDataParallel | FSDPModule) for x in modules)
     names = set() if has_fsdp else set(model.state_dict(keep_vars=True))
@@ -180,7 +185,7 @@ def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
-    """Add x (N,) over all ranks, in rank order, and divide the sum by `divisor`.
+    """Return the sum of x (N,) over all ranks, in the order of the ranks, divided by `divisor`.
 
     The sum is computed in fp32 (fp64 for fp64), and has the same bits on all ranks. Each rank sends
     2·(P − 1)/P·N elements.
@@ -207,7 +212,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def like(local: Tensor, x: Tensor) -> Tensor:
-    """Return a local tensor as a DTensor placed like `x`; unchanged if `x` is not a DTensor."""
+    """Return a local tensor as a DTensor that is placed like `x`, if `x` is a DTensor."""
     if not isinstance(x, DTensor):
         return local
     return DTensor.from_local(
@@ -218,7 +223,7 @@ def like(local: Tensor, x: Tensor) -> Tensor:
 def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
     """Return a gradient with the placements of x.
 
-    Tensor parallelism may leave gradients as partial sums.
+    With tensor parallelism, gradients may be partial sums before.
     """
     if not (isinstance(x, DTensor) and isinstance(gradient, DTensor)):
         return gradient
@@ -228,7 +233,7 @@ def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _check(name: str, hooks: Sequence[object | None], averaged: list[int], comm: Comm) -> None:
-    """Raise a ValueError unless known hooks average gradients over the whole group."""
+    """Raise a ValueError unless the gradient hooks are known and average over the whole group."""
     own = comm.processes
     if not set(own) <= set(averaged):
         stated = f"it averages over ranks {averaged}, and the group has {own}"

@@ -1,7 +1,7 @@
-"""Bind strategies to groups, and find bound strategies by a string.
+"""`BoundStrategy`: a strategy together with a group of ranks, which operators find by a string.
 
-Operators can carry a string but no Python object. An unpickled strategy finds its group by the
-group's name and ranks.
+Operators of torch can carry a string but no Python object. If a strategy is unpickled in another
+process, it finds its group again by the group's name and ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from seqpar.core.torch_private import process_groups
 
 
 class Named(Protocol):
-    """A strategy. It has a name, and str(strategy) contains all of its options."""
+    """What a strategy must have here: a name, and a `str()` that contains all of its options."""
 
     name: ClassVar[str]
-    routable: ClassVar[bool]  # whether all ranks make the same exchanges, as relays require
+    routable: ClassVar[bool]  # whether all ranks make the same exchanges, which relaying requires
 
 
 S = TypeVar("S", bound=Named, covariant=True)
@@ -39,13 +39,14 @@ N = TypeVar("N", bound=Named)
 
 @dataclass(frozen=True, eq=False)
 class BoundStrategy(Generic[S]):
-    """A strategy on a group: what the operators of a module need of the module.
+    """A strategy on a group: everything of a module that its operators need.
 
-    Modules with the same options on the same group share one bound strategy, and therefore a
+    Modules with the same options on the same group share one object, and therefore also one
     compiled graph.
 
     Attributes:
-        key: the string that operators carry: strategy, options, group, rank check and routing.
+        key: the string that operators carry. It consists of the strategy, its options, the group,
+            the rank check and the routing.
     """
 
     strategy: S
@@ -63,7 +64,8 @@ class BoundStrategy(Generic[S]):
         if not self.strategy.routable:
             reason = "its ranks do not all make the same exchanges"
             raise ValueError(f"routing must be None for {self.strategy.name!r}: {reason}")
-        Relays.of(self.comm, self.routing)  # refuses a group that does not divide into the nodes
+        # Raises an error if the group cannot be divided into the nodes.
+        Relays.of(self.comm, self.routing)
 
     @classmethod
     def make(
@@ -76,8 +78,8 @@ class BoundStrategy(Generic[S]):
     ) -> BoundStrategy[N]:
         """Bind a strategy to a group or a mesh.
 
-        Raises a ValueError if the group or mesh does not have this number of `dimensions` (a group
-        has 1), or does not fit `routing`.
+        Raises a ValueError if the group or mesh has another number of dimensions than `dimensions`
+        (a group has 1), or if it does not fit `routing`.
         """
         comm = Comm.of(group)
         if len(comm.shape) != dimensions:
@@ -97,8 +99,8 @@ class BoundStrategy(Generic[S]):
     def of(key: str) -> BoundStrategy[Any]:
         """Return the bound strategy with this key. A module or a saved graph keeps it alive.
 
-        Raises a RuntimeError if this process has no such strategy, for example in an exported
-        program that was loaded before the module was made.
+        Raises a RuntimeError if there is none in this process, for example because an exported
+        program was loaded before the module was made.
         """
         found = _by_key.get(key)
         if found is None:
@@ -107,25 +109,24 @@ class BoundStrategy(Generic[S]):
         return found
 
     def shared(self) -> BoundStrategy[S]:
-        """Return the bound strategy that all modules of this configuration share.
+        """Return the object that all modules with this configuration share.
 
-        torch may give the name of a destroyed group to a later group. A module that has outlived
-        its group keeps its key. The key of a module on the later group gets a number, so the two
-        modules never share a bound strategy.
+        torch may give the name of a destroyed group to a later group. If a module of the destroyed
+        group still exists, it keeps its key, and the key of a module on the later group gets a
+        number. The two modules therefore never share an object.
         """
         name = f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
         for number in itertools.count(1):
             key = name if number == 1 else f"{name}/{number}"
-            object.__setattr__(self, "key", key)  # before other threads can find it
+            object.__setattr__(self, "key", key)  # set before other threads can find the object
             known = _by_key.setdefault(key, self)
             if known.comm is self.comm:
                 break
         return cast("BoundStrategy[S]", known)
 
     def keep(self) -> None:
-        """Keep this strategy alive as long as its group.
-
-        Calls without a module hold only the key.
+        """Keep this object alive as long as its group exists, because calls without a module have
+        only the key.
         """
         group = self.comm._group()
         if group is not None:
@@ -140,9 +141,9 @@ class BoundStrategy(Generic[S]):
         """Return `resolve()`, and the Comm of a new call, whose tensors are on `device`.
 
         With `check_ranks`, all ranks raise the same error unless they make the same call and none
-        refuses it. `shared(call, exact)` returns the arguments of the resolved call that must be
-        the same on all ranks; see `compare_calls`. Without `check_ranks`, a call that this rank
-        refuses is not counted, since the other ranks may still wait for the correct call.
+        of them refuses it. `shared(call, exact)` returns the arguments of the resolved call that
+        must be the same on all ranks (`compare_calls`). Without `check_ranks`, a call that this
+        rank refuses is not counted as a call: the other ranks may still wait for the correct one.
         """
         if not self.check_ranks:
             call = resolve()
@@ -151,11 +152,11 @@ class BoundStrategy(Generic[S]):
             return call, comm
         call, fault = attempt(resolve)
         comm = self.comm.call()
-        if comm.sends_from(device):  # if not, `fault` is set, and nothing can be sent
+        if comm.sends_from(device):  # if it does not, `fault` is set and nothing can be sent
             comm.join(device)
 
         def compared(exact: bool) -> Described:
-            if fault is not None:  # all ranks raise the fault, so arguments need not be compared
+            if fault is not None:  # all ranks raise the fault, so nothing needs to be compared
                 return {}
             return shared(call, exact) | {"routing": str(self.routing)}
 
@@ -163,11 +164,11 @@ class BoundStrategy(Generic[S]):
         return call, comm
 
     def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
-        """Return the Comm of one pass of a call, which relays messages as `routing` says.
+        """Return the Comm of one pass of a call. It relays messages if `routing` says so.
 
-        The tensors are on `device`, whose type and `shared` determine all messages: results of a
-        GPU's kernels may travel in half precision, those of a CPU travel in fp32. The type and
-        `shared` are the same on all ranks.
+        The tensors are on `device`. The messages of a pass depend only on the type of the device
+        and on `shared`, which are the same on all ranks. They depend on the device because results
+        of a GPU's kernels may be sent in half precision, and those of a CPU are sent in fp32.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)
@@ -188,13 +189,13 @@ def _rebind(
 
 
 class _Address(NamedTuple):
-    """A description of a group that can be pickled instead of the group."""
+    """A description of a group that can be pickled."""
 
-    name: str  # torch's name, which depends on the order in which groups were made
+    name: str  # torch's name of the group, which depends on the order in which groups were made
     ranks: tuple[int, ...]  # the global rank of each rank of the process group
     order: tuple[int, ...]  # for each rank of the Comm, its rank in the process group
     shape: tuple[int, ...]  # a mesh's shape, or (ranks,)
-    world: bool  # whether the group is the default group
+    world: bool  # whether it is the default group
 
 
 def _address_of(comm: Comm) -> _Address:
@@ -205,12 +206,12 @@ def _address_of(comm: Comm) -> _Address:
 
 
 def _reconnect(address: _Address) -> Comm:
-    """Return the Comm of the group of this process that has an address.
+    """Return the Comm of the group in this process that an address describes.
 
-    The address of a default group stands for this process's default group. That group may have a
-    different size, unless the address is of a mesh. Any other address stands for the group with the
-    same name and ranks, or else for the first group with the same ranks. A RuntimeError names the
-    missing group.
+    The address of a default group stands for the default group of this process, which may have a
+    different size unless the address is of a mesh. Any other address stands for the group with the
+    same name and ranks. If there is none, it stands for the first group with the same ranks. A
+    RuntimeError names a missing group.
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
-"""Unwrap DTensors whose heads are sharded (tensor parallelism), and return results as DTensors.
+"""Take the local heads of DTensors (tensor parallelism), and return results as DTensors.
 
-Attention computes each head by itself. A rank of a tensor-parallel mesh therefore calls attention
-with the heads that it holds, on the group of ranks that share the tokens.
+Attention computes each head by itself. With tensor parallelism, each rank holds some heads. It
+calls attention with these, on the group of ranks that hold the same heads of other tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PLAIN = {Tensor, nn.Parameter, type(None), float}  # types of most arguments, a
 
 
 class HeadPlacement:
-    """The dimensions of a tensor-parallel mesh that shard heads.
+    """How heads are sharded over the dimensions of a tensor-parallel mesh.
 
-    Without a mesh, there are no DTensors.
+    Without a mesh, the operands are no DTensors.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, sharded: tuple[bool, ...] = ()) -> None:
@@ -60,7 +60,7 @@ class HeadPlacement:
         return tuple(Shard(heads_dim % dims) if x else Replicate() for x in self._sharded)
 
     def restore(self, x: Tensor, heads_dim: int) -> Tensor:
-        """Return a result of the local call as a DTensor if the operands were DTensors."""
+        """Return a result of the local call, as a DTensor if the operands were DTensors."""
         if self.mesh is None:
             return x
         from torch.distributed.tensor import DTensor
@@ -70,12 +70,12 @@ class HeadPlacement:
 
 
 def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], HeadPlacement]:
-    """Return the local tensors of a call, and the placement of their heads.
+    """Return the local tensors of a call, and how their heads are placed.
 
-    `tensors` has each argument by name, "q" first, with the dimension of its heads. Values other
-    than tensors are returned unchanged. If one tensor is a DTensor, all tensors must be. A
-    ValueError names a tensor whose heads are not placed like q's heads, or that is sharded in
-    another dimension.
+    `tensors` has each argument by its name, "q" first, with the dimension of its heads. Values that
+    are no tensors are returned as they are. If one tensor is a DTensor, all must be. A ValueError
+    names a tensor whose heads are placed differently from q's, or that is sharded in another
+    dimension.
     """
     values = [x for x, _ in tensors.values()]
     if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):
@@ -96,7 +96,7 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
 
 def is_dtensor(x: object) -> bool:
     if type(x) in _PLAIN or not isinstance(x, Tensor):
-        return False  # without importing DTensor, which takes long and is rarely needed
+        return False  # DTensor is not imported, which takes long and is rarely needed
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
@@ -105,7 +105,7 @@ def is_dtensor(x: object) -> bool:
 def local_block(x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
     """Return this rank's block of a tensor, and the index of the block's first element.
 
-    Return None if what this rank holds of a DTensor is not a block: a partial sum, or an
+    The result is None if this rank's part of a DTensor is not a block, but a partial sum or an
     interleaved shard.
     """
     if not is_dtensor(x):

@@ -1,8 +1,8 @@
-"""Wait for one rank's long work at the group's store, instead of in a collective.
+"""Wait for a long computation of one rank at the group's store, and not in a collective.
 
 A collective fails, or aborts the process, after the group's timeout. Here the waiting ranks read
-from the store that rank 0 is at work, and have a separate time limit. They log the time that has
-passed, and raise a `PeerError` if rank 0 dies.
+from the store that rank 0 is still computing, and have a time limit of their own. They log how much
+time has passed, and raise a `PeerError` if rank 0 dies.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from seqpar.comm.faults.store_connection import Connection, answer_of
 from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import timeout_of
 
-FIRST_LINE_SECONDS = 3.0  # until the first line of the log
-NEXT_LINE_SECONDS = 10.0  # between two lines of the log
-ANSWER_SECONDS = 30.0  # in which the store must answer, or the group's timeout if that is shorter
-_POLL_SECONDS = 0.1  # between two reads of the store
-_SLACK_SECONDS = 60.0  # added to the limit of rank 0's work, while rank 0 lives
+FIRST_LINE_SECONDS = 3.0  # seconds until the first line in the log
+NEXT_LINE_SECONDS = 10.0  # seconds between two lines in the log
+# Seconds in which the store must answer, or the group's timeout if it is shorter.
+ANSWER_SECONDS = 30.0
+_POLL_SECONDS = 0.1  # seconds between two reads of the store
+_SLACK_SECONDS = 60.0  # seconds that are added to the limit of rank 0's work, while rank 0 lives
 _log = logging.getLogger("seqpar")
 T = TypeVar("T")
 
 
 class Progress:
-    """Log at intervals how long some work has taken; `doing`, in words, may change."""
+    """Logs at intervals how long some work has taken. `doing` describes the work and may change."""
 
     def __init__(self, doing: str, limit: float | None = None) -> None:
         self.doing, self._limit = doing, limit
@@ -56,10 +57,10 @@ class Progress:
 
 
 def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
-    """Return `work()`, which runs in a thread, or raise a TimeoutError after `limit` seconds.
+    """Return `work()`, which runs in a thread. Raise a TimeoutError after `limit` seconds.
 
-    Late work continues in its thread until the process ends, so it must not change shared state.
-    Errors of the work are raised here.
+    Work that is late continues in its thread until the process ends, so it must not change shared
+    state. Errors of the work are raised here.
     """
     results: list[T] = []
     faults: list[BaseException] = []
@@ -70,7 +71,7 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
             if device is not None:
                 torch.cuda.set_device(device)
             results.append(work())
-        except BaseException as fault:  # every kind, since the caller raises it
+        except BaseException as fault:  # errors of all kinds, because the caller raises them
             faults.append(fault)
 
     thread, progress = threading.Thread(target=run, daemon=True), Progress(doing, limit)

@@ -168,7 +168,6 @@ def _differentiable(inputs: Inputs) -> list[bool]:
 
 
 def _compared(inputs: Inputs) -> Compared:
-    """Return the values that ranks compare: a constant decay."""
     constant = inputs.log_decay is not None and inputs.log_decay.dim() == 1
     return {"log_decay": inputs.log_decay if constant else None}
 

@@ -246,7 +246,6 @@ def _update_max_logits(
     slices_of_blocks: Blocks,
     options: CallOptions,
 ) -> Iterator[Sequence[Tensor]]:
-    """Update the max logits with each block, and yield the block."""
     remaining = iter(slices_of_blocks.slices)
     for k, v in blocks:
         max_logits.update(reference.max_logits(q, k, next(remaining), options))

@@ -201,7 +201,6 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
 
 
 def _saved_sizes(saved: Saved) -> list[Sequence[int]]:
-    """Return the shapes of q, k and v."""
     return [saved.sizes[i : i + 4] for i in (0, 4, 8)]
 
 

@@ -127,7 +127,6 @@ def _start_state_server(host: str, process: int) -> str:
 
 
 def _end(child: int) -> None:
-    """End a child of this process and wait for it, unless it was waited for before."""
     with suppress(ChildProcessError):
         if os.waitpid(child, os.WNOHANG) == (0, 0):
             os.kill(child, signal.SIGKILL)

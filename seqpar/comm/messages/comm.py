@@ -349,7 +349,6 @@ class Comm:
                 raise PeerError(self._heartbeat.accuse(cause))
 
     def _watchdog_error(self, exchange: Exchange, error: Exception) -> PeerError:
-        """Return the error of a backend whose watchdog does not name the rank."""
         doing = f"rank {self.rank} was in {exchange} of {self.size} ranks"
         return PeerError(f"a rank or its link failed. {doing}. The backend said: {error}")
 

@@ -1,5 +1,5 @@
-"""Divide messages between nodes among network cards (NICs).
+"""Distribute messages between nodes over all network cards (NICs) of the nodes.
 
-Start with `routing.py`, which decides which ranks relay messages of other ranks, and lists what
-each rank posts. `relays.py` posts the messages.
+Start with `routing.py`, which decides which ranks relay messages of other ranks. `relays.py` posts
+the messages.
 """

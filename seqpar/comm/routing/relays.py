@@ -1,16 +1,17 @@
-"""Relay messages between nodes through other ranks; `routing.py` decides through which ranks.
+"""Post the messages of a pass, with those that this rank relays for other ranks.
 
-A rank knows the sizes of the messages that it sends or receives, but not of those that it relays
-for other ranks of its node. Passes are of the same *kind* if they are all forwards, or all
-backwards, of calls that differ only in their tensors. In the first pass of a kind, the ranks of a
-node describe to each other, exchange by exchange, their messages to and from other nodes. All ranks
-make the same exchanges in the same order, even exchanges in which they have no messages, so the
-number of an exchange in its pass identifies it. The group keeps what each rank has to relay, and
-later passes of the kind exchange no descriptions.
+`routing.py` decides which ranks relay what. For this, a rank must know the messages of the other
+ranks on its node. Passes are of the same *kind* if they are all forwards, or all backwards, of
+calls that differ only in their tensors. In the first pass of a kind, the ranks of a node tell each
+other, for each exchange, the sizes of their messages to and from other nodes. The group stores what
+each rank has to relay, and later passes of the kind need no such messages. All ranks make the same
+exchanges in the same order, even exchanges in which they have no messages, so that an exchange is
+identified by its number in the pass.
 
-NCCL runs exchanges in the order in which they are posted, so there a rank posts all hops together.
-On gloo a thread posts a hop when the hop before it has arrived. The thread processes exchanges in
-order. The order is the same on all ranks, so no exchange waits for a later exchange.
+A relayed message makes several hops. On NCCL, which runs exchanges in the order in which they are
+posted, a rank posts all hops at once. On gloo, a thread posts a hop when the hop before has
+arrived. The thread processes exchanges in order. Since all ranks have the same order, no exchange
+waits for a later one.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from seqpar.comm.messages.message_header import Exchange, Message
 from seqpar.comm.routing.routing import Described, Ends, Nodes, PieceLocation, Relaying, Routing
 from seqpar.core.background import Worker, in_this_mode
 
-_MAX_KEPT_PASSES = 128  # kinds of passes, which the layers of a model share
+# The most kinds of passes whose relays are stored; the layers of a model share a kind.
+_MAX_KEPT_PASSES = 128
 
 
 class Relays:
-    """What one rank relays in a group.
+    """What one rank relays for other ranks of a group.
 
-    All ranks make the same calls, so they drop kept passes in the same order. If one rank dropped a
-    pass that other ranks still know, it would wait for descriptions that they do not send. Passes
-    are therefore not kept with the layout, which each rank frees at a different time.
+    All ranks make the same calls, so they forget stored passes in the same order. If one rank
+    forgot a pass that the others still know, it would wait for messages that they do not send.
+    Passes are therefore not stored with layouts, which each rank frees at another time.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -49,10 +51,10 @@ class Relays:
 
     @classmethod
     def of(cls, comm: Comm, routing: Routing) -> Relays | None:
-        """Return the relays that all modules of a group with this routing share.
+        """Return the object that all modules of a group with this routing share.
 
-        Returns None if no message is routed. Raises a ValueError if the group does not divide into
-        the nodes.
+        The result is None if no message is routed. Raises a ValueError if the group cannot be
+        divided into the nodes.
         """
         of_group = _of_groups.setdefault(comm, {})
         if routing not in of_group:
@@ -66,7 +68,8 @@ class Relays:
 
         In all passes of one `kind`, each rank sends messages of the same sizes to the same peers.
         """
-        # The numbers of the call are set now. The thread might set them after the next call begins.
+        # The numbers of the call are set now. The thread might set them when the next call has
+        # already begun.
         for peer in range(comm.size):
             comm.numbers.between(comm._order[peer])
         known = self._known.setdefault(kind, [])
@@ -84,7 +87,7 @@ class Relays:
 
 
 class _Pass:
-    """A pass. This rank knows what to relay in the pass's first exchanges, or in all of them."""
+    """One pass. This rank already knows what it relays in some exchanges of the pass, or in all."""
 
     def __init__(self, relays: Relays, device: torch.device, known: list[Relaying]) -> None:
         self._relays, self._device, self._known = relays, device, known
@@ -93,7 +96,7 @@ class _Pass:
     def post(
         self, comm: Comm, outgoing: list[Message], incoming: list[Message], exchange: Exchange
     ) -> Pending:
-        """Post an exchange: direct messages and, hop by hop, relayed messages."""
+        """Post an exchange: direct messages, and relayed messages hop by hop."""
         comm = copy(comm)
         comm._router = None
         sent, straight_out = self._divided(comm.rank, outgoing)
@@ -128,7 +131,8 @@ class _Pass:
                 last = each()
             arriving.append(last)
 
-        # Ranks that only relay wait too, so that a call ends when all of its messages have arrived.
+        # Ranks that only relay wait as well, so that a call ends when all of its messages have
+        # arrived.
         def wait() -> None:
             relayed.result()
             arriving.pop().wait()
@@ -147,9 +151,9 @@ class _Pass:
         return relayed, straight
 
     def _agree(self, comm: Comm, own: Ends, exchange: Exchange) -> Relaying:
-        """Exchange descriptions of messages to and from other nodes with the ranks of this node."""
-        # No other node is asked, since the node of the sender and the node of the receiver both
-        # know a message. A strategy's `traffic` has sizes too, but not for each exchange.
+        """Tell the ranks of this node the messages to and from other nodes, and learn theirs."""
+        # Other nodes are not asked, because the nodes of the sender and of the receiver both know a
+        # message. A strategy's `traffic` also has sizes, but not for each exchange.
         text, mates = json.dumps(own).encode(), self._relays.nodes.mates(comm.rank)
         others = [mate for mate in mates if mate != comm.rank]
 
@@ -178,7 +182,10 @@ def _post(comm: Comm, sends: list[Message], recvs: list[Message], exchange: Exch
 
 
 def _at(tables: list[list[Tensor]], part: list[tuple[int, PieceLocation]]) -> list[Message]:
-    """Return the messages of a hop, given the tables of tensors."""
+    """Return the messages of a hop.
+
+    `tables` has the tensors from which pieces are sent or received.
+    """
     return [(peer, tables[at.table][at.number][at.start : at.stop]) for peer, at in part]
 
 

@@ -1,27 +1,27 @@
-"""Routing: all NICs of a node share its messages to other nodes, with other ranks as relays.
+"""Decide how the NICs of a node share its messages to other nodes, with other ranks as relays.
 
 From "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
-the routing layer of its attention engine. A message of n bytes to a rank of another node takes
-n·b_between seconds over the sender's NIC, while the NICs of the node's other ranks are idle. With x
-NICs, the message is cut into x pieces. Each piece is sent to a proxy in the sender's node, from
-there to a proxy in the receiver's node, and from there to the receiver. The pieces take
+the routing layer of its attention engine. Without routing, a message of n bytes to a rank of
+another node takes n·b_between seconds over the sender's NIC, while other NICs of the node may be
+idle. With x NICs, the message is cut into x pieces. Each piece is sent to a *proxy* in the sender's
+node, from there to a proxy in the receiver's node, and from there to the receiver. This takes
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
-seconds, with b in seconds per byte. This is less than n·b_between if b_between > 2·b_inside. Sender
-and receiver are the proxies for their own NICs, so a piece over these NICs is sent directly,
-without hops inside nodes.
+seconds, where b is seconds per byte. It is less than n·b_between if b_between > 2·b_inside. The
+sender and the receiver are the proxies for their own NICs, so a piece over these NICs has no hops
+within nodes.
 
-The paper divides each message. Here all messages of an exchange between two nodes are divided
-together. If they load all NICs about equally, they are sent directly, as without routing. Otherwise
-each NIC carries at most an equal fraction of the bytes, and first of all bytes of the messages that
-it would carry without routing. Pieces leave and arrive by NICs of the same number, which suits
-networks with one switch per number.
+There are two differences from the paper. First, the paper divides each message, and this file
+divides all messages of an exchange between two nodes together. If they load all NICs about equally,
+they are sent directly. Otherwise each NIC carries at most an equal fraction of the bytes, and as
+many bytes as possible of the messages that it would carry without routing. A piece leaves and
+arrives over NICs with the same number, which suits networks with one switch for each number.
 
-Long pieces are cut into c chunks. Proxies send a chunk on while they receive the next chunk: the
-first hop of the second chunk is posted together with the second hop of the first chunk. NICs
-therefore work nearly all the time, and only 1/c of the time that the formula has for hops inside
-nodes remains.
+Second, long pieces are cut into c chunks. A proxy sends a chunk on while it receives the next one:
+the first hop of the second chunk is posted together with the second hop of the first chunk. NICs
+between nodes therefore work nearly all the time, and of the time for hops within nodes in the
+formula only 1/c remains.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ import torch
 
 from seqpar.core.arguments import as_int, as_int_array, shown
 
-_EVEN_RATIO = 17 / 16  # bytes of the busiest NIC / mean, below which messages are not routed
-_ALIGNMENT_BYTES = 16  # of each piece's start
-_MAX_CHUNKS = 8  # per piece, since each chunk costs an exchange's latency
+# If the busiest NIC has at most this multiple of the mean bytes, messages are not routed.
+_EVEN_RATIO = 17 / 16
+_ALIGNMENT_BYTES = 16  # each piece begins at a multiple of it
+_MAX_CHUNKS = 8  # the most chunks of a piece, because each chunk costs the latency of an exchange
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How messages between nodes are sent, for a module's `routing`.
+    """How messages between nodes are sent; the argument `routing` of modules.
 
-    All nodes have the same number of ranks, and the ranks of a node reach each other faster than
-    they reach other nodes. Each rank uses one NIC, which it may share with its neighbours. The
-    group's backend chooses the NIC: NCCL the nearest, gloo the one of `GLOO_SOCKET_IFNAME`. Ranks
-    relay messages of other ranks, so all ranks must make each call, with layouts made in the same
-    way.
+    All nodes must have the same number of ranks, and ranks should reach ranks of their own node
+    faster than others. Each rank uses one NIC, perhaps together with neighbours. The group's
+    backend chooses the NIC: NCCL the nearest one, gloo the one of `GLOO_SOCKET_IFNAME`. Because
+    ranks relay messages of other ranks, all ranks must make each call, with layouts that are made
+    in the same way.
 
     Args:
-        node_size: the number of consecutive ranks per node (of a mesh, along its rows).
-        nodes: instead of `node_size`, the number of each rank's node, if ranks of a node are not
-            consecutive.
-        nics: the number of NICs per node. Each serves the same number of consecutive ranks.
-            Default: one per rank. 1: messages are sent directly.
-        least_bytes: messages with fewer bytes are sent directly, since two more hops take two more
-            latencies.
-        chunk_bytes: the least number of bytes per chunk.
+        node_size: the number of consecutive ranks in a node. Ranks of a mesh are counted along its
+            rows.
+        nodes: instead of `node_size`, the number of the node of each rank, if the ranks of a node
+            are not consecutive.
+        nics: the number of NICs per node. Each is used by the same number of consecutive ranks. The
+            default is one for each rank. With 1, messages are sent directly.
+        least_bytes: messages with fewer bytes are sent directly, because two more hops cost two
+            more latencies.
+        chunk_bytes: the smallest number of bytes in a chunk.
     """
 
     node_size: int | None = None
@@ -81,10 +83,10 @@ class Routing:
 
 
 class Nodes:
-    """The nodes of a group, their ranks and their NICs; see `Routing`."""
+    """The nodes of a group, with their ranks and NICs; see `Routing`."""
 
     def __init__(self, routing: Routing, ranks: int) -> None:
-        """Raise a ValueError if the ranks do not make nodes of equal size."""
+        """Raise a ValueError if the ranks do not form nodes of equal size."""
         size, names = routing.node_size, routing.nodes
         if size is not None:
             if ranks % size:
@@ -94,7 +96,8 @@ class Nodes:
         if len(names) != ranks:
             raise ValueError(f"nodes must have one entry per rank, {ranks}, got {len(names)}")
         numbers = {name: number for number, name in enumerate(sorted(set(names)))}
-        self.of = [numbers[name] for name in names]  # (ranks,), from 0
+        # (ranks,): the number of the node of each rank, from 0.
+        self.of = [numbers[name] for name in names]
         self.members: list[list[int]] = [[] for _ in numbers]  # the ranks of each node, ascending
         for rank, node in enumerate(self.of):
             self.members[node].append(rank)
@@ -108,7 +111,7 @@ class Nodes:
             raise ValueError(f"nics must {expected}, got {self.nics}")
 
     def mates(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's node, with that rank."""
+        """Return all ranks of a rank's node, including itself."""
         return self.members[self.of[rank]]
 
     def nic(self, rank: int) -> int:
@@ -117,10 +120,10 @@ class Nodes:
         return mates.index(rank) * self.nics // len(mates)
 
     def proxy(self, rank: int, nic: int) -> int:
-        """Return the rank of its node through which a rank reaches a NIC; itself for its own NIC.
+        """Return the rank in its own node through which a rank uses a NIC; itself for its own NIC.
 
-        If several ranks share the NIC, it is the one at the same position among the ranks of its
-        NIC.
+        If several ranks share the NIC, it is the one at the same place among these as the rank is
+        among the ranks of its own NIC.
         """
         mates = self.mates(rank)
         sharing = len(mates) // self.nics
@@ -130,13 +133,19 @@ class Nodes:
 def divided(
     sizes: list[int], used: list[tuple[int, int]], nics: int
 ) -> list[tuple[int, tuple[int, int], int]]:
-    """Divide the messages from one node to another among the nodes' NICs, evenly.
+    """Divide the messages from one node to another evenly among the NICs.
 
-    `sizes` are the messages' sizes. `used` are the NICs of the two nodes that each message would
-    use if it were sent directly. Returns pieces (message, its NICs, its size), in order within each
-    message. If the messages load NICs nearly evenly, they are sent whole and directly. Otherwise no
-    NIC carries more than an equal fraction. A piece uses NICs of one number in both nodes,
-    preferably the NIC number of its sender or receiver.
+    If messages load NICs nearly evenly, they are sent whole and directly. Otherwise no NIC carries
+    more than an equal fraction. A piece uses NICs with the same number in both nodes, if possible
+    the number of its sender or receiver.
+
+    Args:
+        sizes: the size of each message.
+        used: for each message, the NICs of the two nodes that it would use if it was sent directly.
+        nics: the number of NICs per node.
+
+    Returns:
+        Pieces (message, its NICs, its size), in order within each message.
     """
     straight = [Counter[int](), Counter[int]()]
     for size, ends in zip(sizes, used, strict=True):
@@ -145,9 +154,9 @@ def divided(
     share = -(-sum(sizes) // nics)
     if max(max(loads.values()) for loads in straight) <= share * _EVEN_RATIO:
         return [(i, ends, size) for i, (size, ends) in enumerate(zip(sizes, used, strict=True))]
-    # Pairs of NICs with different numbers would not reduce the bytes of any NIC for a single
-    # message. They would add a hop, and in a network with one switch for each number such a piece
-    # would cross the spine.
+    # A piece could also use NICs with different numbers. This would not reduce the bytes of any NIC
+    # for a single message, and would add a hop. In a network with one switch for each number, the
+    # piece would also cross the spine.
     left, room, pieces = list(sizes), [share] * nics, []
     choices = [(i, nic) for i in range(len(sizes)) for nic in range(nics)]
     for i, nic in sorted(choices, key=lambda x: sum(nic != x[1] for nic in used[x[0]])):
@@ -159,7 +168,9 @@ def divided(
 
 
 class Described(NamedTuple):
-    """A message as its two ends know it: (peer, elements, dtype), in the sender's order."""
+    """A message as its sender and its receiver know it: (peer, elements, dtype), in the sender's
+    order.
+    """
 
     peer: int
     elements: int
@@ -170,10 +181,14 @@ Ends = tuple[list[Described], list[Described]]  # the messages that a rank sends
 
 
 class PieceLocation(NamedTuple):
-    """Elements start … stop − 1 of a tensor, from or into which a piece is sent or received."""
+    """The elements start … stop − 1 of a tensor, from which a piece is sent or into which it is
+    received.
+    """
 
-    table: int  # SENT or RECEIVED messages of this rank, or pieces HELD for other ranks
-    number: int  # the tensor's index in the table
+    # Which table has the tensor: messages that are SENT or RECEIVED by this rank, or pieces that it
+    # HELD for others.
+    table: int
+    number: int  # the index of the tensor in this table
     start: int
     stop: int
 
@@ -182,30 +197,34 @@ SENT, RECEIVED, HELD = range(3)
 
 
 class RelayHop(NamedTuple):
-    """The pieces that a rank posts together, sent and received, each as (peer, location)."""
+    """The pieces that a rank posts together: those that it sends and receives, each as (peer,
+    location).
+    """
 
     sends: list[tuple[int, PieceLocation]]
     recvs: list[tuple[int, PieceLocation]]
 
 
 class Relaying(NamedTuple):
-    """What one rank sends and receives to route the messages of one exchange."""
+    """What one rank sends and receives so that the messages of one exchange are routed."""
 
-    own: Ends  # the rank's own messages, in the rank's order
-    # The pieces of each hop; a hop is posted when the hop before it has arrived. The first hop has
-    # the first chunks, the next hop the second hops of first chunks and the first hops of second
+    own: Ends  # the messages that the rank itself sends and receives, in its order
+    # The pieces of each hop. A hop is posted when the hop before has arrived. The first hop has
+    # first chunks. The second hop has the second hops of first chunks and the first hops of second
     # chunks, and so on.
     hops: list[RelayHop]
-    held: list[tuple[int, torch.dtype]]  # (elements, dtype) of pieces that it receives and sends on
-    messages: int  # number of messages that it sends in all hops, for itself and for other ranks
-    bytes: int  # bytes of these messages
+    # (elements, dtype) of the pieces that it receives and sends on.
+    held: list[tuple[int, torch.dtype]]
+    messages: int  # how many messages it sends in all hops, for itself and for others
+    bytes: int  # the bytes of these messages
 
     @classmethod
     def of(cls, nodes: Nodes, rank: int, known: dict[int, Ends]) -> Relaying:
         """Return what a rank sends and receives in an exchange.
 
         `known` has the messages that each rank of this node sends to and receives from other nodes.
-        The two nodes of a message know the same about it, and process its pieces in the same order.
+        The two nodes of a message have the same information about it, and process its pieces in the
+        same order.
         """
         hops = [RelayHop([], [])]
         held: list[tuple[int, torch.dtype]] = []
@@ -230,14 +249,12 @@ class Relaying(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A message between nodes."""
-
     sender: int
     receiver: int
-    number: int  # its index among the messages between the two ranks
+    number: int  # its index among the messages from its sender to its receiver
     elements: int
     dtype: torch.dtype
-    position: int  # its index among the messages of the rank that is in this node
+    position: int  # its index among the messages of its rank in this node
 
 
 def _pieces(
@@ -245,7 +262,7 @@ def _pieces(
 ) -> Iterator[tuple[_Message, tuple[int, int], int, int, int]]:
     """Yield the chunks of pieces, in an order on which the two nodes of a message agree.
 
-    Each chunk is (message, NICs of the sender's and the receiver's node, index of the chunk in the
+    A chunk is (message, NICs in the nodes of the sender and the receiver, index of the chunk in its
     piece, start, stop), with a range of elements.
     """
     by_nodes: dict[tuple[int, int], list[_Message]] = {}
@@ -281,5 +298,5 @@ def _routed(known: dict[int, Ends]) -> Iterator[_Message]:
 
 
 def _last(held: list[tuple[int, torch.dtype]]) -> PieceLocation:
-    """Return the location of the last held piece, which the rank has just received."""
+    """Return where the piece that the rank has just received is held."""
     return PieceLocation(HELD, len(held) - 1, 0, held[-1][0])

@@ -290,7 +290,6 @@ def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
 
 
 def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
-    """Return the union of intervals, given in any order, as spans that do not overlap."""
     order = np.argsort(sort_keys(documents, starts))
     documents, starts, stops = documents[order], starts[order], stops[order]
     starts = _beyond_earlier(documents, starts, stops)

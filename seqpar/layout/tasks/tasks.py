@@ -237,7 +237,6 @@ def check_tasks(
 def _hashes(
     tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask
 ) -> NDArray[np.uint64]:
-    """Return (documents,): the sum of the hashes of all visible pairs of the tasks."""
     parts = Parts.of(tasks, queries, keys, mask)
     of_keys = np.zeros(keys.tokens + 1, np.uint64)
     np.cumsum(mix(np.arange(keys.tokens), 1), out=of_keys[1:])

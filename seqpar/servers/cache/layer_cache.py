@@ -295,7 +295,6 @@ class Segment:
             raise
 
     def _answer(self, begun: BegunStep) -> tuple[Tensor, ...]:
-        """Wait for the answer to a step, and record which rows the server has after it."""
         held = begun.held
         try:
             result = received(begun.answer)
@@ -318,7 +317,6 @@ class Segment:
         return q.shape[:3].numel() * self.length * (shape.dim + shape.value_dim)
 
     def _rows_at_once(self, place: CachePlace) -> int:
-        """Return the largest number of rows that one message to this server may have."""
         shape, most = self._own_rows.shape, min(place.bytes // 2, _MAX_MESSAGE_BYTES)
         return max(1, min(place.tokens // shape.batch, most // shape.row_bytes))
 

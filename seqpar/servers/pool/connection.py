@@ -464,12 +464,10 @@ class ServerConnection:
         return reply, parts
 
     async def _raise_status(self, call: Any) -> None:
-        """Raise the status of a call that the server has ended too early."""
         code, details = await call.code(), await call.details()
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
-        """Return what the status of a call tells the pool."""
         code, details, reason = error.code(), _details(error), _text_of(error)
         # A server that has too many calls cancels some of them. If the pool is still writing a
         # request, gRPC reports the failed write instead of the status CANCELLED.
@@ -549,7 +547,6 @@ class ServerConnection:
             self._retry_seconds = min(2 * self._retry_seconds, most)
 
     async def _session(self) -> None:
-        """Begin a session, and receive its events until it ends."""
         if (identity := self._endpoint.identity) is not None:
             identity.look()
             for fault in identity.faults():
@@ -696,7 +693,6 @@ async def _close(channel: grpc.aio.Channel | None, route: Route | None) -> None:
 
 
 def _details(error: grpc.aio.AioRpcError) -> str:
-    """Return the text that a server gave with a call's status, or ""."""
     return printable(error.details() or "")[:_MAX_REASON]
 
 

@@ -399,7 +399,6 @@ class Dispatcher:
         self._unsent = waiting
 
     def _assign_steps(self, now: float) -> None:
-        """Send the unsent steps whose servers are free."""
         waiting: deque[PendingWork] = deque()
         while self._unsent_steps:
             work = self._unsent_steps.popleft()

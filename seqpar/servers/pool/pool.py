@@ -26,8 +26,6 @@ _pool_numbers = count(1)
 
 
 class _OnlyRank(Comm):
-    """A trainer as the only rank of a group."""
-
     @property
     def process_group(self) -> NoReturn:
         raise TypeError("a ServerPool is no process group: attention on it cannot be pickled")

@@ -84,7 +84,6 @@ def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tens
 
 
 def _backend_of(request: Request, device: torch.device) -> str:
-    """Return the name of the backend that would compute a request in a separate call."""
     if request.options.backend != DEFAULT:
         return request.options.backend
     if device.type == "cpu":

@@ -372,7 +372,6 @@ class Service:
         is_open: bool,
         context: Context,
     ) -> None:
-        """Compute a task, and send its result."""
         if self.draining:
             raise LeavingError("the server is about to leave")
         # If the client reads nothing, gRPC keeps the call until the deadline that the client set.

@@ -223,7 +223,6 @@ class Worker:
                 del jobs, job
 
     def _finish(self, jobs: list[ComputeJob]) -> None:
-        """Compute jobs in one computing call, and record its time."""
         start = time.perf_counter()
         self._compute(jobs)
         seconds = time.perf_counter() - start

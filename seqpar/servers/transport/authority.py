@@ -264,7 +264,6 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that does not exist yet. The file appears only when it is complete."""
     new = _write_beside(file, content)
     try:
         os.link(new, file)

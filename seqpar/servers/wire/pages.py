@@ -149,7 +149,6 @@ class Pages:
 
 
 def _pages(rows: int) -> list[tuple[int, int]]:
-    """Return (first row, last row + 1) of each page."""
     bounds, stop = [], 0
     while stop < rows:
         start, stop = stop, stop + min(_MAX_PAGE_ROWS, max(_MIN_PAGE_ROWS, stop))

@@ -122,7 +122,6 @@ def _by_segments(x: Tensor, tables: VarlenTables) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x (S, H, L, D) as (S · L, H, D)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 

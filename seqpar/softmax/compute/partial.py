@@ -273,7 +273,6 @@ class Partial(WaitingResults):
         return sums
 
     def _without_keys(self) -> tuple[Tensor, Tensor]:
-        """Return the sums of rows that have no keys yet."""
         device, rows = self._device, self._shape[:-1]
         if self._into is None:
             out = torch.zeros(self._shape, dtype=self.dtype, device=device)

@@ -165,11 +165,9 @@ class WaitingResults:
 
     @property
     def _all_wait(self) -> bool:
-        """Whether there are stored results for each group of heads."""
         return all(self._waiting_of(x) for x in self._groups)
 
     def _waiting_of(self, heads: slice | None) -> list[Result]:
-        """Return the stored results that have the heads of this group."""
         return [x for x in self._waiting if x.heads is None or x.heads == heads]
 
     def _merge_by_kernel(

@@ -189,7 +189,6 @@ class TileCall:
         return sums
 
     def _parts(self, q: Tensor, k: Tensor) -> list[HeadTile]:
-        """Return the batch entries and heads of each backend call for a tile."""
         heads = k.shape[2]
         whole = HeadTile(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, heads))
         if self._by_triton(q):

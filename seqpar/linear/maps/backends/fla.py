@@ -91,8 +91,6 @@ def _function(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class _OnHost:
-    """Tables that stay on the CPU."""
-
     cu_seqlens: Tensor
 
 
