@@ -42,6 +42,7 @@ MODULES = {
     "seqpar.integrations.accelerate": "../guides/huggingface.md#accelerate",
     "seqpar.integrations.flash_attn": "../guides/pytorch.md",
     "seqpar.integrations.mask_functions": "../guides/masks.md",
+    "seqpar.integrations.megatron": "../guides/megatron.md",
     "seqpar.integrations.torchtitan": "../guides/torchtitan.md",
     "seqpar.integrations.automodel": "../guides/automodel.md",
 }

@@ -72,6 +72,11 @@ MISSING = [
         "seqpar.parity.compare('one', 'other')",
         f"recordings of seqpar.parity need safetensors: {HF}",
     ),
+    (
+        "megatron",
+        "from seqpar.integrations import megatron; megatron.sequence_parallel(None)",
+        "seqpar.integrations.megatron needs megatron-core: pip install 'seqpar[megatron]'",
+    ),
     ("rich", "assert main(['bench']) == 2", "bench: it needs rich: pip install 'seqpar[bench]'"),
     ("grpc", "assert main(['serve', '--bind', 'ipc:///tmp/s']) == 2", f"serve needs grpc: {SERVE}"),
     (

@@ -1,0 +1,116 @@
+"""Layouts of the tokens that Megatron deals to the ranks of a context-parallel group.
+
+Of each sequence, rank r of P holds chunks r and 2P − 1 − r of 2P equal chunks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from seqpar.core.arguments import Ints, parse_cu_seqlens, shown
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.torch_private import version_of
+from seqpar.layout.layout import Layout
+
+_KEY = "_seqpar_layout"  # attribute of PackedSeqParams that holds the layout
+_FIELDS = "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
+_MAX_LAYOUTS = 8  # of batches without packed sequences, which differ only in their length
+
+
+@lru_cache(_MAX_LAYOUTS)
+def layout_of_rows(tokens: int, ranks: int) -> Layout:
+    """Return the layout of rows without documents, of which each rank holds `tokens` tokens."""
+    if ranks > 1 and tokens % 2:
+        expected = f"a multiple of {2 * ranks}, two chunks for each rank of the context-parallel"
+        raise ValueError(f"seq_length must be {expected} group, got {tokens * ranks}")
+    return Layout.zigzag(tokens * ranks, ranks)
+
+
+@outside_graphs
+def layout_of_packed(
+    packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balancing: bool
+) -> Layout:
+    """Return the layout of packed sequences: their documents, and their padding as documents.
+
+    The layout is kept in `packed`, so that only the first layer makes it.
+
+    Args:
+        packed: Megatron's PackedSeqParams.
+        rows: the number of rows of this rank's tokens, and the tokens of each of them.
+        ranks: the number of ranks of the context-parallel group.
+        per_sequence_balancing: whether Megatron dealt the rows and not the documents.
+    """
+    given = [getattr(packed, name) for name in _FIELDS]
+    versions = [None if x is None else (id(x), version_of(x)) for x in given]
+    key = rows, ranks, per_sequence_balancing, versions
+    found: tuple[Any, Layout] | None = getattr(packed, _KEY, None)
+    if found is None or found[0] != key:
+        found = key, _layout(packed, rows, ranks, per_sequence_balancing)
+        setattr(packed, _KEY, found)
+    return found[1]
+
+
+def _layout(packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balancing: bool) -> Layout:
+    documents, edges = _documents(packed)
+    tokens = rows[0] * rows[1] * ranks
+    if documents[-1] != tokens:
+        expected = f"{tokens} tokens, {rows[0] * rows[1]} on each of {ranks} ranks"
+        raise ValueError(f"cu_seqlens_q must have {expected}, got {documents[-1]}")
+    if packed.qkv_format != "thd":
+        row = rows[1] * ranks
+        dealt, name, unit = np.arange(0, tokens + 1, row), "seq_length", "rows"
+        if (missing := np.setdiff1d(dealt, edges)).size:
+            expected = f"an entry at the start of each row of {row} tokens"
+            raise ValueError(f"cu_seqlens_q must have {expected}, got none at {missing[0]}")
+    elif per_sequence_balancing:
+        dealt, name, unit = np.array([0, tokens]), "cu_seqlens_q", "packs"
+    else:
+        dealt, name, unit = documents, "cu_seqlens_q", "documents"
+    uneven = np.diff(dealt) % (2 * ranks)
+    if ranks > 1 and uneven.any():
+        i = int(np.argmax(uneven > 0))
+        expected = f"{unit} of a multiple of {2 * ranks} tokens, two chunks for each rank"
+        way_out = ": pad the documents, or pass qkv_format='sbhd'" if unit == "documents" else ""
+        found = f"{dealt[i + 1] - dealt[i]} tokens in number {i}"
+        raise ValueError(f"{name} must have {expected}, got {found}{way_out}")
+    if ranks == 1:
+        return Layout.contiguous(edges, 1)
+    if np.array_equal(dealt, edges):
+        return Layout.zigzag(edges, ranks)
+    steps = np.arange(2 * ranks) * (np.diff(dealt)[:, None] // (2 * ranks))
+    chunks = np.r_[(dealt[:-1, None] + steps).ravel(), tokens]
+    owners = np.r_[np.arange(ranks), np.arange(ranks)[::-1]]
+    cuts = np.union1d(chunks, edges)
+    owner = owners[(np.searchsorted(chunks, cuts[:-1], side="right") - 1) % (2 * ranks)]
+    number = np.searchsorted(edges, cuts[:-1], side="right") - 1
+    spans = np.stack([number, cuts[:-1] - edges[number], cuts[1:] - edges[number]], 1)
+    return Layout.from_spans([spans[owner == rank].tolist() for rank in range(ranks)], edges)
+
+
+def _documents(packed: Any) -> tuple[Ints, Ints]:
+    """Return where documents with their padding begin, and where documents and padding begin."""
+    real, keys, padded, padded_keys = (
+        None if x is None else parse_cu_seqlens(x, f"packed_seq_params.{name}")
+        for name, x in ((name, getattr(packed, name)) for name in _FIELDS)
+    )
+    if real is None:
+        raise ValueError("packed_seq_params.cu_seqlens_q must be given, got None")
+    for name, x, other in (
+        ("cu_seqlens_kv", real, keys),
+        ("cu_seqlens_kv_padded", padded, padded_keys),
+    ):
+        if other is not None and not np.array_equal(x, other):  # type: ignore[arg-type]
+            same = name.replace("kv", "q")
+            raise ValueError(f"packed_seq_params.{name} must be equal to {same}: {shown(other)}")
+    if padded is None:
+        documents = np.unique(real)
+        return documents, documents
+    lengths = np.diff(real)
+    if padded.size != real.size or (lengths > np.diff(padded)).any():
+        expected = "room for each document of cu_seqlens_q"
+        found = f"{shown(padded)} for {shown(real)}"
+        raise ValueError(f"packed_seq_params.cu_seqlens_q_padded must have {expected}: {found}")
+    return np.unique(padded), np.union1d(padded, padded[:-1] + lengths)

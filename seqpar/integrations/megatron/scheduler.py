@@ -1,0 +1,111 @@
+"""A scheduler for Megatron's hybrid context parallelism, which follows `balance.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from seqpar.balance.planning.planner import plan
+from seqpar.core.arguments import Ints, as_int
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.model import Model
+from seqpar.layout.layout import Layout
+
+
+class PlanScheduler:
+    """The ranks of Megatron's hybrid context parallelism for each sample, from `balance.plan`.
+
+    Assign it to `cp_balancing_scheduler` of a `HybridCPDataLoaderWrapper`; it has the methods of
+    Megatron's `BalancedCPScheduler`. Megatron has process groups only for aligned blocks of ranks
+    whose size is a power of two, and for all ranks. A sample goes to the smallest of these groups
+    that contains the ranks of the plan. All ranks compute shared samples in one order.
+
+    Args:
+        max_seq_len_per_rank: the config's `max_seqlen_per_dp_cp_rank`, the most tokens of a sample
+            that a rank holds.
+        dp_cp_group: Megatron's group of the ranks of data and context parallelism.
+        cluster: the devices and links of these ranks, or a preset; as in `balance.plan`.
+        model: the model, or a preset; as in `balance.plan`.
+        method: as in `balance.plan`. The default places samples on such groups already.
+
+    Raises:
+        ValueError: if an argument is wrong, or the cluster does not have the group's ranks.
+    """
+
+    def __init__(
+        self,
+        max_seq_len_per_rank: int,
+        dp_cp_group: Any,
+        *,
+        cluster: Cluster | str,
+        model: Model | str,
+        method: str = "power_of_two",
+    ) -> None:
+        self.capacity = as_int("max_seq_len_per_rank", max_seq_len_per_rank, 1)
+        self.ranks, self.method = int(dp_cp_group.size()), method
+        costs = Costs(cluster, model)
+        self.cluster, self.model = costs.cluster, costs.model
+        if self.cluster.ranks != self.ranks:
+            expected = f"the {self.ranks} ranks of dp_cp_group"
+            raise ValueError(f"cluster must have {expected}, got {self.cluster.ranks}")
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
+    ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+        """Return the lengths and the ids of the samples of each rank, in the order of computation.
+
+        Both are lists with one entry, which has a list for each rank: Megatron needs no barrier
+        between samples, because ranks that share samples compute them in one order.
+
+        Args:
+            sample_id_seqlens: the id and the number of tokens of each sample, which must be a
+                multiple of twice the number of ranks, as Megatron requires.
+            config: not read.
+
+        Raises:
+            ValueError: if there is no sample, or a length is wrong.
+        """
+        if not sample_id_seqlens:
+            raise ValueError("sample_id_seqlens must have a sample, got none")
+        ids, lengths = (np.array(x, np.int64) for x in zip(*sample_id_seqlens, strict=True))
+        if (wrong := (lengths <= 0) | (lengths % (2 * self.ranks) != 0)).any():
+            i = int(np.argmax(wrong))
+            expected = f"multiples of {2 * self.ranks} tokens"
+            found = f"{lengths[i]} of sample {ids[i]}"
+            raise ValueError(f"sample_id_seqlens must have {expected}, got {found}")
+        planned = plan(
+            lengths, self.cluster, self.model, capacity=self.capacity, method=self.method
+        )
+        of_ranks: list[list[int]] = [[] for _ in range(self.ranks)]
+        for batch in planned.micro_batches:
+            blocks = self._blocks(batch.layout, batch.documents)
+            for first, size, sample in sorted(blocks, key=lambda x: (-x[1], x[0])):
+                for rank in range(first, first + size):
+                    of_ranks[rank].append(sample)
+        if not all(of_ranks):  # Megatron's ranks all need a sample, so all share the longest
+            longest = int(np.argmax(lengths))
+            of_ranks = [[longest, *(x for x in own if x != longest)] for own in of_ranks]
+        groups = [[lengths[own].tolist() for own in of_ranks]]
+        return groups, [[ids[own].tolist() for own in of_ranks]]
+
+    def _blocks(self, layout: Layout, documents: Ints) -> Iterator[tuple[int, int, int]]:
+        """Yield the first rank, the number of ranks and the index of each sample."""
+        low, high = np.full(documents.size, self.ranks), np.zeros(documents.size, np.int64)
+        for rank in range(self.ranks):
+            held = np.unique([span.document for span in layout.spans(rank)]).astype(np.int64)
+            low[held], high[held] = np.minimum(low[held], rank), rank
+        for sample, start, stop in zip(*(x.tolist() for x in (documents, low, high)), strict=True):
+            yield *self._block(start, stop), sample
+
+    def _block(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first rank and the size of Megatron's smallest group that has these ranks."""
+        size = 1
+        while start // size != stop // size:
+            size *= 2
+        first = start // size * size
+        if 2 * size > self.ranks or first + size > self.ranks:
+            return 0, self.ranks
+        return first, size

@@ -1,0 +1,66 @@
+"""Megatron-Core's own GPT over context-parallel ranks, on the real package: one rank's numbers."""
+
+import pytest
+
+from seqpar.integrations import megatron
+from tests.support.examples import example
+from tests.support.megatron import Case, on_rank
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's own
+STEPS, ROWS = 3, 4
+
+
+CASES = {
+    "context": Case(cp=4),
+    "context x data": Case(cp=2, strategy="all_gather"),
+    "tensor x context": Case(tp=2, cp=2),
+    "tensor x data": Case(tp=2, strategy="ulysses"),
+    "hierarchical": Case(
+        cp=4, config={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+    ),
+    "documents": Case(cp=2, packing="thd", padded=True),
+    "documents dealt by row": Case(cp=4, packing="sbhd", strategy="ring"),
+    "documents dealt as one": Case(
+        cp=2,
+        packing="thd",
+        options={"per_sequence_balancing": True},
+        model={"position_embedding_type": "learned_absolute"},
+    ),
+    "windows and sinks": Case(
+        cp=2,
+        config={"window_size": (5, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
+    ),
+    "sinks of tensor parallelism": Case(tp=2, cp=2, config={"softmax_type": "off-by-one"}),
+    "layer scaling": Case(cp=4, config={"apply_query_key_layer_scaling": True}),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_gpt_trains_as_on_one_rank(pool, name):
+    case = CASES[name]
+    data = 4 // (case.tp * case.cp)
+    for losses, expected, worst in pool(4, on_rank, case, STEPS, ROWS // data):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert worst < 1e-5
+
+
+def train_the_example(group, context):
+    return example("megatron_gpt").train(context)
+
+
+@pytest.mark.exhaustive
+def test_the_example_trains_alike_on_any_number_of_ranks(pool):
+    ones, fours = (pool(4, train_the_example, context)[0] for context in (1, 4))
+    assert fours == pytest.approx(ones, rel=1e-5) and fours[-1] < fours[0]
+
+
+def test_megatrons_own_specs_are_replaced():
+    from megatron.core.models.gpt import gpt_layer_specs as gpt
+
+    for spec in (gpt.get_gpt_layer_local_spec(), gpt.get_gpt_layer_local_submodules()):
+        made = megatron.sequence_parallel(spec)
+        layer = getattr(made, "submodules", made)
+        core = layer.self_attention.submodules.core_attention
+        assert core.module.__name__ == "CoreAttention"

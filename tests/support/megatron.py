@@ -1,0 +1,267 @@
+"""Train Megatron-Core's own GPT on CPUs: on ranks with seqpar's attention, and on one without."""
+
+import contextlib
+import types
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+VOCABULARY, ROW = 64, 32
+RATE = 0.5  # of SGD: parameters change by more than the tolerance in each step
+
+
+class CpuForCuda(TorchFunctionMode):
+    """Make tensors on the CPU that Megatron-Core asks for on the GPU."""
+
+    def __torch_function__(self, func, kinds, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_cpu():
+    """Run Megatron-Core without GPUs, in this process."""
+    from megatron.core import tensor_parallel
+
+    # Its random numbers are those of dropout, which is 0.
+    tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        mock.patch.object(torch.cuda, "current_stream", return_value=None),
+        mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", return_value=tracker),
+        CpuForCuda(),
+    ):
+        yield
+
+
+@dataclass
+class Case:
+    """A model, how it is divided among ranks, and how documents are packed."""
+
+    tp: int = 1
+    cp: int = 1
+    strategy: str | None = None
+    packing: str | None = None  # the format of packed sequences
+    padded: bool = False
+    config: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+
+    def lengths(self, row):
+        """The documents of a row, which differ from row to row."""
+        if self.packing is None:
+            return [ROW]
+        return [[8, 16, 8], [24, 8], [ROW]][row % 3] if self.packing == "thd" else [5, 20, 7]
+
+    def real(self, row):
+        """The documents without their padding."""
+        return [x - 3 * self.padded for x in self.lengths(row)]
+
+
+def build(case, spec, alone=False):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp}
+    given = sizes | case.config
+    if alone:
+        given = {
+            name: x for name, x in given.items() if "parallel" not in name and "cp_" not in name
+        }
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        calculate_per_token_loss=True,
+        init_method_std=0.2,
+        **given,
+    )
+    torch.manual_seed(0)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=2 * ROW,
+        **{"position_embedding_type": "rope"} | case.model,
+    )
+    return config, model
+
+
+def batch(step, row):
+    """(ids, labels), each (1, ROW)."""
+    generator = torch.Generator().manual_seed(100 * step + row)
+    return torch.randint(VOCABULARY, (2, 1, ROW), generator=generator)
+
+
+def positions(case, row):
+    return torch.cat([torch.arange(x) for x in case.lengths(row)])[None]
+
+
+def loss_mask(case, row):
+    """1 for each token that is no padding."""
+    whole, real = case.lengths(row), case.real(row)
+    parts = [torch.arange(n) < r for n, r in zip(whole, real, strict=True)]
+    return torch.cat(parts).float()[None]
+
+
+def alone(case, steps, rows):
+    """Losses, and the parameters after all steps, of Megatron's own attention on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    parallel_state.initialize_model_parallel()
+    _, model = build(case, get_gpt_layer_local_spec(), alone=True)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total, count = 0.0, 0
+        for row in range(rows):
+            ids, labels = batch(step, row)
+            start = 0
+            for whole, real in zip(case.lengths(row), case.real(row), strict=True):
+                part = slice(start, start + real)
+                places = torch.arange(real)[None]
+                found = model(ids[:, part], places, None, labels=labels[:, part])
+                total, count, start = total + found.sum(), count + real, start + whole
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    parallel_state.destroy_model_parallel()
+    return losses, dict(model.named_parameters())
+
+
+def deal(case, group, row, step):
+    """This rank's tokens and PackedSeqParams, as Megatron's get_batch makes them."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    ids, labels = batch(step, row)
+    given = {"tokens": ids, "labels": labels, "position_ids": positions(case, row)}
+    given["loss_mask"] = loss_mask(case, row)
+    if case.packing is None:
+        return get_batch_on_this_cp_rank(given, False, cp_group=group), None
+    lengths, real = case.lengths(row), case.real(row)
+    cu, cu_real = (
+        torch.cat([torch.zeros(1), torch.tensor(x).cumsum(0)]).int() for x in (lengths, real)
+    )
+    padded = {"cu_seqlens_q_padded": cu, "cu_seqlens_kv_padded": cu} if case.padded else {}
+    longest = max(lengths) if case.packing == "thd" else ROW
+    packed = PackedSeqParams(
+        qkv_format=case.packing,
+        cu_seqlens_q=cu_real,
+        cu_seqlens_kv=cu_real,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **padded,
+    )
+    if case.packing == "sbhd" or case.options.get("per_sequence_balancing"):
+        return get_batch_on_this_cp_rank(given, False, cp_group=group), packed
+    # Megatron deals documents with Transformer Engine, which needs a GPU.
+    ranks, rank, index, start = group.size(), group.rank(), [], 0
+    for length in lengths:
+        chunks = torch.arange(start, start + length).chunk(2 * ranks)
+        index += [chunks[rank], chunks[-1 - rank]] if ranks > 1 else list(chunks)
+        start += length
+    return {name: x[:, torch.cat(index)] for name, x in given.items()}, packed
+
+
+def on_rank(group, case, steps, micro_batches):
+    """Train with Megatron's DDP and schedule, and alone: return both losses, and what differs most.
+
+    A parameter differs by its largest difference, divided by its largest absolute value.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from seqpar.integrations import megatron
+
+    with on_cpu():
+        expected, parameters = alone(case, steps, micro_batches * 4 // (case.tp * case.cp))
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            context_parallel_size=case.cp,
+            hierarchical_context_parallel_sizes=case.config.get(
+                "hierarchical_context_parallel_sizes"
+            ),
+        )
+        spec = megatron.sequence_parallel(get_gpt_layer_local_spec(), case.strategy, **case.options)
+        config, model = build(case, spec)
+        model = DistributedDataParallel(
+            config, DistributedDataParallelConfig(overlap_grad_reduce=False), model
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        cp, dp = (
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_data_parallel_rank(),
+        )
+        losses = []
+        for step in range(steps):
+            rows = iter(range(dp * micro_batches, (dp + 1) * micro_batches))
+
+            def forward(rows, model, step=step):
+                dealt, packed = deal(case, cp, next(rows), step)
+                out = model(
+                    dealt["tokens"],
+                    dealt["position_ids"],
+                    None,
+                    labels=dealt["labels"],
+                    packed_seq_params=packed,
+                )
+
+                def loss_of(out):
+                    mask = dealt["loss_mask"]
+                    total, count = (out * mask).sum(), mask.sum().int()
+                    return total, count, torch.stack([total.detach(), count])
+
+                return out, loss_of
+
+            model.zero_grad_buffer()
+            reported = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=rows,
+                model=model,
+                num_microbatches=micro_batches,
+                seq_length=ROW,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            for p in model.parameters():
+                p.grad = p.main_grad
+            optimizer.step()
+            optimizer.zero_grad()  # autograd would add to the buffer itself
+            total = torch.stack(reported).sum(0)
+            dist.all_reduce(
+                total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+            losses.append(float(total[0] / total[1]))
+        rank, worst = parallel_state.get_tensor_model_parallel_rank(), 0.0
+        assert list(dict(model.module.named_parameters())) == list(parameters)
+        for name, p in model.module.named_parameters():
+            whole = parameters[name]
+            if getattr(p, "tensor_model_parallel", False) and case.tp > 1:
+                whole = whole.chunk(case.tp, p.partition_dim)[rank]
+            assert p.shape == whole.shape, name
+            difference = (p - whole).abs().max() / whole.abs().max()
+            worst = max(worst, difference.item())
+        parallel_state.destroy_model_parallel()
+    return losses, expected, worst
