@@ -20,6 +20,7 @@ COMMANDS = {
     "keygen": "make, rotate and revoke the certificates of attention servers and clients",
     "bench": "benchmark strategies and other libraries on this machine or cluster",
     "plan": "recommend how to train a model on a cluster, by simulation: seqpar.recommend",
+    "recipe": "print a training script for a published model, with predicted time and memory",
     "explore": "draw a strategy on your lengths: layout, work, bytes and predicted time",
     "parity": "find the first place where two recorded runs of a model differ",
     "elastic": "train on ranks of which some may die, with spares or without",

@@ -88,7 +88,8 @@ class Cluster:
         """Return a cluster by name: "4x8-h100" has 4 nodes of 8 H100.
 
         There can be any number of nodes, with 1 to 8 devices each. A node with fewer than 8 devices
-        has proportionally fewer NICs. Devices: h100, h200, h800, a100, a800.
+        has proportionally fewer NICs. Devices: h100, h200, h100_fa4, h200_fa4 (both with
+        FlashAttention-4), h800, a100, a800.
         """
         match = re.fullmatch(r"(\d+)x(\d+)-(\w+)", name.lower() if isinstance(name, str) else "")
         if not match or match[3] not in NODES:

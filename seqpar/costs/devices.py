@@ -9,6 +9,9 @@ assumed:
   systems/a100_80g.json. PCIe has the efficiency of InfiniBand.
 * 50% of the matrix rate for linear modules: DistCA.
 * 90% of the memory rate for linear attention: a copy reached 4.3 of an H200's 4.8 TB/s.
+
+Kinds that end in "_fa4" have the rates of FlashAttention-4, as measured on one H200
+(benchmarks/results/nvidia-h200/quick.txt). An H100 has the same multiprocessors and clock rates.
 """
 
 from __future__ import annotations
@@ -37,10 +40,18 @@ A100_FLOPS_PER_SECOND = 0.615 * 312e12
 # A backward has 2.5 times the FLOPs. FlashAttention-3's paper measures FlashAttention-2 on an H100
 # with D = 128: causal forward at 298 to 335 TFLOP/s, backward at 291 to 322.
 BACKWARD_TO_FORWARD_SECONDS = 2.5 * (298 + 335) / (291 + 322)
+# FlashAttention-4 4.0.0b36 on an H200, 32:8 heads of 128, one step of Ring over 16,384 tokens:
+# FLOP/s of its kernels. The backward is not deterministic.
+FLASH_ATTENTION_4_FLOPS_PER_SECOND = 742e12
+FLASH_ATTENTION_4_BACKWARD_TO_FORWARD = 2.5 * 742 / 672
 
 
-def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
+def published_grid(
+    rate: float = H100_FLOPS_PER_SECOND, to_forward: float = BACKWARD_TO_FORWARD_SECONDS
+) -> Grid:
     """Return the published seconds of an H100 as a grid, scaled to another saturated FLOP/s.
+
+    `to_forward` is the seconds of backward, divided by those of forward.
 
     The four published times are nodes of the grid. The other nodes follow from three constants:
     seconds per call, per row and per pair. The constants are fitted to the four times within 0.5%.
@@ -61,8 +72,8 @@ def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
     full, window = (terms(rows[:, None], seen + keys) @ constants for keys in (0, TILE_ROWS / 2))
     np.fill_diagonal(full, times)
     full, window = (call + (table - call) * slower for table in (full, window))
-    tables = full, BACKWARD_TO_FORWARD_SECONDS * full, window, BACKWARD_TO_FORWARD_SECONDS * window
-    calls = call, BACKWARD_TO_FORWARD_SECONDS * call
+    tables = full, to_forward * full, window, to_forward * window
+    calls = call, to_forward * call
     return Grid(rows, seen, *tables, HEADS, HEAD_DIM, calls, edge=0.0, tile=TILE_ROWS, fused=True)
 
 
@@ -118,14 +129,18 @@ class NodeKind(NamedTuple):
 
 _H100 = gpu("H100", 80e9, 989.4e12, 3.35e12, H100_FLOPS_PER_SECOND)
 _A100 = gpu("A100", 80e9, 312e12, 2.039e12, A100_FLOPS_PER_SECOND)
+_H200 = gpu("H200", 141e9, 989.4e12, 4.8e12, H100_FLOPS_PER_SECOND)
+_FLASH_ATTENTION_4 = published_grid(
+    FLASH_ATTENTION_4_FLOPS_PER_SECOND, FLASH_ATTENTION_4_BACKWARD_TO_FORWARD
+)
 
 # NICs: a DGX H100 has 8 of 400 Gbit/s, a DGX A100 has 8 of 200. The NICs of A800, H800 and H200
 # come from the clusters in Zeppelin's evaluation.
 NODES = {
     "h100": NodeKind(_H100, 450e9, 8, 50e9, 64e9),
-    "h200": NodeKind(
-        gpu("H200", 141e9, 989.4e12, 4.8e12, H100_FLOPS_PER_SECOND), 450e9, 8, 50e9, 64e9
-    ),
+    "h200": NodeKind(_H200, 450e9, 8, 50e9, 64e9),
+    "h100_fa4": NodeKind(replace(_H100, attention=_FLASH_ATTENTION_4), 450e9, 8, 50e9, 64e9),
+    "h200_fa4": NodeKind(replace(_H200, attention=_FLASH_ATTENTION_4), 450e9, 8, 50e9, 64e9),
     "h800": NodeKind(replace(_H100, name="H800"), 200e9, 8, 50e9, 64e9),
     "a100": NodeKind(_A100, 300e9, 8, 25e9, 32e9),
     "a800": NodeKind(replace(_A100, name="A800"), 200e9, 4, 25e9, 32e9),

@@ -1,0 +1,149 @@
+"""The memory of a GPU in a step of a recipe's script, by part.
+
+The script keeps parameters, gradients and Adam's moments in fp32, sharded over all GPUs by FSDP2.
+It computes in bf16, keeps only the input of each layer for backward, and computes MLPs, norms and
+the loss in chunks of tokens. Four moments of backward may need the most memory. At each of them,
+different temporary tensors exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from seqpar.costs.model import Layer, Model
+
+_FP32, _BF16 = 4, 2
+# `seqpar.offload` copies the inputs of two layers back before backward needs them.
+_LAYERS_AHEAD = 2
+# In a chunk of logits: at most four tensors in fp32.
+_LOGIT_COPIES = 4
+# In a chunk of a gated MLP: gate, up, activation and product, and their gradients.
+_MLP_TENSORS = 8
+
+
+class Keeping(NamedTuple):
+    """What is kept from forward to backward.
+
+    Attributes:
+        attention: whether the results of attention are kept. They are computed again otherwise.
+        offload: the fraction of layer inputs that waits in host memory.
+    """
+
+    attention: bool
+    offload: float
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """The bytes of each part at the moment that needs the most memory, named `moment`."""
+
+    moment: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What decides the memory of a GPU.
+
+    Attributes:
+        model: the shapes of the model.
+        head_norms: whether queries and keys are normalized.
+        ranks: the number of GPUs over which parameters are sharded.
+        tokens: the most tokens on one GPU.
+        chunk: tokens of a chunk of MLPs and norms.
+        loss_chunk: tokens of a chunk of the loss.
+        attention: bytes of the operands, results and gradients of one layer's attention.
+        messages: bytes of the buffers and partial results of one layer's attention.
+        kept_results: bytes per token that attention keeps for backward in all layers, if its
+            results are kept.
+    """
+
+    model: Model
+    head_norms: bool
+    ranks: int
+    tokens: int
+    chunk: int
+    loss_chunk: int
+    attention: float
+    messages: float
+    kept_results: float
+
+    def account(self, keeping: Keeping) -> MemoryAccount:
+        """Return the account of the moment that needs the most memory."""
+        always = self._sharded() | {"gathered parameters": self._gathered()}
+        always["layer inputs"] = self._inputs(keeping.offload)
+        if keeping.attention:
+            always["results of attention"] = self.tokens * self.kept_results
+        accounts = [
+            MemoryAccount(moment, always | parts) for moment, parts in self._moments().items()
+        ]
+        return max(accounts, key=lambda x: x.total)
+
+    def _sharded(self) -> dict[str, float]:
+        each = _FP32 * self.model.parameters / self.ranks
+        return {"parameters": each, "gradients": each, "optimizer": 2 * each}
+
+    @property
+    def _row(self) -> float:
+        """Bytes of one activation of all tokens in bf16."""
+        return self.tokens * self.model.hidden * _BF16
+
+    @property
+    def _largest_layer(self) -> Layer:
+        return max(self.model.layers, key=self.model.layer_parameters)
+
+    @property
+    def _root_parameters(self) -> int:
+        """Parameters outside the layers, which stay gathered during a step."""
+        inside = sum(map(self.model.layer_parameters, self.model.layers))
+        return self.model.parameters - inside
+
+    def _gathered(self) -> float:
+        if self.ranks == 1:
+            return 0.0
+        layers = min(2, len(self.model.layers))
+        layer = self.model.layer_parameters(self._largest_layer)
+        return _BF16 * (self._root_parameters + layers * layer)
+
+    def _inputs(self, offload: float) -> float:
+        layers = len(self.model.layers)
+        copied = offload * max(0, layers - 1 - _LAYERS_AHEAD)
+        return (layers - copied) * self._row
+
+    def _head_norms(self) -> float:
+        if not self.head_norms:
+            return 0.0
+        width = (self.model.heads + self.model.kv_heads) * self.model.head_dim
+        return self.tokens * width * _BF16  # the inputs of these norms
+
+    def _moments(self) -> dict[str, dict[str, float]]:
+        model, layer = self.model, self._largest_layer
+        projected = max(map(model.attention_elements, model.layers)) * self.tokens * _BF16
+        ffn = model.ffn_weights(layer, stored=True)
+        logits = _LOGIT_COPIES * self.loss_chunk * model.vocabulary * _FP32
+        head_gradient = model.vocabulary * model.hidden * _FP32
+        # The gradient of a layer's output, and the output of the first norm.
+        around = 2 * self._row + self._head_norms()
+        return {
+            "attention": {
+                "attention": self.attention,
+                "messages": self.messages,
+                "rest of a layer": around,
+            },
+            "MLP": {
+                "attention": projected,
+                # The input of the second norm, its output, and the gradient of that output.
+                "rest of a layer": around + 3 * self._row,
+                "MLP": self.chunk * layer.ffn * _MLP_TENSORS * _BF16 + ffn * _FP32,
+            },
+            "loss": {"loss": logits + head_gradient + 2 * self._row},
+            "gradients of embedding and head": {
+                "rest of a layer": self._row,
+                "gathered gradients": self._root_parameters * (_BF16 + _FP32),
+            },
+        }
