@@ -215,7 +215,9 @@ class StateRoutes:
     def _points_at(
         self, documents: Ints, positions: Ints, slots: Ints, ended: Ints, backward: bool
     ) -> StatePoints:
-        """Return the points of spans that have a slot, and of the ends of the documents `ended`."""
+        """Return the sources or stations of spans, and those at the ends of the documents
+        `ended`.
+        """
         has_slot = slots >= 0
         positions = np.r_[positions[has_slot], self.lengths[ended] * self.causal]
         documents = np.r_[documents[has_slot], ended]

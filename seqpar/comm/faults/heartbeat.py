@@ -1,40 +1,37 @@
-"""Heartbeats: find the rank that died, left or never joined a group, so that all ranks name it.
+"""Heartbeats: find the rank that has died, left or never joined a group, so that all ranks name it.
 
-When a rank dies, gloo gives the ranks that wait for it only an address. Ranks that wait for those
-ranks learn nothing. Each rank of a group therefore has a thread that runs a *round* at least once a
-second (with more than 4,096 ranks less often), and communicates through the group's key-value
-store:
+When a rank dies, gloo raises an error only on ranks that wait for it, and gives only an address.
+Ranks that wait for those ranks learn nothing. Each rank of a group therefore has a thread that runs
+a *round* at least once per second (less often with more than 4,096 ranks). The threads communicate
+through the key-value store of the group, in which they write these keys:
 
-    key                  written by          value
-    "state server RANK"  that rank, before   the address of its process-state server
-                         any beat            (`process_state_server.py`)
-    "beat RANK"          that rank, in       "COUNT DOING": a count that grows, and the exchange in
-                         every round         which the rank waits, if any, such as "17 call 3, step
-                                             2 of ring backward", or the error that it has raised
-                                             since, as in "18 raised 1 ValueError: ..."; or "left",
-                                             when the rank has dropped the group or ended normally
-    "verdict"            the first rank      the cause: the beginning of every rank's error message
-                         that finds a rank
-                         at fault
+* "state server RANK" is written by the rank before any beat. The value is the address of its state
+  server (`process_states.py`).
+* "beat RANK" is written by the rank in every round. The value begins with a count that grows. If
+  the rank waits, the exchange follows, as in "17 call 3, step 2 of ring backward". If it has raised
+  an error since, the error follows, as in "18 raised 1 ValueError: ...". When the rank has dropped
+  the group or has ended normally, the value is "left".
+* "verdict" is written by the first rank that finds a rank at fault. The value is the cause, with
+  which the error of every rank begins.
 
 In a round, a rank does the following:
 
 1. It writes its beat.
-2. If it waits for messages, it reads the verdict. If there is a verdict, the rank adopts it.
-3. Otherwise the rank reads the beats that it watches, which are all beats in a small group. It asks
-the operating systems whether silent ranks live, since a rank is also silent while a call holds the
-interpreter lock.
+2. If it waits for messages, it reads the verdict. If there is one, the rank adopts it.
+3. Otherwise it reads the beats that it watches, which in a small group are all beats. For ranks
+   whose beats have not changed, it asks their operating systems whether they live. They may be
+   silent only because a call holds the interpreter lock.
 4. It decides whether a rank is at fault (`Witness.judge`). If so, it writes the verdict with
-compare_set, so that the first of two simultaneous verdicts counts. All ranks then blame the same
-rank, although ranks that raise and exit fall silent later too.
+   compare_set, so that only the first of several verdicts counts. Without one common verdict, ranks
+   would also blame ranks that have raised an error, exited, and are therefore silent.
 
-A rank with a verdict interrupts its waits. gloo's waits also fail by themselves: when a peer closes
-its connection, or after the group's timeout. `Heartbeat.blame_on_failure` then requests a round
-immediately, waits for a verdict, and raises a `PeerError` that begins with the verdict. If no round
-ends within the time after which a silent rank would be found, the store is at fault.
+A rank with a verdict interrupts its waits. gloo's waits also fail without a verdict: when a peer
+closes its connection, or after the group's timeout. `Heartbeat.blame_on_failure` then requests a
+round immediately and waits for a verdict. It raises a `PeerError` that begins with the verdict. If
+no round ends in the time in which a silent rank would be found, the store is at fault.
 
-Silence is measured as the number of reads of an unchanged beat, and a wait for the store as a
-number of intervals. No clock is used, so no rank is blamed after a machine or a rank was suspended.
+Silence is counted in reads of an unchanged beat, and waiting for the store in intervals. No clock
+is compared, so that no rank is blamed after a machine or a process was suspended.
 """
 
 from __future__ import annotations
@@ -67,18 +64,20 @@ from seqpar.comm.faults.store_connection import Connection, answer_of
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, RAISED, Witness, grace_seconds
 from seqpar.core.torch_private import timeout_of
 
-MIN_ROUNDS_PER_TIMEOUT = 40  # and there is at least one round each second
-MAX_ROUNDS_PER_SECOND = 4096  # of all ranks together, which share the store
-MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer, before the store counts as lost
-_MAX_ERROR_LETTERS = 400  # of an error's text that a beat contains
-_TOLD = "_seqpar_told"  # attribute of errors: the ids of the heartbeats that reported them
+MIN_ROUNDS_PER_TIMEOUT = 40  # at least this number, and at least one round per second
+MAX_ROUNDS_PER_SECOND = 4096  # of all ranks of a group together, because they share the store
+# Intervals without an answer after which the store counts as lost.
+MAX_STORE_INTERVALS = MAX_SILENT_READS + 5
+_MAX_ERROR_LETTERS = 400  # characters of an error's text in a beat
+_TOLD = "_seqpar_told"  # an attribute of errors: the ids of the heartbeats that have reported them
 _UNUSED_TAG = 0x5E9  # no message has this tag, so receiving with it times out
 
 
 class PeerError(RuntimeError):
-    """A rank of the group died, left, or did not join the exchange.
+    """A rank of the group has died, has left, or has not joined the exchange.
 
-    The message names that rank, the step that failed, and the ranks for which this rank waited.
+    The message names this rank, the step that failed, and the ranks for which the raising rank
+    waited.
     """
 
 
@@ -96,7 +95,7 @@ class Clock:
     ) -> None:
         """Wait until `done()` is true, for at most `seconds`.
 
-        `changed` is notified when it may be.
+        Whoever may make it true notifies `changed`.
         """
         changed.wait_for(done, seconds)
 
@@ -117,10 +116,11 @@ class _Wait:
 
 
 class Heartbeat:
-    """One rank's heartbeat in one group, which finds the rank at fault when a wait fails.
+    """The heartbeat of one rank in one group. It finds the rank at fault when a wait fails.
 
-    A call of the store may never return if the process that keeps the store hangs. After the first
-    beat, only the heartbeat's thread therefore uses the store, and `accuse`, which limits the time.
+    If the process that keeps the store hangs, a call of the store may never return. After the first
+    beat, the store is therefore used only by the thread of the heartbeat, and by `accuse`, which
+    limits how long it waits.
     """
 
     def __init__(
@@ -133,10 +133,16 @@ class Heartbeat:
         ask: Ask = ask_state_servers,
         clock: Clock | None = None,
     ) -> None:
-        """Write the first beat; `start` begins the rounds.
+        """Write the first beat. `start` begins the rounds.
 
-        `store_lost` is the cause to report if the store is gone. `interrupt()` makes all waits on
-        the group raise. `state_server` is the address of this process's state server, or "".
+        Args:
+            store: this rank's connection to the store.
+            store_lost: the cause to report if the store is gone.
+            member: this rank and its group.
+            interrupt: makes all waits on the group raise.
+            state_server: the address of this process's state server, or "".
+            ask: asks state servers whether ranks live.
+            clock: replaced in tests.
         """
         rank, names, timeout = member
         self._store, self._store_lost = store, store_lost
@@ -150,14 +156,16 @@ class Heartbeat:
         self._state_servers: dict[int, str] = {}
         self._count = 0
         self._round_ended = self._clock.now()
-        self._changed = threading.Condition()  # guards the following attributes
+        self._changed = threading.Condition()  # a lock for the following attributes
         self._waits: list[_Wait] = []
         self._urgent = self._stopped = False
         self._verdict = ""
-        self._error = ""  # the text of the error that this rank has raised since its last wait
+        # The text of the error that this rank has raised since its last wait, or "".
+        self._error = ""
         self._errors = 0  # how many errors this rank has reported
-        self._round_began: float | None = None  # None between rounds
-        # Written here and not by the thread, since this rank may die before the thread runs.
+        self._round_began: float | None = None  # None while no round runs
+        # This is written here and not by the thread, because the rank may die before the thread
+        # runs.
         self._store.set(f"state server {rank}", state_server)
         self._write("")
         name = f"seqpar heartbeat, {self._name}"
@@ -170,10 +178,13 @@ class Heartbeat:
     def blame_on_failure(
         self, doing: str, peers: Iterable[int], speaker: str = "gloo"
     ) -> Iterator[None]:
-        """Replace an error of a wait in this context by a `PeerError` that names the rank at fault.
+        """If a wait within this context fails, raise a `PeerError` that names the rank at fault
+        instead.
 
-        The context waits for messages to or from `peers`. `doing` names the exchange, and `speaker`
-        the source of the error, such as gloo.
+        Args:
+            peers: the ranks whose messages are waited for.
+            doing: the name of the exchange.
+            speaker: who reports the error, such as gloo.
         """
         wait = _Wait(doing, frozenset(peers))
         with self._changed:
@@ -181,14 +192,15 @@ class Heartbeat:
             self._error = ""
         try:
             yield
-        except PeerError:  # raised after `accuse`, so it names the rank at fault
+        except PeerError:  # `accuse` has raised it, so it names the rank at fault already
             raise
         except RuntimeError as error:
-            if self._stopped:  # this rank destroyed the group
+            if self._stopped:  # this rank has destroyed the group
                 raise
             listed = self._witness.listed(wait.peers)
             cause = self._cause(wait)
-            # This process may keep the store. Other ranks must read the verdict before it ends.
+            # This process may keep the store. Other ranks must read the verdict before the process
+            # ends.
             self._clock.sleep(2 * self._interval)
             message = f"{cause}. {self._name} was in {doing} and waited for {listed}"
             raise PeerError(f"{message}. {speaker} said: {error}") from error
@@ -198,28 +210,33 @@ class Heartbeat:
 
     @property
     def verdict(self) -> str:
-        """The cause that names the rank at fault, if this rank knows it; otherwise ""."""
+        """The cause, which names the rank at fault, or "" if this rank does not know it."""
         return self._verdict
 
     def accuse(self, cause: str) -> str:
-        """Publish `cause` as the verdict, and return the verdict that counts.
+        """Publish `cause` as the verdict.
 
-        Another rank may have published a verdict before. Ranks that wait read the verdict that
-        counts.
+        Return the verdict that counts, which may be an earlier one.
+
+        Ranks that wait read the verdict that counts.
         """
         publish = partial(self._store.compare_set, "verdict", "", cause)
-        with suppress(RuntimeError):  # the store is gone or hangs: this rank raises its own cause
+        # The store is gone or hangs, and this rank raises its own cause.
+        with suppress(RuntimeError):
             cause = answer_of(publish, MAX_STORE_INTERVALS * self._interval).decode()
         self._adopt(cause)
-        self._clock.sleep(2 * self._interval)  # all ranks that wait read the verdict meanwhile
+        # Gives all ranks that wait the time to read the verdict.
+        self._clock.sleep(2 * self._interval)
         return cause
 
     def report(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this rank of an error that keeps it from the next exchange.
+        """Tell ranks that wait for this rank about an error, because of which it does not join the
+        exchange.
 
-        The error counts until this rank waits again. Reporting an error again has no effect.
+        The error counts until this rank waits again. Reporting the same error again has no effect.
         """
-        told = vars(error).setdefault(_TOLD, [])  # since an error cannot be a key of a weak dict
+        # On the error itself, because an error cannot be a key of a weak dictionary.
+        told = vars(error).setdefault(_TOLD, [])
         if isinstance(error, PeerError) or id(self) in told:
             return
         told.append(id(self))
@@ -231,15 +248,16 @@ class Heartbeat:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Announce to the other ranks that this rank leaves, and end the thread."""
+        """Tell the other ranks that this rank leaves, and end the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(1 + self._interval)  # not longer, since a call of the store may hang
+            # Not longer, because a call of the store may hang.
+            self._thread.join(1 + self._interval)
 
     def round(self) -> bool:
-        """Write this rank's beat and, if it waits, read others; return whether rounds follow."""
+        """Run one round. Return whether further rounds follow."""
         with self._changed:
             stopped, waits, error = self._stopped, list(self._waits), self._error
             self._urgent, self._round_began = False, self._clock.now()
@@ -251,8 +269,8 @@ class Heartbeat:
                 return False
             self._write(waits[-1].doing if waits else error)
             self._listen(waits, stood_still)
-        except RuntimeError:  # the store is gone; it matters only if a wait fails
-            # Other ranks may have left because this rank seemed dead.
+        except RuntimeError:  # The store is gone. This matters only if a wait fails.
+            # Other ranks may have left, because this rank seemed to be dead.
             still = f"{self._name} was stopped, or could not run Python, for {late:.1f} s; "
             self._adopt((still if stood_still else "") + self._store_lost)
             return False
@@ -270,9 +288,9 @@ class Heartbeat:
     def _cause(self, wait: _Wait) -> str:
         """Return the verdict as soon as there is one.
 
-        If no round ends meanwhile, the store is at fault. A round in progress counts from its
-        beginning. This rank may have been stopped since then, so the store always has a few more
-        intervals.
+        If no round ends meanwhile, the store is at fault. The time of a round that is running
+        counts from its start. This rank may have been stopped since then, so the store always gets
+        a few more intervals.
         """
         with self._changed:
             wait.failed = self._urgent = True
@@ -296,16 +314,19 @@ class Heartbeat:
         self._count += 1
 
     def _listen(self, waits: list[_Wait], stood_still: bool) -> None:
-        """Adopt the verdict of another rank, or reach one. With a verdict, interrupt the waits."""
+        """Adopt the verdict of another rank, or decide on one.
+
+        With a verdict, interrupt all waits.
+        """
         if not self._verdict and (waits or stood_still) and self._store.check(["verdict"]):
             self._adopt(self._store.multi_get(["verdict"])[0].decode())
-        if not waits and self._witness.watches_all:  # the waiting ranks read all beats
+        if not waits and self._witness.watches_all:  # the ranks that wait read all beats
             self._witness.pause()
             return
         if not self._verdict:
             self._witness.hear(self._read(waits))
             failed, words = [wait.peers for wait in waits if wait.failed], self._words()
-            # A rank that is stopped or busy is at fault only if others wait.
+            # A rank that is stopped or busy is only at fault if other ranks wait for it.
             judges = waits or GONE in words.values()
             waited = {peer for wait in waits for peer in wait.peers}
             if judges and (verdict := self._witness.judge(failed, words, waited, self._errors)):
@@ -326,7 +347,7 @@ class Heartbeat:
         return {peer: text.decode() for peer, text in zip(peers, texts, strict=True)}
 
     def _words(self) -> dict[int, str]:
-        """Return the states of silent ranks, as the ranks' operating systems report them.
+        """Return the states of silent ranks, as their operating systems report them.
 
         A rank without a state server counts as gone, unless the user has set a grace
         (`grace_seconds`).
@@ -345,12 +366,15 @@ class Heartbeat:
 
 
 def interval(timeout: float, ranks: int) -> float:
-    """Return the seconds between two rounds of a rank, from the group's timeout and size."""
+    """Return the seconds between two rounds of a rank.
+
+    They depend on the group's timeout and size.
+    """
     return min(max(1.0, ranks / MAX_ROUNDS_PER_SECOND), timeout / MIN_ROUNDS_PER_TIMEOUT)
 
 
 def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
-    """Start and return this rank's heartbeat in a group on gloo; return None for other groups.
+    """Start and return this rank's heartbeat in a group on gloo. Return None for other groups.
 
     It stops when the group is freed or the process ends.
     """
@@ -359,16 +383,19 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
     alive = weakref.ref(group)
     interrupt = lambda: close_connections(alive())  # noqa: E731
     heartbeat = _started(group, group.get_group_store(), torch.device("cpu"), interrupt)
-    # With an exit priority, this also runs at exit, which the thread might abort if it still ran.
+    # With an exit priority, this runs at exit as well. If the thread still ran then, exiting might
+    # abort it.
     Finalize(group, heartbeat.stop, exitpriority=0)
     return heartbeat
 
 
 def heartbeat_for_a_while(group: ProcessGroup, name: str, device: torch.device) -> Heartbeat:
-    """Start and return a heartbeat for one wait in a group of any backend; the caller stops it.
+    """Start and return a heartbeat for a single wait, in a group of any backend.
 
-    All ranks start a heartbeat with this `name` together. It interrupts no wait: the waiting code
-    reads its `verdict`.
+    The caller stops it.
+
+    All ranks start a heartbeat with this `name` together. It interrupts no waits. The code that
+    waits must read its `verdict`.
     """
     store = PrefixStore(f"{name}/", group.get_group_store())
     return _started(group, store, device, lambda: None)
@@ -398,10 +425,10 @@ def _started(
 
 
 def close_connections(group: ProcessGroup | None) -> None:
-    """Make all waits on a gloo group raise, on this rank and on the ranks that wait for this rank.
+    """Make all waits on a gloo group raise, on this rank and on ranks that wait for it.
 
-    The group's abort() does not end waits, but a receive that times out closes all connections. If
-    the connection to a peer is closed already, a receive from that peer fails without a timeout.
+    gloo's abort() does not end waits. But when a receive times out, gloo closes all connections. If
+    the connection to a peer is closed already, a receive from this peer fails immediately.
     """
     if group is None:
         return

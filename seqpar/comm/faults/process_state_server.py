@@ -1,14 +1,15 @@
-"""A program that reports whether a rank's process lives: `python -I -S process_state_server.py`.
+"""A program that tells whether the process of a rank lives: `python -I -S process_state_server.py`.
 
-A thread of the rank cannot report it while another thread holds Python's interpreter lock, as a
-sort of a long list does. Each rank therefore starts this program (`process_states.py`). It asks the
-operating system, and answers every connection that sends the token. It has few imports, so it is
-small and starts quickly. It ends at most `PARENT_POLL_SECONDS` after the rank's process, whatever
-ended that process.
+A thread of the rank cannot tell it while another thread holds Python's interpreter lock, for
+example to sort a long list. Each rank therefore starts this program (`process_states.py`). It asks
+the operating system, and answers every connection that sends the right token. It imports little, so
+that it is small and starts quickly. It ends at most `PARENT_POLL_SECONDS` after the process of the
+rank.
 
-Two simpler ways do not work. A server thread in C++, such as torch's store, cannot tell a stopped
-rank from a slow rank; a client of a stopped rank waits forever; and anyone may write to the store.
-A connection to the rank shows that the rank has died, but not that it is stopped.
+Two simpler ways do not work. A thread in C++, such as that of torch's store, cannot distinguish a
+stopped rank from a slow one, its clients would wait for a stopped rank forever, and anyone may
+write to the store. A connection to the rank shows that the rank has died, but not that it is
+stopped.
 """
 
 import os
@@ -20,14 +21,15 @@ from contextlib import suppress
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
 PARENT_POLL_SECONDS = 1.0
-MAX_SILENT_CONNECTIONS = 64  # connections without a token; one more closes the oldest
+# The most connections that have sent no token; one more closes the oldest.
+MAX_SILENT_CONNECTIONS = 64
 
 
 def state(process: int) -> str:
-    """Return whether a process is alive, is stopped by a signal, or is gone.
+    """Return whether a process is alive, stopped by a signal, or gone.
 
-    A process that a debugger or a profiler has stopped counts as alive, since a profiler may stop
-    it many times a second.
+    A process that a debugger or a profiler has stopped counts as alive, because a profiler may stop
+    it many times per second.
     """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
@@ -38,17 +40,17 @@ def state(process: int) -> str:
 
 
 def serve(listener: socket.socket, parent: int, token: bytes) -> None:
-    """Answer connections that send the token, until the parent is gone."""
+    """Answer connections that send the token, until the parent process has ended."""
     silent: list[socket.socket] = []  # oldest first
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    # A process whose parent has ended gets another parent. A pipe from the rank would not do: it
-    # stays open while forked children of the rank hold it.
+    # When a parent ends, its child gets another parent. A pipe from the rank would not show this,
+    # because forked children of the rank keep the pipe open.
     while os.getppid() == parent:
         ready = [key.fileobj for key, _ in selector.select(PARENT_POLL_SECONDS)]
         ended = [connection for connection in silent if connection in ready]
         for connection in ended:
-            with suppress(OSError):  # the other end has closed it
+            with suppress(OSError):  # the peer has closed the connection
                 if connection.recv(len(token)) == token:
                     answer = state(parent) if os.getppid() == parent else GONE
                     connection.send(token + answer.encode())
@@ -66,8 +68,8 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
 
 if __name__ == "__main__":
     _, descriptor, parent = sys.argv
-    # Launchers send signals to all processes of a job, while a rank may still have time, for
-    # example to save its model. This process must live as long as the rank.
+    # Launchers send signals to all processes of a job, while a rank may still save its model, for
+    # example. This process must live as long as the rank, so it blocks them.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.setblocking(False)

@@ -1,8 +1,8 @@
-"""Ask the operating system, rather than a rank's threads, whether the rank lives.
+"""Ask the operating system whether a rank lives, and not the threads of the rank.
 
-Each process with a heartbeat has a process-state server, in this folder also called state server.
-It is a small separate process (`process_state_server.py`) that answers on a TCP port even while a
-call holds the rank's interpreter lock. Its address is the text "HOST PORT TOKEN".
+Each process with a heartbeat starts a *state server*, a small process (`process_state_server.py`)
+that answers on a TCP port even while the rank's interpreter lock is held. Its address is the text
+"HOST PORT TOKEN".
 """
 
 from __future__ import annotations
@@ -17,29 +17,33 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from multiprocessing.util import Finalize  # unlike atexit's, it runs when a child process ends too
+
+# Unlike functions of atexit, it also runs when a child process ends.
+from multiprocessing.util import Finalize
 
 from seqpar.comm.faults import process_state_server
 from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
-UNKNOWN = "unknown"  # the state of a rank whose state server does not answer
-MAX_UNANSWERED = 3  # unanswered questions in a row after which the rank counts as gone
+UNKNOWN = "unknown"  # the state of a rank whose state server gives no answer
+MAX_UNANSWERED = 3  # a rank counts as gone after this number of unanswered questions in a row
 
 Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
 
 class ProcessStates:
-    """The states of ranks with a silent heartbeat, as their operating systems report them."""
+    """The states of ranks whose heartbeats are silent, as their operating systems report them."""
 
     def __init__(self, seconds: float, ask: Ask) -> None:
-        """`ask` is a function like `ask_state_servers`; it waits `seconds` for answers."""
+        """`ask` is a function like `ask_state_servers`. It waits at most `seconds` for answers."""
         self._seconds, self._ask = seconds, ask
-        self._unanswered: dict[int, int] = {}  # by rank, the unanswered questions in a row
+        # For each rank, the number of unanswered questions in a row.
+        self._unanswered: dict[int, int] = {}
 
     def of(self, addresses: Mapping[int, str]) -> dict[int, str]:
-        """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, by its state server's address.
+        """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, given the addresses of their state
+        servers.
 
-        A state server that does not answer may be late, or its machine may be gone. The rank is
+        If a state server does not answer, it may be slow, or its machine may be gone. The rank is
         therefore UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
         """
         answers = self._ask(addresses, self._seconds) if addresses else {}
@@ -53,10 +57,13 @@ class ProcessStates:
 
 
 def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
-    """Ask all state servers at once; return their answers, or UNKNOWN for those that are late."""
+    """Ask all state servers at the same time.
+
+    Return their answers, or UNKNOWN for those that are late.
+    """
     answers = dict.fromkeys(addresses, UNKNOWN)
     end = time.monotonic() + seconds
-    # An OSError of the selector means that this process has no file descriptor left.
+    # The selector raises an OSError if this process can open no more files.
     with suppress(OSError), selectors.DefaultSelector() as selector, ExitStack() as stack:
         for rank, address in addresses.items():
             host, port, token = address.split()
@@ -74,23 +81,25 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
                             selector.modify(connection, selectors.EVENT_READ, key.data)
                             continue
                         answer = connection.recv(64)
-                    except ConnectionRefusedError:  # the machine lives, but no process listens
+                    # The machine lives, but no process listens at the port.
+                    except ConnectionRefusedError:
                         answer = proof + GONE.encode()
                     for word in (ALIVE, STOPPED, GONE):
-                        if answer == proof + word.encode():  # otherwise another process listens
+                        # Otherwise another program listens at the port.
+                        if answer == proof + word.encode():
                             answers[rank] = word
                 selector.unregister(connection)
     return answers
 
 
 def start_state_server(host: str) -> str:
-    """Return the address of this process's state server, which listens at this machine's `host`.
+    """Return the address of this process's state server, which listens on this machine's `host`.
 
-    The first call starts the state server, and it ends with this process. Returns "" if it cannot
-    be started: outside Linux, in a frozen application, or if the machine can start no more
+    The first call starts the state server, which ends with this process. The result is "" if it
+    cannot be started: outside Linux, in a frozen application, or if the machine can start no more
     processes.
     """
-    return _start_state_server(host, os.getpid())  # a forked child is another process
+    return _start_state_server(host, os.getpid())  # a forked child needs a state server of its own
 
 
 @functools.cache
@@ -100,13 +109,14 @@ def _start_state_server(host: str, process: int) -> str:
     token = os.urandom(16).hex()
     program = sys.executable, "-I", "-S", process_state_server.__file__
     try:
-        if os.readlink("/proc/self") != str(process):  # /proc shows another namespace
+        if os.readlink("/proc/self") != str(process):  # /proc belongs to another namespace
             return ""
-        # The rank opens the socket, so it need not wait for the state server to start.
+        # The rank itself opens the socket, so it need not wait until the state server has started.
         with socket.create_server((host, 0), family=_family(host)) as listener:
             port, descriptor = listener.getsockname()[1], listener.fileno()
-            # The state server inherits no other files, which may be sockets that must close with
-            # this process. It has its own session, so that no terminal interrupts it.
+            # The state server inherits no other files, because these may be sockets that must close
+            # when this process ends. It gets a session of its own, so that no terminal interrupts
+            # it.
             child = subprocess.Popen(
                 [*program, str(descriptor), str(process)],
                 pass_fds=[descriptor],
@@ -120,8 +130,8 @@ def _start_state_server(host: str, process: int) -> str:
         return ""
     with suppress(BrokenPipeError), child.stdin as pipe:  # type: ignore[union-attr]
         pipe.write(token.encode())
-    child.returncode = 0  # `_end` waits for the child, so `subprocess` need not do so at exit
-    # With a negative priority, this runs after the last beats.
+    child.returncode = 0  # `_end` waits for the child, and `subprocess` need not do so at exit
+    # With a negative priority, this runs after the last heartbeats.
     Finalize(None, _end, (child.pid,), exitpriority=-1)
     return f"{host} {port} {token}"
 

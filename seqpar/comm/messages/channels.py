@@ -1,11 +1,12 @@
-"""Communicators on NCCL: the one of a group, and further communicators over the same ranks.
+"""Communicators on NCCL: that of a group, and further ones with the same ranks.
 
 A communicator runs its exchanges one after another, in the order in which they are posted. Messages
-that must not wait for each other, such as messages in two directions, use separate communicators.
+that must not wait for each other, such as messages in two directions, therefore use different
+communicators.
 
-NCCL's messages are small kernels. A kernel of attention fills the GPU. A message that becomes ready
-at the same time would have to wait until that kernel ends, so messages run on streams of high
-priority.
+Messages use streams with high priority. On NCCL, sending is a small kernel. If an attention kernel
+becomes ready at the same moment, it fills the GPU, and at equal priority the message would wait
+until the attention kernel has ended.
 """
 
 from __future__ import annotations
@@ -29,22 +30,28 @@ from seqpar.core.torch_private import (
 
 
 class Communicators:
-    """The communicators of a process group on NCCL; all Comms of the group share them."""
+    """The communicators of a process group on NCCL, which all Comms of the group share."""
 
     def __init__(self) -> None:
-        self._devices: dict[str, torch.device] = {}  # by type, the devices that have joined
-        self._urgent: ProcessGroup | None = None  # replaces the group's communicator on a GPU
+        # For each type of device, the device that has joined.
+        self._devices: dict[str, torch.device] = {}
+        # Used instead of the group's communicator on a GPU.
+        self._urgent: ProcessGroup | None = None
         self._channels: dict[str, ProcessGroup | None] = {}
         self._coalesces: dict[str, bool] = {}  # by type of device
 
     def gpu(self, group: ProcessGroup) -> torch.device | None:
-        """Return the GPU that the group sends from: the first that joined, or the bound GPU."""
+        """Return the GPU from which the group sends: the first that has joined, or the bound
+        one.
+        """
         return self._devices.get("cuda", group.bound_device_id)
 
     def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
-        """Return a description of the right device, or None if the group can send from `device`."""
+        """Return a description of the devices from which the group can send, or None if it can send
+        from `device`.
+        """
         if group.size() == 1 or device.type == "meta":
-            return None  # calls with this device send nothing
+            return None  # calls on this device send nothing
         if device.type not in self._devices:
             config = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
             backends = dict(pair.split(":") for pair in config.split(","))
@@ -56,9 +63,9 @@ class Communicators:
         return None
 
     def join(self, group: ProcessGroup, device: torch.device) -> None:
-        """Make the communicator for messages from a device at the first call, with all ranks.
+        """Make the communicator for messages from a device, in the first call and with all ranks.
 
-        If the stream of the group's communicator has no high priority, another communicator is
+        If the stream of the group's own communicator has no high priority, a new communicator is
         made.
         """
         if device.type not in self._devices:
@@ -72,7 +79,7 @@ class Communicators:
                 _use(group, device)
 
     def carrier(self, group: ProcessGroup, device: torch.device) -> ProcessGroup:
-        """Return the group whose communicator carries messages from a device."""
+        """Return the group whose communicator sends messages from a device."""
         return self._urgent if self._urgent is not None and device.type == "cuda" else group
 
     def coalesces(self, group: ProcessGroup, device: torch.device) -> bool:
@@ -81,10 +88,10 @@ class Communicators:
         return known
 
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
-        """Return the further communicator with this name, made at the first call, with all ranks.
+        """Return a further communicator, by its name. It is made in the first call, with all ranks.
 
-        None stands for the communicator of all other messages: no GPU has joined, or the group is
-        not on NCCL.
+        The result is None if all messages use the same communicator: if no GPU has joined, or if
+        the group is not on NCCL.
         """
         device = self._devices.get("cuda")
         if device is None or group.size() == 1:
@@ -95,10 +102,10 @@ class Communicators:
 
 
 def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
-    """Make a communicator over a group's ranks that torch does not know.
+    """Make a communicator over the ranks of a group that torch does not know.
 
-    `dist.new_group` does not serve: if a device is bound, it splits the default group's
-    communicator, and needs all ranks of the default group.
+    `dist.new_group` cannot be used. If a device is bound, it splits the communicator of the default
+    group, for which it needs all ranks of the default group.
     """
     own = _nccl_of(group, device)
     if own is None:
@@ -112,7 +119,7 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     channel: ProcessGroup = group_of(backend, store, device)
     _use(channel, device)
-    # It is not shut down at exit, where it might wait for messages that no peer will answer.
+    # It is not shut down at exit, because it might then wait for messages that no peer answers.
     weakref.finalize(group, channel.shutdown).atexit = False
     return channel
 
@@ -137,10 +144,10 @@ def post(
     order: Sequence[int],
     coalesced: bool,
 ) -> list[dist.Work]:
-    """Post messages, receives first; `order` has the rank in the group of each peer.
+    """Post messages, receives first. `order` has the rank of each peer in the process group.
 
-    If `coalesced`, they are one operation. This does what `dist.batch_isend_irecv` does in an
-    eighth of the time.
+    If `coalesced`, they become a single operation. The function does the same as
+    `dist.batch_isend_irecv` in an eighth of the time.
     """
     if coalesced:
         start_coalescing(group, device)

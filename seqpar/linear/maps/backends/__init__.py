@@ -1,4 +1,4 @@
-"""Backends of the recurrent primitive, one per file.
+"""Backends: modules that compute linear attention over the spans of one rank, and their maps.
 
 Start with `reference.py`, against which every other backend is tested.
 """

@@ -1,24 +1,26 @@
-"""The recurrence over spans in batched matrix products, chunk by chunk: fast on CPUs.
+"""The backend "aten" for maps: batched matrix products over chunks of spans, which are fast on
+CPUs.
 
-It runs on every device that torch supports. If the state S enters a chunk of C rows, the rows write
-Y to the state:
+It runs on every device that torch supports. A span is cut into chunks of C rows. Let S be the state
+that enters a chunk. What the rows of the chunk write to the state is
 
     Y = U − W S, where (I + L) [W U] = diag β [K̂ V]   (delta rule; otherwise Y = V)
 
-L is the lower triangle, without the diagonal, of diag β (K Kᵀ ⊙ Λ). This is the WY form of Yang et
-al., "Parallelizing Linear Transformers with the Delta Rule" (2024), section 3.2, with the decays of
-"Gated Delta Networks" (2025), section 3.3. Λ has the decays between rows. K̂ and Q̂ = scale · Q
-include the decays since the chunk's start, and K̃ the decays until the chunk's end. Then
+L is the lower triangle, without the diagonal, of diag β (K Kᵀ ⊙ Λ), where Λ has the decays between
+rows. This is the WY form of Yang et al., "Parallelizing Linear Transformers with the Delta Rule"
+(2024), section 3.2, with the decays of "Gated Delta Networks" (2025), section 3.3. K̂ and Q̂ =
+scale · Q include the decays since the start of the chunk, and K̃ the decays until its end. Then
 
     out = Q̂ S + (scale · Q Kᵀ ⊙ Λ) Y,    next S = D S + K̃ᵀ Y
 
-and only the states are computed chunk by chunk. In backward, gradients of states are computed chunk
-by chunk in reverse, in steps of the same form:
+where D is the decay over the whole chunk. Only the states are computed one chunk after another. In
+backward, gradients of states are computed one chunk after another in reverse, in steps of the same
+form:
 
     dY = (scale · Q Kᵀ ⊙ Λ)ᵀ dout + K̃ dS,    next dS = D dS + Q̂ᵀ dout − Wᵀ dY
 
-`chunk_grid.py` has the shapes of chunks. Half precision is computed in fp32. No product has rows of
-two spans or of two chunks, as in the backend `states/backends/aten.py`.
+`chunk_grid.py` explains the shapes of chunks. Half precision is computed in fp32. No product has
+rows of two spans or of two chunks, for the reason that `states/backends/aten.py` gives.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class Forward:
-    """Forward. For spans without an entering state, the first step does all but read states."""
+    """A forward.
+
+    For spans that no state enters, the constructor already does all work except reading states.
+    """
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.inputs = inputs
@@ -71,9 +76,9 @@ class Forward:
 
 
 class Backward:
-    """Backward.
+    """A backward.
 
-    If no gradient reaches the state that leaves a span, the first step does all work of the span
+    If no gradient reaches the state that leaves a span, the constructor does all work of the span
     that depends on states.
     """
 

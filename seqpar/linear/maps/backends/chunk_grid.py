@@ -1,11 +1,12 @@
-"""Cut spans into chunks of C rows, so that all chunks of all spans are computed together.
+"""Cut spans into chunks of C rows, and order them so that all spans are computed together.
 
-Chunks are ordered by step: first the first chunks of all spans, then the second chunks of the spans
-that have two, and so on. Spans with the most chunks come first. States pass from chunk to chunk
-step by step. A step is done for all spans at once, and its chunks are neighbours in memory.
+States pass from chunk to chunk, so that a span with n chunks takes n steps. In step i, the chunks
+number i of all spans are computed at once. Chunks are therefore ordered by step: first the first
+chunks of all spans, then the second chunks of all spans that have two, and so on. Spans with the
+most chunks come first. The chunks of a step are neighbours in memory.
 
-A tensor of chunks is (M, N, G, C, D): M chunks, N = B · H, G heads that share a state, or without
-G. The last chunk of a span is padded with rows of 0.
+A tensor of chunks is (M, N, G, C, D): M chunks, N = B · H, and G heads that share a state; some
+tensors have no dimension G. The last chunk of a span is padded with rows of 0.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from seqpar.linear.routes import SpanStates
 
 
 class Places(NamedTuple):
-    """Which of some spans have a state, and the indices of these states among the call's states."""
+    """Which spans of a grid have a state, and the index of each such state among the states of the
+    call.
+    """
 
     spans: Tensor
     states: Tensor
@@ -35,18 +38,21 @@ class Places(NamedTuple):
         return cls(*map(torch.from_numpy, (spans, states[spans])))
 
     def __bool__(self) -> bool:
-        """Return whether any of the spans has a state, without waiting for the device."""
+        """Return whether any span has a state, without waiting for the device."""
         return self.spans.numel() > 0
 
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:
-        """Write the call's states to their spans in `spans`, which is zeros; return `spans`."""
+        """Write the states of the call to their spans in `spans`, which has zeros.
+
+        Return `spans`.
+        """
         if states is not None:
             found = states.index_select(0, self.states)
             spans.index_copy_(0, self.spans, found.view(len(found), *spans.shape[1:]))
         return spans
 
     def put(self, states: Tensor, spans: Tensor) -> None:
-        """Set the call's `states` to the states that leave the spans."""
+        """Write the states that leave spans to the call's `states`."""
         found = spans.index_select(0, self.spans)
         states.index_copy_(0, self.states, found.view(len(found), *states.shape[1:]))
 
@@ -54,11 +60,11 @@ class Places(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Grid(TableHolder):
     size: int  # C, a power of two
-    spans: int  # number of spans, which are sorted by their number of chunks, most first
-    # the chunks of each step; step n has a chunk of each span with more than n chunks
+    spans: int  # the number of spans, which are sorted by their number of chunks, the most first
+    # The chunks of each step. Step n has a chunk of each span with more than n chunks.
     steps: list[slice]
-    rows: Tensor  # (rows,) the spans' rows, as indices in the operands
-    slots: Tensor  # (rows,) the index of each row among the rows of all chunks
+    rows: Tensor  # (rows,): the rows of the spans, as indices into the operands
+    slots: Tensor  # (rows,): the index of each row among the rows of all chunks
     plain: slice | None  # the rows as a slice, if they are consecutive and fill all chunks
     entering: Places  # the states that enter its spans
     leaving: Places  # the states that leave its spans
@@ -69,10 +75,9 @@ class Grid(TableHolder):
         return self.steps[-1].stop if self.steps else 0
 
     def cut(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-        """Return the chunks of x (B, T, h, D), (M, B·H, G, C, D), as a copy.
+        """Return the chunks of x (B, T, h, D), as a copy (M, B·H, G, C, D).
 
-        If h < H, heads are repeated, and G is 1. If h > H, each of the H states has G = h / H
-        heads.
+        If h < H, heads are repeated and G is 1. If h > H, each of the H states has G = h / H heads.
         """
         if self.plain is not None:
             x = x[:, self.plain]
@@ -91,7 +96,7 @@ class Grid(TableHolder):
     def join(self, chunks: Tensor, target: Tensor, heads: int) -> None:
         """Write the chunks (M, B·H, G, C, D) to their rows of `target` (B, T, h, D).
 
-        If h < H, heads that were repeated are summed.
+        If h < H, the heads that were repeated are added up.
         """
         batch, _, found, dim = target.shape
         group, states = chunks.shape[2], found // chunks.shape[2]
@@ -108,10 +113,10 @@ class Grid(TableHolder):
 
 
 def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
-    """Return the grid of the spans that have no state, and the grid of those that have a state.
+    """Return a grid of the spans that have no state, and a grid of those that have one.
 
-    `states` is "state_in" or "state_out". `most` is the most rows of a chunk. A grid without spans
-    is left out. Grids are kept with the spans.
+    A grid without spans is left out. Grids are stored with the spans. `states` is "state_in" or
+    "state_out", and `most` the largest number of rows of a chunk.
     """
 
     def build() -> list[Grid]:

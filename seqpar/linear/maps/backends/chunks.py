@@ -1,9 +1,9 @@
-"""The chunks of spans, as states pass through them, in the notation of `aten.py`.
+"""The chunks of spans, through which states pass, in the notation of `aten.py`.
 
-States pass from chunk to chunk for all spans at once, which is the only sequential work. Between
-chunks states are in fp64. In fp32, a decay near 1 would round a state in the same direction in each
-chunk, and the errors would add up to 6e-6 over 100,000 tokens at a log decay of 1e-7. In fp64 they
-stay below 2.4e-7.
+States pass from chunk to chunk for all spans at once, which is the only sequential work. States
+between chunks are in fp64. In fp32, a decay close to 1 would round a state in the same direction in
+each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add up to 6e-6. In fp64
+they stay below 2.4e-7.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from seqpar.linear.maps.map_options import MapOptions
 
 
 class ChunkStep(NamedTuple):
-    """What a chunk does with a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
+    """What a chunk does with the state S that enters it.
 
-    A term whose tensor is None is omitted.
+        Y = rows + reads S
+        next S = D S + added + writes Y
+
+    A term whose tensor is None is left out.
     """
 
     decay: Tensor | None  # log D (M, N, K or 1), in fp64
@@ -35,8 +38,8 @@ class ChunkStep(NamedTuple):
 
 
 class Swept(NamedTuple):
-    states: Tensor  # before each chunk (M, N, K, V)
-    rows: Tensor | None  # Y
+    states: Tensor  # the states before each chunk (M, N, K, V)
+    rows: Tensor | None  # Y of each chunk
     last: Tensor  # (spans, N, K, V)
 
 
@@ -48,10 +51,10 @@ def sweep(
     keep: bool = True,
     least: float = 0.0,
 ) -> Swept:
-    """Pass states (spans, N, K, V) through the chunks; with `reverse`, from last to first.
+    """Pass states (spans, N, K, V) through the chunks, from the first to the last or in `reverse`.
 
-    Without `keep` only the last states are returned. After each chunk, elements of at most `least`
-    in absolute value become 0.
+    Without `keep`, only the last states are returned. After each chunk, elements with an absolute
+    value of at most `least` are set to 0.
     """
     before = states.new_empty((grid.chunks if keep else 0, *states.shape[1:]))
     rows = None
@@ -78,7 +81,7 @@ def sweep(
 def _read(
     reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice, into: Tensor | None
 ) -> Tensor:
-    """Return rows + reads S of some chunks, written to the memory `into` if it is given."""
+    """Return rows + reads S of some chunks. With `into`, the result is written there."""
     if rows is None:
         return reads @ state
     if into is None:
@@ -89,15 +92,15 @@ def _read(
 
 
 class Chunks:
-    """The chunks of a grid's spans, and the rows that they write to states."""
+    """The chunks of the spans of a grid, and what their rows write to states."""
 
-    # Only with the delta rule:
+    # The next tensors exist only with the delta rule.
     beta: Tensor  # (M, N, C, 1)
     overlaps: Tensor  # K Kᵀ ⊙ Λ (M, N, 1, C, C)
     readers: Tensor  # K̂ (M, N, C, K)
     solved: Tensor  # W and U, side by side
     erases: Tensor  # −W (M, N, C, K)
-    _added: Tensor | None  # what rows add to states, from the sweep for maps until `forward`
+    _added: Tensor | None  # what rows add to states; kept from the sweep for maps until `forward`
 
     def __init__(self, inputs: Inputs, grid: Grid, options: MapOptions) -> None:
         self.kind, self.inputs, self.grid, self.options = options.kind, inputs, grid, options
@@ -133,15 +136,15 @@ class Chunks:
         self.erases, self.rows = self.solved[..., :dim].neg(), self.solved[..., dim:]
 
     def solve(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return (I + L)⁻¹ x; if `transposed`, (I + L)⁻ᵀ x."""
+        """Return (I + L)⁻¹ x or, if `transposed`, (I + L)⁻ᵀ x."""
         lower = self.overlaps[:, :, 0] * self.beta  # its diagonal is not read
         lower = lower.mT if transposed else lower
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
-        """Compute the scores of rows with each other, and the rows that read states.
+        """Compute the scores between the rows of a chunk, and the rows that read states.
 
-        Later calls do nothing.
+        Only the first call does anything.
         """
         if not self._has_read:
             self._has_read = True
@@ -151,7 +154,9 @@ class Chunks:
             self.queries = self.powers.read(self.q).flatten(2, 3)
 
     def starts(self, states: Tensor | None, places: Places) -> Tensor:
-        """Return `states` (n, B, H, K, V) at the grid's spans, and 0 at spans without a state."""
+        """Return `states` (n, B, H, K, V) at those spans of the grid that have a state, and 0 at
+        the others.
+        """
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
     def step(self) -> ChunkStep:
@@ -164,8 +169,8 @@ class Chunks:
     def forward(self, states: Tensor | None) -> None:
         """Pass the states that enter spans through the chunks.
 
-        This sets three attributes: `states` (before each chunk), `written` (Y, each chunk's rows),
-        and `last` (the states that leave spans).
+        This sets three attributes: `states` (before each chunk), `written` (Y of each chunk), and
+        `last` (the states that leave spans).
         """
         swept = sweep(self.grid, self.step(), self.starts(states, self.grid.entering))
         self._added = None
@@ -179,7 +184,9 @@ class Chunks:
         return out.unflatten(2, self.scores.shape[2:4])
 
     def transition(self, reverse: bool) -> Tensor:
-        """Return the transitions of spans, with `reverse` transposed: (spans, N[, K[, K]])."""
+        """Return the transitions of spans (spans, N[, K[, K]]), which are transposed with
+        `reverse`.
+        """
         if not self.kind.uses_beta:
             return self._product_of_decays()
         count, dim = self.shape[:2]
@@ -187,8 +194,7 @@ class Chunks:
         states = eye.expand(self.grid.spans, count, dim, dim)
         maps = (self.writers, self.erases.mT) if reverse else (self.erases, self.writers.mT)
         step = ChunkStep(self.powers.total, None, None, *maps)
-        # Decays soon make numbers or their products subnormal, and CPUs compute slowly with
-        # subnormal numbers.
+        # Products of decays soon become subnormal numbers, with which CPUs compute slowly.
         least = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
         return sweep(self.grid, step, states, reverse, keep=False, least=least).last
 
@@ -205,8 +211,8 @@ class Chunks:
 class ChunkGradients(Chunks):
     """Chunks through which states have passed, with the gradient of out.
 
-    Gradients of states pass through the chunks in reverse. They are computed explicitly because the
-    implementation of an operator runs below autograd.
+    Gradients of states pass through the chunks in reverse. They are computed explicitly, because an
+    operator's implementation runs below autograd.
     """
 
     def __init__(
@@ -239,8 +245,8 @@ class ChunkGradients(Chunks):
     def backward(self, dstates: Tensor | None) -> None:
         """Pass the gradients of the states that leave spans back through the chunks.
 
-        This sets `dstates` (of the state that leaves each chunk), `dwritten`, and `dlast` (of the
-        states that enter spans).
+        This sets `dstates` (gradients of the states that leave chunks), `dwritten` (of Y), and
+        `dlast` (of the states that enter spans).
         """
         starts = self.starts(dstates, self.grid.leaving)
         swept = sweep(self.grid, self.step_back(), starts, reverse=True)
@@ -250,9 +256,9 @@ class ChunkGradients(Chunks):
         )
 
     def local(self) -> None:
-        """Compute the gradients of q, and the summand of dk that comes from rows that read k.
+        """Compute the gradients of q, and that part of dk that comes from rows that read k.
 
-        Later calls do nothing.
+        Only the first call does anything.
         """
         if not self._has_local:
             self._has_local = True
@@ -262,7 +268,7 @@ class ChunkGradients(Chunks):
             self.dq = dq.add_(self.gradients.read(self.q, dqueries)).mul_(self.options.scale)
 
     def finish(self, target: Gradients) -> None:
-        """Write the rows of the gradients to `target`, shaped as for `inputs.fold`."""
+        """Write the gradients of the rows to `target`, which has the shapes for `inputs.fold`."""
         self.local()
         found, dk, dv = self.gradients, self.dk, self.dwritten
         dk = dk + found.write(self.k, self.written @ self.dstates.mT)

@@ -1,7 +1,8 @@
-"""The decays within chunks, per row and head or also per key channel, and their gradients.
+"""The decays within chunks, for each head or also for each key channel, and their gradients.
 
-A *power* is the product of the decays between two rows. Chunks are (M, N, C, K). Rows that read are
-(M, N, X, C, K): X rows at each of the C positions read what rows at earlier positions wrote.
+A *power* is the product of the decays between two rows. Chunks are (M, N, C, K). Rows that read,
+such as queries, are (M, N, X, C, K): at each of the C positions there are X rows, which read what
+rows at earlier positions wrote.
 """
 
 from __future__ import annotations
@@ -12,52 +13,52 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 16  # chunks are computed in blocks, whose tensors have about this many elements
+BLOCK = 1 << 16  # about how many elements the tensors of a block of chunks have
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return exp x for x ≤ 0, with tiny results set to 0 (`flush_`)."""
+    """Return exp x for x ≤ 0. Tiny results are set to 0 (`flush_`)."""
     return flush_(torch.exp(x))
 
 
 def flush_(powers: Tensor) -> Tensor:
-    """Set powers to 0 if products with them might be subnormal, which is slow."""
+    """Set powers to 0 if products with them might be subnormal, which CPUs compute slowly."""
     limits = torch.finfo(powers.dtype)
     return torch.threshold_(powers, limits.tiny / limits.eps, 0.0)
 
 
 def lower_ones(size: int, like: Tensor) -> Tensor:
-    """Return a (size, size) lower triangle of ones.
+    """Return a lower triangle of ones, (size, size).
 
-    A product with it from the left sums rows up to each.
+    A product with it from the left gives, for each row, the sum of all rows up to it.
     """
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
 
 class _Powers:
-    decays = True  # whether anything decays; if not, there are no tensors
+    decays = True  # whether anything decays; if not, the tensors do not exist
     head: Tensor  # (M, N, C, K or 1), powers from the chunk's start to each row
     tail: Tensor  # (M, N, C, K or 1), powers from each row to the chunk's end
 
     def read(self, x: Tensor) -> Tensor:
-        """Return rows x (M, N, X, C, K), decayed as they read the state that enters the chunk."""
+        """Return rows x (M, N, X, C, K), multiplied by the decay since the start of the chunk."""
         return x * self.head[:, :, None] if self.decays else x
 
     def write(self, k: Tensor) -> Tensor:
-        """Return the keys (M, N, C, K), decayed as they are in the state that leaves the chunk."""
+        """Return keys (M, N, C, K), multiplied by the decay until the end of the chunk."""
         return k * self.tail if self.decays else k
 
 
 class PerHead(_Powers):
-    """The powers of g (M, N, C); g is None if nothing decays.
+    """The powers of g (M, N, C), or of no decay if g is None.
 
-    The sum of gₘ over the rows m between two rows is computed for each pair of rows, and not as a
-    difference of two sums from the start. No digits cancel then, and g may be −∞.
+    For each pair of rows, the sum of g over the rows between them is computed directly. It is not
+    computed as the difference of two sums from the start, so that no digits cancel and g may be −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
         self.log_decay, self.size = log_decay, size
-        self.total: Tensor | None = None  # (M, N, 1), a logarithm
+        self.total: Tensor | None = None  # (M, N, 1), the logarithm of the decay over a chunk
         if log_decay is None:
             self.decays = False
             return
@@ -69,13 +70,15 @@ class PerHead(_Powers):
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        """Return (M, N, X, C, C): what rows of x read from rows of k, and 0 from later rows."""
+        """Return (M, N, X, C, C): what each row of x reads from each row of k; 0 for later rows of
+        k.
+        """
         scores = (x.flatten(2, 3) @ k.mT).unflatten(2, x.shape[2:4])
         return scores.tril_() if self.log_decay is None else scores.mul_(self.weights[:, :, None])
 
 
 class PerHeadGradients:
-    """The gradients of the results of `PerHead`, summed to the gradient of g."""
+    """Adds up the gradient of g from the gradients of the results of `PerHead`."""
 
     def __init__(self, powers: PerHead) -> None:
         self.powers, g = powers, powers.log_decay
@@ -85,7 +88,7 @@ class PerHeadGradients:
             self.total = torch.zeros_like(g[..., :1])
 
     def read(self, x: Tensor, dread: Tensor) -> Tensor:
-        """Return dx, given the gradient of `read(x)`."""
+        """Return dx from the gradient of `read(x)`."""
         if self.powers.log_decay is None:
             return dread
         dx = dread * self.powers.head[:, :, None]
@@ -93,7 +96,7 @@ class PerHeadGradients:
         return dx
 
     def write(self, k: Tensor, dwrite: Tensor) -> Tensor:
-        """Return dk, given the gradient of `write(k)`."""
+        """Return dk from the gradient of `write(k)`."""
         if self.powers.log_decay is None:
             return dwrite
         dk = dwrite * self.powers.tail
@@ -103,7 +106,7 @@ class PerHeadGradients:
     def scores(
         self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return dx and dk, given the gradient of `scores(x, k)`, whose memory is overwritten."""
+        """Return dx and dk from the gradient of `scores(x, k)`, whose memory is overwritten."""
         if self.powers.log_decay is None:
             products = dscores.tril_()
         else:
@@ -113,7 +116,10 @@ class PerHeadGradients:
         return (products @ k).view(x.shape), products.mT @ x.flatten(2, 3)
 
     def state(self, products: Tensor) -> None:
-        """Add the gradient of `total`. `products` (M, N, K) are of states and their gradients."""
+        """Add the gradient of `total`.
+
+        `products` (M, N, K) are products of states and their gradients.
+        """
         total = self.powers.total
         if total is not None:
             self.total += products.sum(-1, keepdim=True) * exp(total).to(products.dtype)
@@ -130,30 +136,37 @@ class PerHeadGradients:
 
 
 class _Level(NamedTuple):
-    """The pairs of neighbouring blocks of s rows: (M, N, C / 2s, s, K)."""
+    """The pairs of neighbouring blocks of s rows in each chunk: (M, N, C / 2s, s, K)."""
 
     size: int
-    since: Tensor  # powers in the later block, from the block's start to each row
-    left: Tensor  # powers in the earlier block, from after each row to the block's end
+    since: Tensor  # powers in the later block of a pair, from the start of the block to each row
+    # Powers in the earlier block of a pair, from after each row to the end of the block.
+    left: Tensor
 
     def later(self, x: Tensor) -> Tensor:
-        """Return the later blocks of x (…, C, D): (…, C / 2s, s, D)."""
+        """Return the later block of each pair, of x (…, C, D): (…, C / 2s, s, D)."""
         return x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :]
 
     def earlier(self, x: Tensor) -> Tensor:
         return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
 
     def readers(self, x: Tensor) -> Tensor:
-        """Return x (M, N, X, C, K), decayed as it reads: (M, N, C / 2s, X · s, K)."""
+        """Return rows x (M, N, X, C, K) of later blocks, decayed from the block's start: (M, N, C /
+        2s, X · s, K).
+        """
         blocks = self.later(x).movedim(2, 3)
         return (blocks * self.since[:, :, :, None]).flatten(3, 4)
 
     def writers(self, k: Tensor) -> Tensor:
-        """Return k (M, N, C, K), decayed as it is read: (M, N, C / 2s, s, K)."""
+        """Return rows k (M, N, C, K) of earlier blocks, decayed to the block's end: (M, N, C / 2s,
+        s, K).
+        """
         return self.earlier(k) * self.left
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Return the scores of this level, of (M, N, X, C, C): (M, N, C / 2s, X, s, s)."""
+        """Return the scores of these pairs, from all scores (M, N, X, C, C): (M, N, C / 2s, X, s,
+        s).
+        """
         blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
         # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier ones
         return blocks[:, :, :, :, 1, :, :, 0].diagonal(0, 3, 5).permute(0, 1, 5, 2, 3, 4)
@@ -162,15 +175,16 @@ class _Level(NamedTuple):
 class PerKey(_Powers):
     """The powers of g (M, N, C, K).
 
-    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). This is not a matrix product. Writing the
-    power as a quotient of powers from one row would make it one, but exp would overflow. Yang et
-    al., "Gated Linear Attention" (2024), section 4.3, cut a chunk into blocks and refer to the
-    first row of the block of i.
+    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). It is not a product of two matrices,
+    because the exponential depends on i, j and c. Writing the exponential as a quotient of two
+    powers would make it one, but exp could overflow. Yang et al., "Gated Linear Attention" (2024),
+    section 4.3, cut a chunk into blocks and measure powers from the first row of a block.
 
-    Here blocks are halves of halves. In two neighbouring blocks of s rows, rows of the later block
-    refer to that block's start, and rows of the earlier block to that block's end. Their scores are
-    then a product of two matrices. Blocks of s = 1, 2, 4 … C/2 rows cover all pairs. Powers are
-    products of exp g, at most 1, without any subtraction.
+    Here, chunks are cut into halves, these into halves, and so on. Take two neighbouring blocks of
+    s rows. For rows of the later block, powers are measured from the start of the block, and for
+    rows of the earlier block to its end. The scores between the two blocks are then a product of
+    two matrices. Pairs of blocks with s = 1, 2, 4 … C/2 rows cover all pairs of rows. Powers are
+    products of exp g, at most 1, and nothing is subtracted.
     """
 
     def __init__(self, log_decay: Tensor, size: int) -> None:
@@ -192,7 +206,7 @@ class PerKey(_Powers):
         return scores
 
     def blocks(self) -> Iterator[slice]:
-        """Yield slices of chunks whose tensors stay in a core's cache."""
+        """Yield slices of chunks whose tensors fit into the cache of a core."""
         chunks = self.log_decay.shape[0]
         step = max(1, BLOCK // max(1, self.log_decay[:1].numel()))
         for start in range(0, chunks, step):
@@ -201,7 +215,7 @@ class PerKey(_Powers):
     def levels(self, chunks: slice) -> Iterator[_Level]:
         """Yield the levels of some chunks, from single rows to halves of a chunk.
 
-        After the last level, `head` and `tail` of these chunks are set: the powers of whole chunks.
+        After the last level, `head` and `tail` of these chunks have their final values.
         """
         since = exp(self.log_decay[chunks])  # powers from the start of each row's block to the row
         left, size = torch.ones_like(since), 1  # powers from after each row to its block's end

@@ -1,14 +1,14 @@
-"""The recurrence over spans with the kernels of fla-core, through its public functions, on CUDA.
+"""The backend "fla": the recurrence over spans with fla-core's kernels, on CUDA.
 
-fla's functions compute bf16 and fp16, with states in fp32. A span is one of their sequences. They
-return a sequence's last state, but not its map. A span that has an entering state and passes a
-state on therefore gets K more columns of v: zeros, with the identity as their initial state. The
-last state of these columns is the span's transition, and their out is the factor of the entering
-state. The out of such a span is therefore rounded twice. Backward first makes this call without
-gradients, to compute the map.
+It calls fla's public functions, which compute bf16 and fp16, with states in fp32. Each span is a
+sequence for them. They return the last state of a sequence, but not its map. If a state enters a
+span and the span passes a state on, v therefore gets K additional columns: zeros, with the identity
+as their initial state. The last state of these columns is the transition of the span, and their out
+is what an entering state is multiplied by. The out of such a span is rounded twice. Backward first
+makes this call without gradients, to compute the map.
 
-Log decays below −30 count as −30, a factor of 1e-13: fla sums log decays over a chunk in fp32, and
-larger sums would lose digits of other rows.
+Log decays below −30 count as −30, a factor of 1e-13. fla adds up log decays over a chunk in fp32,
+and with larger sums other rows would lose digits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from seqpar.linear.maps.maps import transposed
 from seqpar.linear.routes import SpanStates
 
 MAX_HEAD_DIM = 256
-LOWEST = -30.0  # log decay
+LOWEST = -30.0  # the smallest log decay
 _FUNCTIONS = {
     "linear": "simple_gla",
     "constant_decay": "simple_gla",
@@ -79,7 +79,8 @@ def _broken() -> str | None:
             parameters = inspect.signature(_function(name)).parameters
             if missing := {"initial_state", "cu_seqlens", "cu_seqlens_cpu"} - set(parameters):
                 return f"fla-core is too old: chunk_{_FUNCTIONS[name]} has no {min(missing)}"
-    except Exception as error:  # whatever a broken package raises when it is imported
+    # Errors of all kinds, because a broken package may raise any when it is imported.
+    except Exception as error:
         return f"fla-core cannot be imported: {type(error).__name__}: {error}"
     return None
 
@@ -95,13 +96,16 @@ class _OnHost:
 
 
 class _Group(NamedTuple):
-    """Spans with rows, as the sequences of one call. Those of one batch entry follow another's."""
+    """Some spans with rows, as the sequences of one call of fla.
 
-    rows: Tensor | None  # (rows,) the indices of the rows in a batch entry; None: all rows
+    The sequences of one batch entry are followed by those of the next.
+    """
+
+    rows: Tensor | None  # (rows,): the indices of the rows in a batch entry; None means all rows
     edges: Ints  # (spans + 1,) the edges of the spans among these rows
     cu_seqlens: Tensor  # (B · spans + 1,)
     on_host: _OnHost
-    # The states that enter and leave the spans.
+    # The states that enter and that leave the spans.
     entering: Places
     leaving: Places
 
@@ -131,8 +135,8 @@ _Groups = tuple[list[_Group], tuple[Places, Places]]
 def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
     """Return the groups of spans with rows, and the states that leave and enter spans without rows.
 
-    There are up to three groups: spans without the state `first`, "state_in" or "state_out"; spans
-    with both states; and spans with only `first`. Empty groups are left out.
+    There are up to three groups: spans without the state `first` ("state_in" or "state_out"), spans
+    with both states, and spans with only `first`. Empty groups are left out.
     """
 
     def build() -> _Groups:
@@ -153,7 +157,7 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class _Mapped(NamedTuple):
-    """A group's results without entering states, and the factors of entering states."""
+    """The results of a group before states enter it, and the factors for entering states."""
 
     out: Tensor
     readers: Tensor  # (1, B · rows, heads, K): an entering state times this is added to `out`
@@ -162,10 +166,11 @@ class _Mapped(NamedTuple):
 
 
 class _Work:
-    """What forward and backward share: the inputs as fla takes them, with max(Hq, H) heads."""
+    """What forward and backward share: the inputs in fla's form, with max(Hq, H) heads."""
 
-    first: str  # "state_in" or "state_out": groups without this state need not wait
-    end: int  # 0 if maps belong to the states that leave spans, 1 if to the states that enter
+    first: str  # "state_in" or "state_out": groups without this state need not wait for an exchange
+    # 0 if maps are those of the states that leave spans, 1 if of the states that enter them.
+    end: int
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.options = options.kind, inputs, options
@@ -189,10 +194,10 @@ class _Work:
         self.operands = {n: repeated(x, self.heads) for n, x in named.items() if x is not None}
 
     def local(self) -> None:
-        """Do nothing: fla's functions do everything in one call."""
+        """Do nothing. fla's functions do all work in one call."""
 
     def rows(self, group: _Group, x: Tensor) -> Tensor:
-        """Return a group's rows of x (B, T, h, …) as fla takes them: (1, B · rows, h, …)."""
+        """Return a group's rows of x (B, T, h, …) in fla's form, (1, B · rows, h, …)."""
         x = x if group.rows is None else x.index_select(1, group.rows)
         return x.flatten(0, 1)[None].contiguous()
 
@@ -200,7 +205,7 @@ class _Work:
         return {name: self.rows(group, x) for name, x in self.operands.items()}
 
     def set_rows(self, target: Tensor, group: _Group, x: Tensor) -> Tensor:
-        """Return `target` (B, T, h, …) with a group's rows x."""
+        """Return `target` (B, T, h, …) in which a group's rows are x."""
         x = x.view(self.batch, -1, *x.shape[2:])
         return x if group.rows is None else target.index_copy_(1, group.rows, x)
 
@@ -217,7 +222,7 @@ class _Work:
         )
 
     def call_with_map(self, group: _Group, operands: dict[str, Tensor], dims: int) -> _Mapped:
-        """Return a group's maps, and out and last states of the first `dims` columns of v."""
+        """Return the maps of a group, and out and last states of the first `dims` columns of v."""
         dim, values = self.inputs.k.shape[3], operands["v"][..., :dims]
         eye = torch.eye(dim, dtype=torch.float32, device=values.device)
         sequences = len(group.cu_seqlens) - 1
@@ -226,7 +231,9 @@ class _Work:
         return _Mapped(*out.split([dims, dim], -1), *last.split([dims, dim], -1))
 
     def starts(self, group: _Group, states: Tensor | None, places: Places) -> Tensor:
-        """Return each sequence's state (B · spans, heads, K, V), or 0 if it has none."""
+        """Return the state that enters each sequence, (B · spans, heads, K, V), or 0 if none
+        enters.
+        """
         shape = group.edges.size - 1, *self.inputs.state_shape
         zeros = self.inputs.k.new_zeros(shape, dtype=torch.float32)
         filled = places.fill(zeros, states).transpose(0, 1)
@@ -238,9 +245,9 @@ class _Work:
         return entries.unflatten(2, (-1, self.group))
 
     def set_map(self, group: _Group, state: Tensor, transition: Tensor | None) -> None:
-        """Set the maps of a group's spans.
+        """Set the maps of the spans of a group.
 
-        `state` is (spans, B, H, K, V), and `transition` is per sequence.
+        `state` is (spans, B, H, K, V). `transition` has one entry for each sequence.
         """
         places = (group.leaving, group.entering)[self.end]
         places.put(self.outgoing.state, state)
@@ -261,7 +268,9 @@ class Forward(_Work):
         self.outs: list[Callable[[Tensor | None], Tensor]] = [self._begin(x) for x in self.groups]
 
     def _begin(self, group: _Group) -> Callable[[Tensor | None], Tensor]:
-        """Return a function that computes a group's out from the states that enter."""
+        """Return a function that computes the out of a group from the states that enter its
+        spans.
+        """
         operands = self.of(group)
         if not group.leaving and group.entering:
             return lambda states: self.call(
@@ -312,7 +321,7 @@ class Backward(_Work):
                 self._set_map(group)
 
     def _set_map(self, group: _Group) -> None:
-        """Set the maps of a group's spans, which act on gradients of leaving states."""
+        """Set the maps of the spans of a group, which map gradients of leaving states."""
         mapped = self.call_with_map(group, self.of(group), 0)
         rows = zip(group.each(mapped.readers), group.each(self.rows(group, self.dout)), strict=True)
         states = torch.stack([readers.float().mT @ dout.float() for readers, dout in rows], 1)
@@ -325,7 +334,8 @@ class Backward(_Work):
             initial = self.starts(group, self.states_in, group.entering).requires_grad_()
             outputs = self.call(group, initial, leaves)
         dlast = self.starts(group, dstates_out, group.leaving)
-        # Queries that share a state each have a copy of it. Its gradient enters at one copy only.
+        # Each query head that shares a state has a copy of it. The gradient of the state enters
+        # only one of the copies.
         dlast.unflatten(1, (-1, self.group))[:, :, 1:] = 0
         doutputs = self.rows(group, self.dout), dlast
         *found, dinitial = torch.autograd.grad(outputs, [*leaves.values(), initial], doutputs)

@@ -1,8 +1,8 @@
-"""The plain recurrence, token by token: every other backend is tested against this backend.
+"""The backend "reference" for maps: the plain recurrence, one token after another.
 
-Tensors of a span have the tokens as their first dimension: q (L, B, H, G, K), where G queries share
-a state, k (L, B, H, K), v (L, B, H, V), decay (L, B, H, K or 1), beta (L, B, H, 1). A state is (B,
-H, K, V).
+All other backends are tested against it. Tensors of a span have the tokens as their first
+dimension: q (L, B, H, G, K), where G query heads share a state, k (L, B, H, K), v (L, B, H, V),
+decay (L, B, H, K or 1), and beta (L, B, H, 1). A state is (B, H, K, V).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class _Span(NamedTuple):
 
 
 class _Work:
-    """What forward and backward share: the inputs with one head per state, and the spans."""
+    """What forward and backward share: the spans, and the inputs with one head for each state."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.spans, self.options = options.kind, inputs, spans, options
         self.expanded = expand(inputs)
 
     def local(self) -> None:
-        """Do nothing: `finish` computes everything."""
+        """Do nothing. `finish` computes everything."""
 
     def each(self) -> Iterator[_Span]:
         q, k, v, log_decay, beta = (None if x is None else x.transpose(0, 1) for x in self.expanded)
@@ -61,7 +61,10 @@ class _Work:
         return self.expanded.k.new_zeros(self.inputs.state_shape)
 
     def transition(self, span: _Span) -> Tensor:
-        """Return the span's transition: the result of passing an identity through the span."""
+        """Return the transition of a span.
+
+        It is what the span makes of an identity matrix as its state.
+        """
         if span.beta is not None:
             dim = span.k.shape[-1]
             states = torch.eye(dim, dtype=span.k.dtype, device=span.k.device)
@@ -129,7 +132,7 @@ class Backward(Forward):
         return fold(self.inputs, gradients)
 
     def back(self, span: _Span, dstates_out: Tensor | None, gradients: Gradients | None) -> Tensor:
-        """Return the gradient of the state that enters a span; add the gradients of its rows.
+        """Return the gradient of the state that enters a span, and add the gradients of its rows.
 
         Gradients of states are computed from the last token to the first.
         """

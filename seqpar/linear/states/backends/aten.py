@@ -1,21 +1,22 @@
-"""Linear attention over spans in batched matrix products, chunk by chunk: fast on CPUs.
+"""The backend "aten" for states: batched matrix products over chunks of spans, fast on CPUs.
 
-It runs on every device that torch supports. Qin et al., "Lightning Attention-2" (2024), section 3:
-spans are cut into chunks of C rows. The rows of a chunk add (QKᵀ ⊙ Λ) V to each other's outputs,
-and earlier rows of the span add to the outputs through the state that enters the chunk. A product
-is over all heads of one chunk, and reads the chunk in place. States pass from chunk to chunk in
-fp64, since the rounding errors of λ^C would add up. Half precision is computed in fp32.
+It runs on every device that torch supports. As in Qin et al., "Lightning Attention-2" (2024),
+section 3, spans are cut into chunks of C rows. The output of a row has two parts. Rows of its own
+chunk contribute (QKᵀ ⊙ Λ) V. Earlier rows of the span contribute through the state that enters the
+chunk. Each product is over all heads of one chunk, and reads the chunk without a copy. States pass
+from chunk to chunk in fp64, because rounding errors of λ^C would add up. Half precision is computed
+in fp32.
 
-No product has rows of two documents or of two chunks. A NaN or an infinity of a token therefore
-reaches the rows that attend to the token, and the earlier rows of the token's chunk (0 · NaN is
-NaN), but no other rows. (A product for each chunk takes no longer than a product for 16 chunks.) In
-the reference it reaches the earlier rows of the token's span. To keep all earlier rows exact, each
-row would need a separate product; softmax's kernels make the same choice for the earlier rows of a
-tile.
+No product has rows of two documents or of two chunks. A NaN or an infinity in a token therefore
+reaches only the rows that attend to the token, and the earlier rows of its chunk (because 0 · NaN
+is NaN). In the reference, it reaches the earlier rows of the whole span. To keep all earlier rows
+exact, each row would need a product of its own. The kernels of softmax attention do the same for
+the earlier rows of a tile. A product for each chunk takes no longer than a product for 16 chunks.
 
-A chunk's tensors are (N, G·C, D), with N = B·Hkv (B batch, Hkv KV heads). The G query heads that
-share a KV head follow one another, with C rows each, so a product over rows also sums over these
-heads. States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) in this file.
+The tensors of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. The G query
+heads that share a KV head follow one another, with C rows each, so that a product over rows also
+adds up these heads. States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within
+this file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.state_options import StateOptions
 
-CHUNK = 128  # the most rows of a chunk; 64 are faster for head dims up to 64
+CHUNK = 128  # the largest number of rows of a chunk; for head dims up to 64, 64 rows are faster
 
 
 class Chunk(NamedTuple):
@@ -46,18 +47,18 @@ class Chunk(NamedTuple):
     span: int
     first: bool  # whether it is the first chunk of its span
     last: bool
-    since: int  # rows between the span's start and the chunk
-    until: int  # rows between the chunk and the span's end
+    since: int  # how many rows lie between the start of the span and the chunk
+    until: int  # how many rows lie between the chunk and the end of the span
     length: int  # C, its number of rows
 
 
 def chunks_of(spans: SpanStates, size: int) -> list[Chunk]:
-    """Return the spans' chunks of `size` rows, cached with the spans."""
+    """Return the chunks of `size` rows of all spans. They are stored with the spans."""
     return spans.derived(("aten chunks", size), lambda: _chunks(spans, size))
 
 
 def rows_of_chunks(spans: SpanStates, size: int, device: torch.device) -> Tensor:
-    """Return (3, chunks) on the device: each chunk's length, `since` and `until`."""
+    """Return (3, chunks) on the device: the length, `since` and `until` of each chunk."""
 
     def build() -> Tensor:
         rows = [(x.length, x.since, x.until) for x in chunks_of(spans, size)]
@@ -86,7 +87,7 @@ def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
 
 
 class _Work:
-    """What forward and backward share: chunks of tensors, powers of λ, states that enter chunks."""
+    """What forward and backward share: chunks, powers of λ, and the states that enter chunks."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.q, self.k, self.v = inputs[:3]
@@ -98,20 +99,20 @@ class _Work:
         size = _chunk_size(inputs)
         self.chunks = chunks_of(spans, size)
         lengths, since, until = rows_of_chunks(spans, size, q.device)
-        # (chunks, N, 1, 1) in fp64: λ^C, over each chunk
+        # (chunks, N, 1, 1) in fp64: the decay λ^C over each chunk.
         self._decays = options.power(lengths, self.heads).repeat(1, self.batch)[..., None, None]
         self._since, self._until = self.power(since), self.power(until)  # (N, chunks)
-        self._derived = Memo()  # powers for a chunk, by its length
+        self._derived = Memo()  # powers of λ within a chunk, by its length
         i = torch.arange(size + 1, device=q.device)
         self._powers = self.power(i)  # (N, C + 1)
         # (N, C, C)
         self._mask = self.power(i[:-1, None] - i[:-1]) * options.scale if self.causal else None
 
     def power(self, exponents: Tensor) -> Tensor:
-        """Return (N, …): λ^exponents, and 0 where an exponent is negative.
+        """Return (N, …): λ^exponent, and 0 for negative exponents.
 
-        Powers below about 1e-31 are 0 too. Products with them would be subnormal, which makes a
-        matrix product on a CPU take twenty times as long.
+        Powers below about 1e-31 are 0, too. Products with them would be subnormal, and a matrix
+        product with subnormal numbers takes twenty times as long on a CPU.
         """
         powers = self.options.power(exponents, self.heads).movedim(-1, 0).to(self.accumulator)
         limits = torch.finfo(self.accumulator)
@@ -120,7 +121,10 @@ class _Work:
         )
 
     def head(self, length: int) -> Tensor:
-        """Return (N, G·C, 1): scale · λ^{i+1} for the query rows i of a chunk."""
+        """Return the factors of query rows for the state that enters a chunk, (N, G·C, 1).
+
+        The factor of row i is scale · λ^{i+1}.
+        """
         return self._derived(
             ("head", length),
             lambda: (
@@ -129,11 +133,16 @@ class _Work:
         )
 
     def tail(self, length: int) -> Tensor:
-        """Return (N, C, 1): λ^{C−1−i} for the key rows i of a chunk."""
+        """Return the factors of key rows for the state that leaves a chunk, (N, C, 1).
+
+        The factor of row i is λ^{C−1−i}.
+        """
         return self._derived(("tail", length), lambda: self._powers[:, :length].flip(1)[..., None])
 
     def mask(self, length: int) -> Tensor:
-        """Return (N, G·C, C): scale · λ^{i−j}, 0 for j > i."""
+        """Return the factors between rows of a chunk, (N, G·C, C): scale · λ^{i−j}, and 0 for j >
+        i.
+        """
 
         def build() -> Tensor:
             assert self._mask is not None
@@ -142,7 +151,7 @@ class _Work:
         return self._derived(("mask", length), build)
 
     def part(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return a chunk of x (B, T, H, D) as (N, G·C, D), as a view if possible."""
+        """Return a chunk of x (B, T, H, D) as (N, G·C, D); a view where possible."""
         heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         return heads_first.flatten(0, 1).flatten(1, 2).to(self.accumulator)
 
@@ -153,12 +162,12 @@ class _Work:
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Return sums and states of Σ xᵀy, with decay.
+        """Return the sums Σ xᵀy, with decay, before each chunk and over whole spans.
 
-        The sums (chunks, N, D, Dv) are over the rows of a span before each of its chunks. The
-        states are over whole spans, at the indices `wanted` (spans,); a state with index −1 is not
-        returned. With `reverse` the sums are over the rows after each chunk, and a state is what
-        its span's rows add to the gradient of the state that enters the span.
+        The sums before chunks are (chunks, N, D, Dv). Those over whole spans are at the indices
+        `wanted` (spans,); spans with the index −1 are left out. With `reverse`, the first are the
+        sums after each chunk, and the second what the rows of a span add to the gradient of the
+        state that enters the span.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)
@@ -185,8 +194,9 @@ class _Work:
     ) -> Tensor:
         """Return the state that enters a chunk, (N, D, Dv).
 
-        It is the sum of `inner`, from the span's rows, and of the decayed `outer`: the state that
-        enters the span or, with `reverse`, the gradient of the state that leaves it.
+        It is the sum of `inner`, from rows of the span, and of the decayed `outer`. `outer` is the
+        state that enters the span or, with `reverse`, the gradient of the state that leaves the
+        span.
         """
         index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
         if outer is None or index < 0:
@@ -225,7 +235,7 @@ class Forward(_Work):
         return out.to(self.q.dtype)
 
     def within(self, chunk: Chunk) -> Tensor:
-        """Return (N, G·C, Dv): what the rows of a chunk add to each other's outputs."""
+        """Return (N, G·C, Dv): what the rows of a chunk contribute to each other's outputs."""
         q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
         return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
 
@@ -266,7 +276,7 @@ class Backward(_Work):
         return dq, dk, dv
 
     def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq of a chunk, and the summands of dk and dv that come from the chunk's rows."""
+        """Return dq of a chunk, and those parts of dk and dv that come from rows of the chunk."""
         q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
         state = self.entering(number, chunk, self.before, self.initial, reverse=False)
         dq = (dout * self.head(chunk.length)) @ state.mT
@@ -278,9 +288,12 @@ class Backward(_Work):
 
     @cached_property
     def before(self) -> Tensor:
-        """The states that a span's rows had added before each chunk in forward, (…, N, D, Dv)."""
+        """What the rows of a span had added to the state before each chunk in forward, (…, N, D,
+        Dv).
+        """
         if not self.causal:
-            return self.inner[:0]  # without causality, the sums of whole documents entered
+            # Without causality, this is the sum over the whole document that entered.
+            return self.inner[:0]
         no_states = np.full_like(self.spans.state_out, -1)
         return self.sweep(self.k, self.v, no_states, reverse=False)[0]
 

@@ -1,8 +1,8 @@
-"""Linear attention over spans in plain PyTorch, each span in the parallel form (QKᵀ ⊙ Λ) V.
+"""The backend "reference" for states: each span in the parallel form (QKᵀ ⊙ Λ) V, in plain PyTorch.
 
-Every other backend is tested against this backend. Tensors of a span have heads first, grouped by
-KV head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D), v (B, Hkv, 1, L, Dv), with B batch, G query heads
-that share a KV head, L rows. States are (n, B, Hkv, D, Dv).
+All other backends are tested against it. Tensors of a span have the heads first, grouped by KV
+head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D) and v (B, Hkv, 1, L, Dv), with batch B, G query heads
+that share a KV head, and L rows. States are (n, B, Hkv, D, Dv).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class _Work:
         self.heads = inputs.heads
 
     def local(self) -> None:
-        """Do nothing: `finish` computes everything."""
+        """Do nothing. `finish` computes everything."""
 
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
-        """Yield each span: its rows, the states that enter and leave it, and its rows of `tensors`.
+        """Yield for each span its rows, the states that enter and leave it, and its rows of
+        `tensors`.
 
-        A state is given as its index or −1. Tensors are (B, T, H, D), and the rows of a span (B,
+        A state is given as its index, or −1. Tensors are (B, T, H, D), and the rows of a span (B,
         Hkv, G or 1, L, D).
         """
         spans = self.spans

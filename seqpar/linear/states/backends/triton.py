@@ -1,9 +1,9 @@
-"""Linear attention over spans with our Triton kernels, `seqpar.kernels.lightning_attention`.
+"""The backend "triton" for states: our kernels in `seqpar.kernels.lightning_attention`.
 
-It runs on CUDA, for bf16, fp16 and fp32, and in tests on a CPU under Triton's interpreter
-(TRITON_INTERPRET=1). What launches need besides tensors is computed once for each layout, and kept
-with the spans. Letters of shapes: B batch, T rows, Hq and Hkv heads, D and Dv their dims. States
-are (n, B, Hkv, D, Dv) fp32.
+It runs on CUDA, for bf16, fp16 and fp32, and for tests on a CPU in Triton's interpreter
+(TRITON_INTERPRET=1). What launches need in addition to tensors is computed once for each layout,
+and stored with the spans. Letters of shapes: B batch, T rows, Hq and Hkv numbers of heads, D and Dv
+their dims. States are (n, B, Hkv, D, Dv) in fp32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Forward:
         if self._options.causal and self._local is None:
             return self._out(initial, dtype)
         if initial is None:
-            # Without causality a state enters each run. Without entering states, there are no rows.
+            # Without causality, a state enters each run. If no states enter, there are no rows.
             return self._empty(dtype) if self._local is None else self._local
         before = self._local
         out = before if before is not None and before.dtype == dtype else self._empty(dtype)
@@ -79,7 +79,8 @@ class Backward:
         self._initial = None if initial is None else initial.contiguous()
         self._log_decay = _log_decay(options, spans, inputs.k)
         operands = *self._operands, self._log_decay
-        # A walk from the end for dk and dv, and a forward walk for dq.
+        # dk and dv are computed from the end of a span to its start, and dq from the start to the
+        # end.
         self._walk, self._along = _walks(("backward", "queries"), spans, *operands)
         common = self._log_decay, options.scale
         self._between, self.outgoing = self._walk.states(inputs.q, dout, *common)
@@ -127,7 +128,10 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
-    """Return log λ, (Hkv,) fp64. Without decay, return zeros that are kept with the spans."""
+    """Return log λ, (Hkv,) in fp64.
+
+    Without decay, return zeros, which are stored with the spans.
+    """
     if options.log_decay is None or not options.causal:
         heads, device = k.shape[2], k.device
         make = lambda: torch.zeros(heads, dtype=torch.float64, device=device)  # noqa: E731
@@ -136,10 +140,10 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
 
 
 class _Walk:
-    """The launches of kernels that go over spans in one direction, for operands of one signature.
+    """The launches of kernels that go through spans in one direction.
 
-    A walk has the tables of the spans' segments. What kernels are launched with is cached by the
-    walk and the name of the result.
+    A walk belongs to operands with the same shapes and dtypes. It has the tables of the segments of
+    spans. The launches are cached, by the walk and by the name of the result.
     """
 
     def __init__(self, tables: kernels.SegmentTables, reverse: bool, k: Tensor, v: Tensor) -> None:
@@ -147,7 +151,8 @@ class _Walk:
         self._configs = [
             kernels.choose(kind, k, v.shape[-1]) for kind in ("states", "recurrence", "carry")
         ]
-        self._known_by = object()  # a key that the tables keep; keeping the walk would be a cycle
+        # The key of the cache; the walk itself as the key would be a cycle.
+        self._known_by = object()
         self.some_enter = tables.carried.numel() > 0
 
     def states(
@@ -169,7 +174,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write the result with this name to out, given the states that `states` returned."""
+        """Write the result with this name to `out`, given the states that `states` returned."""
         kernels.recurrence(
             *operands, self._tables, self._configs[1], out=out, between=between, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -186,7 +191,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write to out the sum of `before` and of what the entering states add."""
+        """Write to `out` the sum of `before` and of what the entering states contribute."""
         kernels.carry(
             x, self._tables, self._configs[2], before=before, out=out, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -195,10 +200,10 @@ class _Walk:
 
 
 def _walks(kinds: tuple[str, ...], spans: SpanStates, *operands: Tensor) -> list[_Walk]:
-    """Return walks over the spans for each kind; k and v are the second and third operand.
+    """Return one walk for each kind. k and v are the second and the third operand.
 
-    A kind is "forward", for out; "queries", for dq, a forward walk that no state leaves; or
-    "backward", for dk and dv, a walk from the end.
+    The kinds are "forward" for out, "queries" for dq, and "backward" for dk and dv. "queries" goes
+    forward, but no state leaves. "backward" goes from the end of a span to its start.
     """
 
     def build() -> list[_Walk]:
@@ -231,7 +236,7 @@ def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.Segme
 
 
 def _segment_rows(k: Tensor, v: Tensor) -> int:
-    """Return the rows of a segment, such that two programs per multiprocessor fill the device."""
+    """Return how many rows a segment has if the device runs two programs per multiprocessor."""
     if not is_on_cuda(k):
         return kernels.segment_length(k.shape[1], 1)
     config = kernels.choose("recurrence", k, v.shape[-1], device_of(k))
