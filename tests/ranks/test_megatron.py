@@ -32,6 +32,9 @@ CASES = {
         config={"window_size": (5, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
     ),
     "sinks of tensor parallelism": Case(tp=2, cp=2, config={"softmax_type": "off-by-one"}),
+    "scheduled": Case(
+        packing="thd", hybrid=True, model={"position_embedding_type": "learned_absolute"}
+    ),
     "layer scaling": Case(cp=4, config={"apply_query_key_layer_scaling": True}),
 }
 

@@ -51,6 +51,7 @@ class Case:
     strategy: str | None = None
     packing: str | None = None  # the format of packed sequences
     padded: bool = False
+    hybrid: bool = False  # whether a scheduler chooses the ranks of each document
     config: dict = field(default_factory=dict)
     model: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
@@ -72,9 +73,11 @@ def build(case, spec, alone=False):
 
     sizes = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp}
     given = sizes | case.config
+    if case.hybrid:
+        given |= {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": ROW // 2}
     if alone:
         given = {
-            name: x for name, x in given.items() if "parallel" not in name and "cp_" not in name
+            name: x for name, x in given.items() if not {"parallel", "cp"} & set(name.split("_"))
         }
     config = TransformerConfig(
         num_layers=2,
@@ -178,6 +181,52 @@ def deal(case, group, row, step):
     return {name: x[:, torch.cat(index)] for name, x in given.items()}, packed
 
 
+def scheduled(case, config, rows, step):
+    """Megatron's loader for hybrid context parallelism, with seqpar's scheduler."""
+    from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
+
+    from seqpar.integrations import megatron
+
+    samples = []
+    for row in rows:
+        ids, labels = batch(step, row)
+        cu_seqlens = torch.tensor([0, *case.lengths(row)]).cumsum(0).int()
+        given = {"tokens": ids, "labels": labels, "position_ids": positions(case, row)}
+        given["loss_mask"] = loss_mask(case, row)
+        samples.append({name: x[0] for name, x in given.items()} | {"cu_seqlens": cu_seqlens})
+    loader = HybridCPDataLoaderWrapper(iter([samples]), config)
+    loader.cp_balancing_scheduler = megatron.PlanScheduler(
+        config.max_seqlen_per_dp_cp_rank,
+        loader.dp_cp_group,
+        cluster="1x4-h100",
+        model="llama-8b",
+    )
+    return loader
+
+
+def deal_sample(sample):
+    """This rank's tokens of a sample that the scheduler gave to some ranks."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.parallel_state import get_hybrid_data_context_parallel_groups
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    size = sample.pop("local_cp_size")
+    given = {name: x[None] for name, x in sample.items()}
+    cu_seqlens = torch.tensor([0, given["tokens"].shape[1]], dtype=torch.int32)
+    given |= {"cu_seqlens": cu_seqlens[None], "local_cp_size": size}
+    dealt = get_batch_on_this_cp_rank(
+        given, True, hybrid_cp_group_func=get_hybrid_data_context_parallel_groups
+    )
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        local_cp_size=size.item(),
+        cp_group=dealt.get("hybrid_cp_group"),
+    )
+    return dealt, packed
+
+
 def on_rank(group, case, steps, micro_batches):
     """Train with Megatron's DDP and schedule, and alone: return both losses, and what differs most.
 
@@ -202,6 +251,7 @@ def on_rank(group, case, steps, micro_batches):
             hierarchical_context_parallel_sizes=case.config.get(
                 "hierarchical_context_parallel_sizes"
             ),
+            hybrid_context_parallel=case.hybrid,
         )
         spec = megatron.sequence_parallel(get_gpt_layer_local_spec(), case.strategy, **case.options)
         config, model = build(case, spec)
@@ -216,10 +266,12 @@ def on_rank(group, case, steps, micro_batches):
         )
         losses = []
         for step in range(steps):
-            rows = iter(range(dp * micro_batches, (dp + 1) * micro_batches))
+            rows = range(dp * micro_batches, (dp + 1) * micro_batches)
+            loader = scheduled(case, config, rows, step) if case.hybrid else iter(rows)
 
-            def forward(rows, model, step=step):
-                dealt, packed = deal(case, cp, next(rows), step)
+            def forward(loader, model, step=step):
+                found = next(loader)
+                dealt, packed = deal_sample(found) if case.hybrid else deal(case, cp, found, step)
                 out = model(
                     dealt["tokens"],
                     dealt["position_ids"],
@@ -238,7 +290,7 @@ def on_rank(group, case, steps, micro_batches):
             model.zero_grad_buffer()
             reported = get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=rows,
+                data_iterator=loader,
                 model=model,
                 num_microbatches=micro_batches,
                 seq_length=ROW,

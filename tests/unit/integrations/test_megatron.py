@@ -434,6 +434,7 @@ def test_a_scheduler_refuses_what_megatron_cannot_cut():
         megatron.PlanScheduler(64, group, cluster="1x8-h100", model="llama-8b")
 
 
+@pytest.mark.filterwarnings("ignore")  # Megatron's own
 def test_the_stand_in_has_the_signatures_of_megatron(monkeypatch):
     monkeypatch.undo()
     if importlib.util.find_spec("megatron") is None:
