@@ -413,10 +413,11 @@ def one_kernel(monkeypatch):
 def test_results_of_other_ranks_wait_for_one_merge(
     merged_by_kernels, one_kernel, monkeypatch, rows
 ):
-    """They have the bits of merges one after another, in fewer launches."""
+    """They have the bits of merges one after another, in fewer launches. Results are in fp16: the
+    interpreter does not round fp32 to bf16, but cuts it."""
     monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", rows)
     case = Case(
-        "token_ring", Layout.zigzag([0, 60, 61, 130], 4), causal=True, dtype=torch.bfloat16,
+        "token_ring", Layout.zigzag([0, 60, 61, 130], 4), causal=True, dtype=torch.float16,
         heads=4, kv_heads=2, backend="flash_attn", sinks=True,
         module_options=(("deterministic", False),),
     )  # fmt: skip

@@ -37,7 +37,8 @@ class QueryHop:
     sender: int
     sent_count: int  # how many query rows go to the receiver
     received_count: int  # how many query rows come from the sender
-    build_sent: Callable[[], Ints]  # returns the ranges of this rank's rows that go to the receiver
+    # Returns this rank's rows that go to the receiver. Hops with equal rows return the same object.
+    build_sent: Callable[[], Rows]
     build_received: Callable[[], Ints]  # returns the ranges of the sender's rows that arrive
     # For each block of keys, returns the slices of the arriving queries over it.
     build_slices: Sequence[Callable[[], Slices]]
@@ -49,7 +50,7 @@ class QueryHop:
 
     @cached_property
     def sent(self) -> Rows:
-        return Rows(self.build_sent())
+        return self.build_sent()
 
     @cached_property
     def received(self) -> Rows:
@@ -194,7 +195,8 @@ class _KeptResults:
 
     Attributes:
         most: the largest number of results that are stored at the same time, at least 1.
-        last: the numbers of the hops after whose result all stored results are merged.
+        last: the numbers of the hops after whose result all stored results are merged, because
+            their memory is needed for later results. After the last result of all, none are later.
     """
 
     def __init__(self, returning: Sequence[HopMessages], kept_bytes: int) -> None:
@@ -208,6 +210,19 @@ class _KeptResults:
         self.last = {
             x.number for group in by_group.values() for x in (*group[most - 1 :: most], group[-1])
         }
+        if most > 1:  # otherwise results that this rank sends use the same memory
+            self.last.remove(returning[-1].number)
+
+
+class _Packed(NamedTuple):
+    """A message with queries, which the next hop also sends if it has the same rows."""
+
+    rows: Rows
+    group: int  # the number of the group of heads
+    message: Tensor
+
+    def has_rows_of(self, messages: HopMessages) -> bool:
+        return self.rows is messages.hop.sent and self.group == messages.group
 
 
 class QueryExchange:
@@ -252,6 +267,7 @@ class QueryExchange:
             self._returning_memory = MessageBuffers(self._kept.most + 1, to_return, grow=True)
         whole = [x.contiguous() for x in travelling]
         self._travelling = [[x[:, :, heads.queries] for x in whole] for heads in schedule.groups]
+        self._packed: _Packed | None = None
 
     @property
     def keeps_results(self) -> bool:
@@ -334,17 +350,24 @@ class QueryExchange:
             else:
                 received = packing.apart(message)
                 recvs = [(hop.sender, x) for x in received]
-        if hop.sent_count:
-            travelling = self._travelling[messages.group]
-            if messages.packs_rows(hop.sent):
-                packed, tensors = messages.outgoing.empty(self._device)
-                for x, out in zip(travelling, tensors, strict=True):
-                    hop.sent.select(x, out)
-                sends = [(hop.receiver, packed)]
-            else:
-                sends = [(hop.receiver, hop.sent.select(x)) for x in travelling]
+        if self._packed is not None and not self._packed.has_rows_of(messages):
+            self._packed = None  # before another message takes memory
+        if hop.sent_count and messages.packs_rows(hop.sent):
+            self._packed = self._packed or self._pack(messages)
+            sends = [(hop.receiver, self._packed.message)]
+        elif hop.sent_count:
+            sends = [(hop.receiver, hop.sent.select(x)) for x in self._travelling[messages.group]]
+        if messages is self._schedule.hops[-1]:
+            self._packed = None
         pending = self._queries.exchange(sends, recvs, label=self._label, step=hop.step)
         return Arriving(received, pending)
+
+    def _pack(self, messages: HopMessages) -> _Packed:
+        rows, group = messages.hop.sent, messages.group
+        message, tensors = messages.outgoing.empty(self._device)
+        for x, out in zip(self._travelling[group], tensors, strict=True):
+            rows.select(x, out)
+        return _Packed(rows, group, message)
 
     def _post_results(self, messages: HopMessages, message: Tensor | None) -> Arriving:
         hop = messages.hop

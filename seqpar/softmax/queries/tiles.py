@@ -8,6 +8,7 @@ row of the first rank and the column of the second.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import cached_property, partial
 
 import numpy as np
@@ -209,7 +210,7 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
     if not column:
         return []
     sent, received = tiles.sent_keys(rank).counts, tiles.received_keys(rank)
-    rows_for = partial(_rows_for, tiles, rank, {})
+    rows_for = partial(_rows_for, partial(tiles.key_rows, rank), {})
     steps = []
     for number, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), start=1):
         leaving = with_rows([receiver], [int(sent[tiles.row_number(receiver)])])
@@ -225,9 +226,9 @@ def _are_one_call() -> bool:
     return False
 
 
-def _rows_for(tiles: Tiles, rank: int, known: dict[bytes, Rows], receiver: int) -> Rows:
+def _rows_for(ranges_for: Callable[[int], Ints], known: dict[bytes, Rows], receiver: int) -> Rows:
     """Return the rows that are sent to a receiver. Equal rows are the same object."""
-    rows = tiles.key_rows(rank, receiver)
+    rows = ranges_for(receiver)
     return known.setdefault(rows.tobytes(), Rows(rows))
 
 
@@ -237,11 +238,12 @@ def _query_hops(rank: int, tiles: Tiles, every_hop: bool) -> list[QueryHop]:
         return []
     sent, received = tiles.sent_queries(rank).counts, tiles.received_queries(rank)
     sources, hops, known = [rank, *reversed(column)], list[QueryHop](), tiles.known_calls()
+    rows_for = partial(_rows_for, partial(tiles.query_rows, rank), {})
     first_step = len(column) + 1
     for step, (receiver, sender) in enumerate(zip(row, reversed(row), strict=True), first_step):
         counts = int(sent[tiles.column_number(receiver)]), int(received[sender])
         if every_hop or any(counts):
-            sent_rows = partial(tiles.query_rows, rank, receiver)
+            sent_rows = partial(rows_for, receiver)
             received_rows = partial(tiles.query_rows, sender, rank)
             builders = [partial(tiles.slices, sender, source, rank) for source in sources]
             rows = *counts, sent_rows, received_rows
