@@ -12,7 +12,7 @@ from benchmarks import harness
 from benchmarks.ranks import overhead
 
 STRATEGIES = "ring", "all_gather"
-BEFORE = "c21142ca"  # the last commit before slices kept the kernels that compute them
+BEFORE = "bee777e4"  # the last commit before blocks kept prepared calls of their kernels
 ARGUMENTS = overhead.ARGUMENTS | {
     "--before": (BEFORE, "the older commit"),
     "--only": ([*STRATEGIES], None, STRATEGIES),

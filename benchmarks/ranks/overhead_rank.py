@@ -283,8 +283,14 @@ def pass_for_a_gpu() -> None:
     """Let tensors on the CPU pass for tensors on an H200 with FlashAttention-4, from now on."""
     from seqpar.kernels.gpus import Gpu, assume
 
+    from seqpar.softmax import result_dtypes
     from seqpar.softmax.backends import flash_attn
 
+    def kernel_on_a_gpu(operands: Any, options: Any, device: torch.device) -> Any:
+        return flash_attn.kernel_for(operands, options, True, device)
+
+    # Messages then have the dtype that they have on a GPU.
+    result_dtypes.preferred_kernel = kernel_on_a_gpu
     assume(torch.device("cpu"), Gpu("NVIDIA H200", 9, 132))
     torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, method-assign]
     package = ModuleType("flash_attn.cute.interface")

@@ -83,6 +83,10 @@ class Hooks:
     def trace(self) -> Recorder | None:
         return self.traces[-1] if self.traces else None
 
+    @property
+    def observe_computations(self) -> bool:
+        return bool(self.traces or self.replace_compute)
+
     def computing(
         self, device: torch.device, work: Callable[[], TracedWork]
     ) -> AbstractContextManager[bool]:
@@ -90,7 +94,7 @@ class Hooks:
 
         `work()` returns the computation's work; it is called only if a hook is set.
         """
-        if (self.trace is None and self.replace_compute is None) or rehearsing():
+        if not self.observe_computations or rehearsing():
             return _COMPUTES
         return self._observed(device, work)
 
@@ -118,15 +122,20 @@ class Hooks:
 
 _COMPUTES = nullcontext(True)
 _KEY, _NONE = "seqpar hooks", Hooks()
+# Whether a thread of this process has ever set hooks. Until then, `hooks` looks up no thread's
+# value, because it is called several times for each exchange and each computation.
+_were_set = False
 
 
 def hooks() -> Hooks:
     """Return the hooks of this thread's calls."""
-    return inherited(_KEY, _NONE)
+    return inherited(_KEY, _NONE) if _were_set else _NONE
 
 
 def put_hooks(**values: Any) -> None:
     """Set some of this thread's hooks."""
+    global _were_set
+    _were_set = True
     set_inherited(_KEY, replace(hooks(), **values))
 
 

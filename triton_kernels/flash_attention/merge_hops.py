@@ -192,6 +192,7 @@ class _Merge(NamedTuple):
     # (0,) int32, passed instead of each tensor that is not used. It has no memory, so a call that a
     # CUDA graph captures keeps none of the graph's memory.
     place: Tensor
+    copies: bool  # whether some rows of hops are not contiguous
 
 
 def merge_hops(
@@ -215,32 +216,26 @@ def merge_hops(
     result, 0.
     """
     check_list("hops", hops, HopResult)
-    firsts = tuple(x.first for x in hops)
-    tables = [x.rows for x in hops if isinstance(x.rows, Tensor)]
-    results = [tensor for x in hops for tensor in x[:2]]
-    tensors = out, lse, partial_out, partial_lse, sinks, *results, *tables
+    outs, lses, rows = [x.out for x in hops], [x.lse for x in hops], [x.rows for x in hops]
+    tables = [x if isinstance(x, Tensor) else None for x in rows]
+    firsts = tuple([-1 if isinstance(x, Tensor) else x for x in rows])
+    tensors = out, lse, partial_out, partial_lse, sinks, *outs, *lses, *tables
     key = "merge hops", firsts, partial_out is out and partial_lse is lse
     prepare = lambda *_: _prepare_merge(hops, out, lse, partial_out, partial_lse, sinks)  # noqa: E731
     call: _Merge | None = kept_call(key, tensors, prepare)
     if call is None:
         return
-    every = [
-        (
-            _ready(x.out),
-            call.place if x.lse is None else x.lse,
-            x.rows if isinstance(x.rows, Tensor) else call.place,
-        )
-        for x in hops
-    ]
-    every += every[:1] * (MOST_HOPS - len(hops))  # fills the arguments of missing hops; never read
-    outs, lses, of_rows = zip(*every, strict=True)
-    before = (
-        out if partial_out is None else partial_out,
-        call.place if partial_lse is None else partial_lse,
-    )
-    sinks = call.place if sinks is None else sinks.contiguous()
-    of_lse = call.place if lse is None else lse
-    run(call.launch, *outs, *lses, *of_rows, *before, out, of_lse, sinks)
+    place, missing = call.place, MOST_HOPS - len(hops)
+    if call.copies:
+        outs = [_ready(x) for x in outs]
+    # The first hop fills the arguments of missing hops; the kernel never reads them.
+    outs += outs[:1] * missing
+    lses += lses[:1] * missing
+    tables += tables[:1] * missing
+    optional = *lses, *tables, partial_lse, lse, None if sinks is None else sinks.contiguous()
+    *of_hops, partial_lse, lse, sinks = [place if x is None else x for x in optional]
+    before = out if partial_out is None else partial_out
+    run(call.launch, *outs, *of_hops, before, partial_lse, out, lse, sinks)
 
 
 def _ready(out: Tensor) -> Tensor:
@@ -277,7 +272,8 @@ def _prepare_merge(
     }  # fmt: skip
     grid = (triton.cdiv(rows, tile_rows) * batch * heads,)
     launch = Prepared(flash_merge_hops, grid, out.device, arguments, flags)
-    return _Merge(launch, torch.empty(0, dtype=torch.int32, device=out.device))
+    copies = any(x.out.stride(3) != 1 for x in hops)
+    return _Merge(launch, torch.empty(0, dtype=torch.int32, device=out.device), copies)
 
 
 def _check(

@@ -170,7 +170,7 @@ class Slices:
     def __len__(self) -> int:
         return len(self.q_rows)
 
-    @property
+    @cached_property
     def are_computed(self) -> bool:
         """Whether kernels are launched.
 

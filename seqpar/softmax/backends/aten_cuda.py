@@ -12,7 +12,9 @@ q and k, Dv head dim of v.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel, VarlenTables
 from seqpar.softmax.compute.call_options import CallOptions
 
+T = TypeVar("T")
 # Head dims that backward refuses, except on sm_80 and sm_90 (PyTorch, flash_api.cpp, mha_bwd).
 _REFUSED_HEAD_DIMS = range(200, 232, 8)
 
@@ -49,7 +52,7 @@ def gpu_major(device: torch.device) -> int:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
+    tables: VarlenTables, options: CallOptions, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     left, right = tables.window
     out, lse, *_ = cuda_attention()(
@@ -60,7 +63,7 @@ def _forward(
 
 
 def _backward(
-    rows: BackwardRows, tables: VarlenTables, options: CallOptions
+    tables: VarlenTables, options: CallOptions, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = tables.window
     dout, q, k, v, out = operands = rows.dout, rows.q, rows.k, rows.v, rows.out
@@ -75,6 +78,11 @@ def _backward(
     return dq, dk, dv
 
 
+def _prepare(function: Callable[..., T]) -> Callable[[VarlenTables, CallOptions], Callable[..., T]]:
+    """Return a field of `VarlenKernel` for a function of tables, options and tensors."""
+    return lambda tables, options: partial(function, tables, options)
+
+
 @cache
 def _no_random_state(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=device)
@@ -83,14 +91,14 @@ def _no_random_state(device: torch.device) -> Tensor:
 # Its backward gives the same bits each time only under torch's global switch for deterministic
 # algorithms. That switch would make operators of other threads raise, so the kernel does not count
 # as deterministic.
-KERNEL = VarlenKernel(_forward, _backward, max_head_dim=256)
+KERNEL = VarlenKernel(_prepare(_forward), _prepare(_backward), max_head_dim=256)
 
 _CUDNN_MAJORS = (9, 10, 11)
 _MIN_CUDNN_VERSION = 91000  # 9.10, the first with head dims above 128 (PyTorch, sdp_utils.cpp)
 
 
 def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
+    tables: VarlenTables, options: CallOptions, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (_by_segments(x, tables) for x in (q, k, v))
     is_causal = tables.window == (-1, 0)
@@ -101,7 +109,7 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    rows: BackwardRows, tables: VarlenTables, options: CallOptions
+    tables: VarlenTables, options: CallOptions, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Torch looks up a plan by the strides of q, k and v only. All calls with the same strides of q,
     # k and v must therefore have the same strides of dout and out.
@@ -129,7 +137,8 @@ def _rows(x: Tensor) -> Tensor:
 def cudnn_kernel(major: int) -> VarlenKernel:
     """Return cuDNN's kernel for GPUs with this first number of the compute capability."""
     max_head_dim = 256 if major == 9 else 128
-    return VarlenKernel(_cudnn_forward, _cudnn_backward, max_head_dim, only_dense=True)
+    prepare = _prepare(_cudnn_forward), _prepare(_cudnn_backward)
+    return VarlenKernel(*prepare, max_head_dim, only_dense=True)
 
 
 @cache

@@ -32,7 +32,9 @@ from seqpar.core.torch_private import function_of
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends.aten_cuda import gpu_major
 from seqpar.softmax.backends.varlen import (
+    Backward,
     BackwardRows,
+    Forward,
     HeadDims,
     VarlenBlock,
     VarlenKernel,
@@ -90,24 +92,28 @@ def _filling_gradients(
     """
 
     def make(package: ModuleType, _major: int) -> VarlenKernel:
-        def forward(
-            q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
-        ) -> tuple[Tensor, Tensor]:
-            arguments = _arguments(tables, options) | unused
-            function = getattr(package, forward_name)
-            out, lse, *_ = function(q, k, v, causal=_is_causal(tables), **arguments)
-            return out, lse
+        def forward(tables: VarlenTables, options: CallOptions) -> Forward:
+            arguments = _arguments(tables, options) | unused | {"causal": _is_causal(tables)}
 
-        def backward(
-            rows: BackwardRows, tables: VarlenTables, options: CallOptions
-        ) -> tuple[Tensor, Tensor, Tensor]:
+            def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                out, lse, *_ = getattr(package, forward_name)(q, k, v, **arguments)
+                return out, lse
+
+            return run
+
+        def backward(tables: VarlenTables, options: CallOptions) -> Backward:
             arguments = _arguments(tables, options) | unused | {causal: _is_causal(tables)}
-            dq, dk, dv = (torch.empty_like(x) for x in (rows.q, rows.k, rows.v))
-            getattr(package, backward_name)(
-                rows.dout, rows.q, rows.k, rows.v, rows.out, rows.lse, dq=dq, dk=dk, dv=dv,
-                deterministic=options.deterministic, **arguments,
-            )  # fmt: skip
-            return dq, dk, dv
+            arguments |= {"deterministic": options.deterministic}
+
+            def run(rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+                dq, dk, dv = (torch.empty_like(x) for x in (rows.q, rows.k, rows.v))
+                getattr(package, backward_name)(
+                    rows.dout, rows.q, rows.k, rows.v, rows.out, rows.lse, dq=dq, dk=dk, dv=dv,
+                    **arguments,
+                )  # fmt: skip
+                return dq, dk, dv
+
+            return run
 
         return VarlenKernel(forward, backward, 256, softcap=True, deterministic=deterministic)
 
@@ -134,19 +140,6 @@ _FIRST_DETERMINISTIC = "4.0.0b12"
 _FIRST_WITH_SOFTCAP = "4.0.0b24"
 
 
-class _Named(NamedTuple):
-    """The keyword arguments for FlashAttention-4, which are the same for all tensors."""
-
-    forward: dict[str, object]
-    backward: dict[str, object]
-
-    @classmethod
-    def of(cls, backward: dict[str, object], options: CallOptions) -> _Named:
-        forward = {**backward, "return_lse": True}
-        forward.pop("score_mod_bwd", None)
-        return cls(forward, {**backward, "deterministic": options.deterministic})
-
-
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     @cache
     def softcap_functions(softcap: float) -> dict[str, object]:
@@ -157,46 +150,59 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         make = package.utils.create_softcap_scoremod, package.utils.create_softcap_scoremod_bwd
         return {"score_mod": make[0](softcap), "score_mod_bwd": make[1](softcap)}
 
-    def arguments(tables: VarlenTables, options: CallOptions) -> _Named:
-        """Return the arguments of forward, and those of backward."""
-        build = lambda: _Named.of(backward_arguments(tables, options), options)  # noqa: E731
-        return tables.kept(("FlashAttention-4", options), build)
-
-    def backward_arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
-        arguments = _arguments(tables, options, None) | {"causal": _is_causal(tables)}
+    def arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
+        """Return the arguments of backward that do not change with the tensors."""
+        found = _arguments(tables, options, None) | {"causal": _is_causal(tables)}
+        found |= {"deterministic": options.deterministic}
         if options.softcap:
-            arguments |= {"softcap": 0.0, **softcap_functions(options.softcap)}
+            found |= {"softcap": 0.0, **softcap_functions(options.softcap)}
         if _dense(tables) is not None:
-            return {**arguments, **_NO_SEGMENTS}
+            return found | _NO_SEGMENTS
         longest = max(tables.longest_q, tables.longest_k, _LARGEST_TILE + 1)
-        return arguments | {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return found | {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
-    ) -> tuple[Tensor, Tensor]:
-        if dense := _dense(tables):
-            rows, keys = dense
-            q, k, v = _by_segments(q, rows), _by_segments(k, keys), _by_segments(v, keys)
-        with _one_at_a_time:
-            named = arguments(tables, options).forward
-            out, lse, *_ = package._flash_attn_fwd(q, k, v, **named)
-        return (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)) if dense else (out, lse)
+    def forward(tables: VarlenTables, options: CallOptions) -> Forward:
+        named = arguments(tables, options) | {"return_lse": True}
+        for name in ("deterministic", "score_mod_bwd"):
+            named.pop(name, None)
 
-    def backward(
-        rows: BackwardRows, tables: VarlenTables, options: CallOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, out, lse, dlse, k, v = rows
-        if dense := _dense(tables):
-            n, keys = dense
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            with _one_at_a_time:
+                out, lse, *_ = package._flash_attn_fwd(q, k, v, **named)
+            return out, lse
+
+        if (dense := _dense(tables)) is None:
+            return run
+        rows, keys = dense
+
+        def run_dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = run(_by_segments(q, rows), _by_segments(k, keys), _by_segments(v, keys))
+            return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+        return run_dense
+
+    def backward(tables: VarlenTables, options: CallOptions) -> Backward:
+        named, dense = arguments(tables, options), _dense(tables)
+
+        def run(rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+            dout, q, out, lse, dlse, k, v = rows
+            with _one_at_a_time:
+                dq, dk, dv = package._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **named)
+            return dq, dk, dv
+
+        if dense is None:
+            return run
+        n, keys = dense
+
+        def run_dense(rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+            dout, q, out, lse, dlse, k, v = rows
             dout, q, out = _by_segments(dout, n), _by_segments(q, n), _by_segments(out, n)
-            k, v = _by_segments(k, keys), _by_segments(v, keys)
             lse, dlse = _by_heads(lse, n), None if dlse is None else _by_heads(dlse, n)
-        with _one_at_a_time:
-            results = package._flash_attn_bwd(
-                q, k, v, out, dout, lse, dlse=dlse, **arguments(tables, options).backward
-            )
-        dq, dk, dv = (x.flatten(0, 1) for x in results) if dense else results
-        return dq, dk, dv
+            k, v = _by_segments(k, keys), _by_segments(v, keys)
+            dq, dk, dv = run(BackwardRows(dout, q, out, lse, dlse, k, v))
+            return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
+
+        return run_dense
 
     def variant(tables: VarlenTables, options: CallOptions) -> Hashable:
         left, right = tables.window

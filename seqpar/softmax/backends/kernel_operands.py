@@ -8,8 +8,7 @@ Legend: D head dim of q and k, Dv head dim of v. They are the last dimension of 
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +27,15 @@ def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions
     into NaN, and a negative scale would turn it into +∞. dq of the original q is the sign times dq
     of the returned q.
     """
+    options, sign = positive_options(options)
+    return q if sign == 1 else q * sign, options, sign
+
+
+def positive_options(options: CallOptions) -> tuple[CallOptions, int]:
+    """Return the options and the sign that `positive_scale` returns."""
     if options.scale > 0:
-        return q, options, 1
-    sign = -1 if options.scale else 0
-    return q * sign, options._replace(scale=-options.scale or 1.0), sign
+        return options, 1
+    return options._replace(scale=-options.scale or 1.0), -1 if options.scale else 0
 
 
 def joint_head_dim(q: Tensor, v: Tensor) -> int:
@@ -50,12 +54,16 @@ def aligned_heads(x: Tensor, width: int) -> Tensor:
     """
     if x.shape[-1] < width:
         return pad_heads(x, width)
-    *steps, last = x.stride()
-    # The last three bits of a number are 0 if and only if it is a multiple of 8.
-    bits = reduce(or_, steps, x.storage_offset())
-    is_aligned = last == 1 and not bits % _ALIGNMENT
-    # Not `contiguous()`, which would return an unaligned contiguous x without a copy.
-    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+    if _heads_are_aligned(x.stride(), x.storage_offset() % _ALIGNMENT):
+        return x
+    # `contiguous` would return a contiguous x as it is.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(256)  # calls have few different strides
+def _heads_are_aligned(strides: tuple[int, ...], offset: int) -> bool:
+    *steps, last = strides
+    return last == 1 and not any(x % _ALIGNMENT for x in (*steps, offset))
 
 
 def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from seqpar.softmax.backends.kernel_operands import (
     aligned_heads,
     joint_head_dim,
     lse_columns,
-    positive_scale,
+    positive_options,
     with_dlse,
     with_lse_columns,
 )
@@ -97,7 +97,6 @@ class VarlenTables(NamedTuple):
     window: Window  # the window of all segments
     # Query rows and key rows of each segment, or None; see `VarlenCall.dense`.
     dense: tuple[int, int] | None
-    kept: Memo  # what kernels make of these tables
 
 
 class VarlenCall:
@@ -137,7 +136,7 @@ class VarlenCall:
             # If only the left side of the window is limited, FlashAttention-2 uses longest_k as the
             # right side, and takes a right side of at least longest_k as unlimited.
             longest_k = max(longest_q, longest_k)
-            return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window, self.dense, Memo())
+            return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window, self.dense)
 
         on_host = self._tables(batch, build)
         if device.type == "cpu":
@@ -145,7 +144,7 @@ class VarlenCall:
 
         def place() -> VarlenTables:
             cu_q, cu_k = (on_device(x, device) for x in on_host[:2])
-            return on_host._replace(cu_q=cu_q, cu_k=cu_k, kept=Memo())
+            return on_host._replace(cu_q=cu_q, cu_k=cu_k)
 
         return place() if rehearsing() else self._tables((LOCAL, batch, device), place)
 
@@ -362,17 +361,21 @@ class HeadDims(NamedTuple):
         return cls(q.dtype, q.shape[-1], v.shape[-1])
 
 
+# Takes q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and lse (Hq, n) in fp32.
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# Returns dq, dk and dv. They may have additional columns of zeros.
+Backward = Callable[[BackwardRows], tuple[Tensor, Tensor, Tensor]]
+
+
 class VarlenKernel(NamedTuple):
     """A kernel that computes the segments of a call, in bf16 or fp16.
 
     All operands have the same head dim, a multiple of 8. Results are new tensors, which callers may
-    keep and change.
+    keep and change. `forward` and `backward` prepare a call: they return a function of tensors.
     """
 
-    # Takes q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and lse (Hq, n) in fp32.
-    forward: Callable[[Tensor, Tensor, Tensor, VarlenTables, CallOptions], tuple[Tensor, Tensor]]
-    # Returns dq, dk and dv. They may have additional columns of zeros.
-    backward: Callable[[BackwardRows, VarlenTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[VarlenTables, CallOptions], Forward]
+    backward: Callable[[VarlenTables, CallOptions], Backward]
     max_head_dim: int  # the largest D
     softcap: bool = False  # whether it computes scores with a softcap
     # Whether backward accepts dlse. If not, operands get additional columns for it (`lse_columns`).
@@ -411,11 +414,21 @@ class VarlenKernel(NamedTuple):
         return remaining is None and is_dense
 
 
+class _Launch(NamedTuple):
+    """A prepared call of a kernel, without its tensors."""
+
+    call: VarlenCall
+    queries: Rows | None  # None: all rows
+    keys: Rows | None  # None: all rows
+    sign: int  # see `positive_scale`
+    run: Any  # a `Forward` or a `Backward`
+
+
 class VarlenBlock:
     """A backend for the slices of one block of keys that uses varlen kernels.
 
     The kernels, the calls and the head dim are found once, for all tensors with the same device,
-    dtype and head dims.
+    dtype, head dims and options. What a kernel needs besides tensors is prepared once.
     """
 
     forward_blocks = None  # `attend_blocks` calls `forward` for each block
@@ -434,6 +447,29 @@ class VarlenBlock:
         self._forward = (
             VarlenWork([], None) if kernel is None else varlen_work(slices, repeats_keys)
         )
+        self._launches = Memo()
+
+    def _prepared(
+        self,
+        prepare: Callable[..., Any],
+        calls: list[VarlenCall],
+        q: Tensor,
+        k: Tensor,
+        options: CallOptions,
+    ) -> list[_Launch]:
+        """Return the launches of these calls; `prepare` is a kernel's forward or backward."""
+
+        def build() -> list[_Launch]:
+            positive, sign = positive_options(options)
+            launches = []
+            for call in calls:
+                queries = None if call.queries.are_all(q.shape[1]) else call.queries
+                keys = None if call.keys.are_all(k.shape[1]) else call.keys
+                run = prepare(call.tables(q.shape[0], q.device), positive)
+                launches.append(_Launch(call, queries, keys, sign, run))
+            return launches
+
+        return self._launches((prepare, q.shape[0]), build)
 
     def forward(
         self,
@@ -461,14 +497,13 @@ class VarlenBlock:
                 self._compile(kernel, call, q, k, options)
             return
         k, v = aligned_heads(k, width), aligned_heads(v, width)
-        for call in calls:
+        for launch in self._prepared(kernel.forward, calls, q, k, options):
+            call, _, keys, _, run = launch
             partial.make_room(call.queries.count, q.dtype, width)
-            queries = _ScaledQueries.of(partial, q, call, width, options)
-            packed = queries.rows, _flat(k, call.keys), _flat(v, call.keys)
-            tables = call.tables(batch, q.device)
-            flat_out, flat_lse = kernel.forward(*packed, tables, queries.options)
-            out = _columns(_batched(flat_out, batch), value_dim)
-            partial.merge(call.queries, out, _batched(flat_lse.t(), batch), is_owned=True)
+            rows = _ScaledQueries.of(partial, q, launch, width)
+            out, lse = run(rows, _flat(k, keys), _flat(v, keys))
+            out = _columns(_batched(out, batch), value_dim)
+            partial.merge(call.queries, out, _batched(lse.T, batch), is_owned=True)
 
     def backward(
         self,
@@ -509,16 +544,17 @@ class VarlenBlock:
             v = with_lse_columns(v)
             width = joint_head_dim(q, v)
         k, v = aligned_heads(k, width), aligned_heads(v, width)
-        for call in calls:
+        for launch in self._prepared(kernel.backward, calls, q, k, options):
+            call, _, some_keys, sign, run = launch
             gradients.queries.make_room(call.queries.count, q.dtype, width)
             gradients.keys.release()
-            queries = _Queries.of(output, q, call, width, has_columns, kernel.lse_gradient, options)
-            rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
-            results = kernel.backward(rows, call.tables(batch, q.device), queries.options)
-            dq, dk, dv = [_batched(x, batch) for x in results]
-            dq, dk, dv = _columns(dq, dim), _columns(dk, dim), _columns(dv, value_dim)
-            gradients.queries.add(call.queries, dq, queries.sign)
-            if not (call.keys.are_all(k.shape[1]) and gradients.keys.keep(dk, dv)):
+            queries = _Queries.of(output, q, launch, width, has_columns, kernel.lse_gradient)
+            dq, dk, dv = run(BackwardRows(*queries, _flat(k, some_keys), _flat(v, some_keys)))
+            dq = _columns(_batched(dq, batch), dim)
+            dk = _columns(_batched(dk, batch), dim)
+            dv = _columns(_batched(dv, batch), value_dim)
+            gradients.queries.add(call.queries, dq, sign)
+            if some_keys is not None or not gradients.keys.keep(dk, dv):
                 keys = call.keys.local(q.device)
                 add_rows(dk, gradients.dk, keys)
                 add_rows(dv, gradients.dv, keys)
@@ -545,13 +581,13 @@ class VarlenBlock:
         def run(empty: Callable[..., Tensor]) -> None:
             queries, of_keys = (empty(size, dtype=dtype) for size in sizes)
             cu_q, cu_k = (empty(x.shape, dtype=x.dtype) for x in tables[:2])
-            segments = tables._replace(cu_q=cu_q, cu_k=cu_k, kept=Memo())
+            segments = tables._replace(cu_q=cu_q, cu_k=cu_k)
             if is_forward:
-                kernel.forward(queries, of_keys, of_keys, segments, options)
+                kernel.forward(segments, options)(queries, of_keys, of_keys)
                 return
             lse = empty((heads, rows), dtype=torch.float32)
             of_queries = queries, queries, queries, lse, lse if has_dlse else None
-            kernel.backward(BackwardRows(*of_queries, of_keys, of_keys), segments, options)
+            kernel.backward(segments, options)(BackwardRows(*of_queries, of_keys, of_keys))
 
         kind = kernel, kernel.variant(tables, options), is_forward, has_dlse
         compile_ahead((*kind, heads, kv_heads, self._width), q, run)
@@ -562,21 +598,22 @@ class _ScaledQueries(NamedTuple):
 
     # The tensor and the key from which the rows were made.
     q: Tensor
-    key: tuple[bytes, int]
+    key: bytes
     rows: Tensor
-    options: CallOptions  # with the scale that belongs to `rows`; see `positive_scale`
 
     @classmethod
-    def of(
-        cls, partial: Partial, q: Tensor, call: VarlenCall, width: int, options: CallOptions
-    ) -> _ScaledQueries:
-        kept, key = partial.prepared, (call.query_key, width)
+    def of(cls, partial: Partial, q: Tensor, launch: _Launch, width: int) -> Tensor:
+        kept, key = partial.prepared, launch.call.query_key
         if isinstance(kept, cls) and kept.q is q and kept.key == key:
-            return kept
+            return kept.rows
         partial.prepared = kept = None  # frees the rows of the call before
-        rows, options, _ = positive_scale(_flat(q, call.queries), options)
-        partial.prepared = queries = cls(q, key, aligned_heads(rows, width), options)
-        return queries
+        rows = aligned_heads(_scaled(q, launch), width)
+        partial.prepared = cls(q, key, rows)
+        return rows
+
+
+# The fields dout, q, out, lse and dlse of `BackwardRows`.
+_QueryRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 class _Queries(NamedTuple):
@@ -585,60 +622,61 @@ class _Queries(NamedTuple):
     # The tensor and the key from which the rows were made.
     q: Tensor
     key: tuple[bytes, int, bool, bool]
-    # The fields dout, q, out, lse and dlse of `BackwardRows`.
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-    # See `positive_scale`.
-    options: CallOptions
-    sign: int
+    tensors: _QueryRows
 
     @classmethod
     def of(
         cls,
         output: OutputGradient,
         q: Tensor,
-        call: VarlenCall,
+        launch: _Launch,
         width: int,
         has_columns: bool,
         takes_dlse: bool,
-        options: CallOptions,
-    ) -> _Queries:
-        kept, key = output.prepared, (call.query_key, width, has_columns, takes_dlse)
+    ) -> _QueryRows:
+        kept, key = output.prepared, (launch.call.query_key, width, has_columns, takes_dlse)
         if isinstance(kept, cls) and kept.q is q and kept.key == key:
-            return kept
+            return kept.tensors
         output.prepared = kept = None  # frees the rows of the call before
-        dout, lse = (_flat(x, call.queries) for x in (output.dout, output.lse))
+        queries = launch.queries
+        dout, lse = _flat(output.dout, queries), _flat(output.lse, queries)
         if output.out is None and takes_dlse:
             # A kernel computes delta as out·dout − dlse, and reads out for nothing else. For
             # queries of another rank, delta is known and out is not. With zeros in place of out and
             # −delta in place of dlse, the kernel computes this delta.
             out = output.zeros.like(dout)
-            dlse: Tensor | None = -_flat(output.ensure_delta(), call.queries)
+            dlse: Tensor | None = -_flat(output.ensure_delta(), queries)
         else:
-            out = _flat(output.ensure_out(), call.queries)
-            dlse = None if output.dlse is None else _flat(output.dlse, call.queries)
+            out = _flat(output.ensure_out(), queries)
+            dlse = None if output.dlse is None else _flat(output.dlse, queries)
         if has_columns:
             assert dlse is not None
             dout, dlse = with_dlse(dout, dlse), None
-        scaled, options, sign = positive_scale(_flat(q, call.queries), options)
-        dout, rows, out = (aligned_heads(x, width) for x in (dout, scaled, out))
+        dout, rows, out = (aligned_heads(x, width) for x in (dout, _scaled(q, launch), out))
         dlse = None if dlse is None else dlse.t().contiguous()
         tensors = dout, rows, out, lse.t().contiguous(), dlse
-        output.prepared = queries = cls(q, key, tensors, options, sign)
-        return queries
+        output.prepared = cls(q, key, tensors)
+        return tensors
 
 
-def _flat(x: Tensor, rows: Rows) -> Tensor:
-    """Return some rows of x (B, T, …), of one batch entry after another, as (n, …)."""
-    if not rows.are_all(x.shape[1]):
+def _scaled(q: Tensor, launch: _Launch) -> Tensor:
+    """Return the query rows of a launch, with the sign for `positive_scale`."""
+    rows = _flat(q, launch.queries)
+    return rows if launch.sign == 1 else rows * launch.sign
+
+
+def _flat(x: Tensor, rows: Rows | None) -> Tensor:
+    """Return some or all rows of x (B, T, …), of one batch entry after another, as (n, …)."""
+    if rows is not None:
         local = rows.local(x.device)
         x = x[:, local] if isinstance(local, slice) else x.index_select(1, local)
-    return x.flatten(0, 1)
+    return x[0] if x.shape[0] == 1 else x.flatten(0, 1)
 
 
 def _batched(x: Tensor, batch: int) -> Tensor:
     """Return rows (B · n, …), of one batch entry after another, as (B, n, …)."""
-    # `unflatten` takes several times as long as `unsqueeze`.
-    return x.unsqueeze(0) if batch == 1 else x.unflatten(0, (batch, -1))
+    # `unflatten` takes several times as long.
+    return x[None] if batch == 1 else x.unflatten(0, (batch, -1))
 
 
 def _columns(x: Tensor, count: int) -> Tensor:

@@ -269,7 +269,8 @@ class Partial(WaitingResults):
             sums = out, lse.to(torch.float64).contiguous()
         elif sums is None:
             sums = self._without_keys()
-        self._waiting, self._held, self._sums = [], 0, sums
+        self._sums = sums
+        self._drop_waiting()
         return sums
 
     def _without_keys(self) -> tuple[Tensor, Tensor]:
@@ -512,7 +513,8 @@ class QuerySums(WaitingResults):
             sums = dq.to(self.dtype) if into is None else into.copy_(dq)
         elif sums is None:
             sums = self._zeros()
-        self._waiting, self._held, self._sums = [], 0, sums
+        self._sums = sums
+        self._drop_waiting()
         return sums
 
     def _zeros(self) -> Tensor:

@@ -61,6 +61,7 @@ class WaitingResults:
         # Whether a Triton kernel sums the results.
         self._by_kernel = by_kernel and is_on_cuda(like) and dtype == torch.float32
         self._elements = math.prod(shape)
+        self._most_held = self.most_bytes * self._elements  # the most bytes of stored results
         self._waiting: list[Result] = []
         self._held = 0  # bytes of the stored results
         self._may_wait = True
@@ -97,11 +98,12 @@ class WaitingResults:
         """
         if not self._waiting:
             return
-        batch, _, count, width = self._shape
-        count = count if heads is None else heads.stop - heads.start
-        needed = batch * rows * count * max(columns, width) * dtype.itemsize
-        if not (self._by_kernel and self._fits(needed, heads)):
-            self._sum_up()
+        if self._by_kernel:
+            batch, _, count, width = self._shape
+            count = count if heads is None else heads.stop - heads.start
+            if self._fits(batch * rows * count * max(columns, width) * dtype.itemsize, heads):
+                return
+        self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
         """Send the table that summing results of these rows reads to the device."""
@@ -123,11 +125,16 @@ class WaitingResults:
     def _has_sums(self) -> bool:
         raise NotImplementedError
 
+    def _drop_waiting(self) -> None:
+        """Drop the stored results, which the sums now include."""
+        self._waiting, self._held = [], 0
+        self._most_held = (self.most_bytes - self.dtype.itemsize) * self._elements
+
     def _wait(self, result: Result) -> None:
         """Store a result, or sum it immediately if results may not be stored any more."""
         needed = _held_bytes(result)
         if self._waiting and not (
-            self._fits(needed, result.heads) and _dtypes(self._waiting[0]) == _dtypes(result)
+            self._fits(needed, result.heads) and _have_equal_dtypes(self._waiting[0], result)
         ):
             self._sum_up()  # One launch reads results of a single dtype.
         self._waiting.append(result)
@@ -158,10 +165,12 @@ class WaitingResults:
         """Return whether a result of these heads, of `needed` bytes, can be stored with the
         others.
         """
-        limit = self.most_bytes - (self.dtype.itemsize if self._has_sums else 0)
+        if self._held + needed > self._most_held:
+            return False
+        if len(self._waiting) < _most_hops():
+            return True
         groups = self._groups if heads is None else [heads]
-        has_hop = all(len(self._waiting_of(x)) < _most_hops() for x in groups)
-        return self._held + needed <= limit * self._elements and has_hop
+        return all(len(self._waiting_of(x)) < _most_hops() for x in groups)
 
     @property
     def _all_wait(self) -> bool:
@@ -185,7 +194,9 @@ class WaitingResults:
 
         is_in_place = sums is not None and sums[0] is out and sums[1] is lse
         for heads in self._groups:
-            waiting = [x.of(heads) for x in self._waiting_of(heads)]
+            waiting = self._waiting
+            if heads is not None:
+                waiting = [x.of(heads) for x in self._waiting_of(heads)]
             if not waiting:
                 assert is_in_place
                 continue
@@ -222,5 +233,7 @@ def _held_bytes(result: Result) -> int:
     return out.untyped_storage().nbytes() if result.is_owned else out.nbytes
 
 
-def _dtypes(result: Result) -> tuple[torch.dtype, torch.dtype | None]:
-    return result.out.dtype, None if result.lse is None else result.lse.dtype
+def _have_equal_dtypes(one: Result, other: Result) -> bool:
+    if one.lse is None or other.lse is None:
+        return one.lse is other.lse and one.out.dtype == other.out.dtype
+    return one.out.dtype == other.out.dtype and one.lse.dtype == other.lse.dtype

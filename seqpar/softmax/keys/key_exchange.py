@@ -7,7 +7,6 @@ in messages of the same shape, with dk in place of k and dv in place of v.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.comm import Arriving, Comm
+from seqpar.comm.messages.comm import Comm, Pending
 from seqpar.comm.messages.message_header import Message
 from seqpar.softmax.compute.partial import PackedGradients
 from seqpar.softmax.keys.key_plan import KeyStep
@@ -60,17 +59,17 @@ def travelling_keys(
     by_row = k.transpose(0, 1), v.transpose(0, 1)
     if buffers is None:
         buffers = key_buffers(steps, ahead, k.shape[0] * k.shape[2], dims, code)
+    dtype = torch.int8 if code else k.dtype
     # Kept, because consecutive receivers often get the same rows.
     packed: tuple[Rows, Tensor] | None = None
-    under_way: deque[Arriving] = deque()
+    under_way: deque[tuple[Tensor | None, Pending]] = deque()
     no_rows: Sequence[Tensor] = ()  # k and v without rows, for steps in which nothing arrives
 
     def post(step: KeyStep, following: KeyStep | None) -> None:
         nonlocal packed
         # This rank posts no messages of its own, but may relay messages of other ranks.
         if not step.travels:
-            idle = comm.exchange([], [], label=label, step=step.number)
-            under_way.append(Arriving([], idle))
+            under_way.append((None, comm.exchange([], [], label=label, step=step.number)))
             return
         sends = []
         for peer, rows in step.to:
@@ -80,11 +79,9 @@ def travelling_keys(
             sends.append((peer, packed[1]))
         if following is None or not following.sends_last_rows_of(step):
             packed = None
-        elements, dtype = step.rows * math.prod(row_shape), torch.int8 if code else k.dtype
-        block = buffers.take(elements, dtype, k.device).view(step.rows, *row_shape)
+        block = buffers.take((step.rows, *row_shape), dtype, k.device)
         recvs = _messages(step.source, block, step.counts)
-        pending = comm.exchange(sends, recvs, label=label, step=step.number)
-        under_way.append(Arriving([block], pending))
+        under_way.append((block, comm.exchange(sends, recvs, label=label, step=step.number)))
 
     posted = 0
 
@@ -99,15 +96,20 @@ def travelling_keys(
     yield k, v
     for step in steps:
         post_until(max(step.number - 1 + ahead, step.number))
-        arrived = under_way.popleft().wait()
+        block, pending = under_way.popleft()
+        pending.wait()
+        del pending
         post_until(step.number + ahead)
-        if arrived and code:
-            yield [x.transpose(0, 1) for x in decode_rows(arrived.pop(), dims, code, k.dtype)]
-        elif arrived:
-            yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
-        else:
+        if block is None:
             no_rows = no_rows or (k[:, :0], v[:, :0])
             yield no_rows
+        elif code:
+            parts, block = decode_rows(block, dims, code, k.dtype), None
+            yield [x.transpose(0, 1) for x in parts]
+            del parts
+        else:
+            yield block.transpose(0, 1).split_with_sizes(dims, -1)
+        del block
 
 
 class PassBuffers(NamedTuple):
@@ -195,16 +197,17 @@ class GradientReturn:
             if buffers is None:
                 arriving = block.new_empty(shape, dtype=dtype)
             else:
-                arriving = buffers.take(math.prod(shape), dtype, block.device).view(shape)
+                arriving = buffers.take(shape, dtype, block.device)
             sends = _messages(step.source, block, step.counts)
             recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
-        pending = comm.exchange(sends, recvs, label=label, step=step.number)
-        self._rows = [rows for _, rows in step.to]
-        self._arriving = Arriving([x for _, x in recvs], pending)
+        self._pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        self._arriving, self._step = recvs, step
 
     def add_to(self, total: PackedGradients) -> None:
         """Wait for the gradients of this rank's keys, and add them to dk and dv."""
-        for rows, part in zip(self._rows, self._arriving.wait(), strict=True):
+        self._pending.wait()
+        arrived, self._arriving = self._arriving, []
+        for (_, rows), (_, part) in zip(self._step.to, arrived, strict=True):
             rows.add(part, total.packed)
 
 

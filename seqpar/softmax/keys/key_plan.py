@@ -53,8 +53,8 @@ class KeyStep:
     # Whether a single kernel call computes the gradients that this rank sends back, and the
     # gradients that it gets back (`result_dtypes.py`). Both are False if a block has rows of
     # several ranks.
-    leave_of_one_call: Callable[[], bool]
-    return_of_one_call: Callable[[], bool]
+    find_leaving: Callable[[], bool]
+    find_returning: Callable[[], bool]
 
     @cached_property
     def rows(self) -> int:
@@ -65,9 +65,23 @@ class KeyStep:
     def sent_rows(self) -> int:
         return sum(self.sent_counts)
 
-    @property
+    @cached_property
     def travels(self) -> bool:
         return bool(self.rows or self.sent_rows)
+
+    def leave_of_one_call(self) -> bool:
+        return self._leaving
+
+    def return_of_one_call(self) -> bool:
+        return self._returning
+
+    @cached_property
+    def _leaving(self) -> bool:
+        return self.find_leaving()
+
+    @cached_property
+    def _returning(self) -> bool:
+        return self.find_returning()
 
     @cached_property
     def to(self) -> list[tuple[int, Rows]]:
@@ -94,14 +108,23 @@ class LazySlices(Sequence[Slices]):
     Slices of a step are built when they are computed, while messages of later steps are under way.
     """
 
-    def __init__(self, own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
-        self._own, self._steps = own, steps
+    def __init__(self, build_own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
+        self._build_own, self._steps = build_own, steps
+
+    @cached_property
+    def _own(self) -> Slices:
+        return self._build_own()
 
     def __len__(self) -> int:
         return 1 + len(self._steps)
 
     def __getitem__(self, block: int) -> Slices:  # type: ignore[override]  # never a range of them
-        return self._steps[block - 1].slices if block else self._own()
+        return self._steps[block - 1].slices if block else self._own
+
+    def __iter__(self) -> Iterator[Slices]:
+        yield self._own
+        for step in self._steps:
+            yield step.slices
 
 
 class KeyPlan:

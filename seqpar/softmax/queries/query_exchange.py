@@ -309,7 +309,9 @@ class QueryExchange:
             message: Tensor | None = None
             if messages.hop.received_count:
                 packing = messages.leaving
-                message = self._leaving_memory.take(packing.elements, packing.dtype, self._device)
+                message = self._leaving_memory.take(
+                    (packing.elements,), packing.dtype, self._device
+                )
                 compute(messages, received, packing.tensors(message))
             del received  # freed before the next queries are computed
             returned = self._returned(*returning) if returning else None
@@ -344,7 +346,7 @@ class QueryExchange:
         sends, recvs, received = list[Message](), list[Message](), list[Tensor]()
         if hop.received_count:
             packing = messages.incoming
-            message = self._query_memory.take(packing.elements, packing.dtype, self._device)
+            message = self._query_memory.take((packing.elements,), packing.dtype, self._device)
             if messages.packs_rows(hop.received):
                 received, recvs = packing.tensors(message), [(hop.sender, message)]
             else:
@@ -375,7 +377,7 @@ class QueryExchange:
         recvs, results = list[Message](), list[Tensor]()
         if hop.sent_count:
             packing = messages.returning
-            arriving = self._returning_memory.take(packing.elements, packing.dtype, self._device)
+            arriving = self._returning_memory.take((packing.elements,), packing.dtype, self._device)
             results, recvs = packing.tensors(arriving), [(hop.receiver, arriving)]
         pending = self._results.exchange(sends, recvs, label=self._label, step=hop.step)
         return Arriving(results, pending)

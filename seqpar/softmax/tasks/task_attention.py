@@ -22,7 +22,6 @@ ranks can be parts of one block of memory. Backends take the view (B, n, H, …)
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -236,7 +235,7 @@ def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tens
     """Return memory (rows, B, H, ΣD) for rows of tensors (B, T, H, D) that are joined along D."""
     x, (batch, _, heads, _) = tensors[0], tensors[0].shape
     shape = rows, batch, heads, sum(x.shape[3] for x in tensors)
-    return memory.take(math.prod(shape), x.dtype, x.device).view(shape)
+    return memory.take(shape, x.dtype, x.device)
 
 
 def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> list[Message]:

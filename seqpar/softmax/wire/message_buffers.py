@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,21 +45,30 @@ class MessageBuffers:
                 buffer.
             unit: if messages have different dtypes, the dtype whose elements `sizes` count.
         """
-        count = min(count, len(sizes))
+        self._count = count = min(count, len(sizes))
         self._largest = [0 if grow else max(sizes[slot::count]) for slot in range(count)]
         self._blocks: list[Tensor | None] = [None] * count
         self._messages, self._taken, self._unit = len(sizes), 0, unit
 
-    def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory (elements,) for the next message."""
-        number, count = self._taken, len(self._blocks)
-        self._taken += 1
-        slot = number % count
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of this shape for the next message."""
+        slot, elements = self._taken % self._count, math.prod(shape)
         buffer = self._blocks[slot]
-        if buffer is not None and buffer.dtype != dtype:
+        if buffer is None or buffer.dtype != dtype or buffer.numel() < elements:
+            del buffer  # it may be freed before other memory is allocated
+            buffer = self._other(slot, elements, dtype, device)
+        self._taken += 1
+        if self._taken + self._count > self._messages:  # no further message has this buffer
+            self._blocks[slot] = None
+        return buffer[:elements].view(shape)
+
+    def _other(self, slot: int, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the buffer in another dtype or, if it is too small or missing, a new buffer."""
+        buffer = self._blocks[slot]
+        if buffer is not None:
             buffer = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize // buffer.itemsize]
             buffer = buffer.view(dtype)
-        if buffer is None or len(buffer) < elements:
+        if buffer is None or buffer.numel() < elements:
             size = self._largest[slot]
             if self._unit is not None:
                 size = -(-size * self._unit.itemsize // dtype.itemsize)
@@ -66,5 +76,5 @@ class MessageBuffers:
             # Frees the old buffer before the new one is allocated.
             self._blocks[slot] = buffer = None
             buffer = torch.empty(size, dtype=dtype, device=device)
-        self._blocks[slot] = buffer if number + count < self._messages else None
-        return buffer[:elements]
+        self._blocks[slot] = buffer
+        return buffer

@@ -59,7 +59,10 @@ class Rows:
 
     def add(self, block: Tensor, total: Tensor) -> None:
         """Add a block (n, B, H, D), of any dtype, to these rows of `total` (T, B, H, D)."""
-        add_rows(block.transpose(0, 1), total.transpose(0, 1), self.local(total.device))
+        if self.is_range:
+            total[self._range].add_(block)
+        else:
+            add_rows(block.transpose(0, 1), total.transpose(0, 1), self._indices(total.device))
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return these rows of x (B, T, …) as one contiguous tensor (B, n, …).

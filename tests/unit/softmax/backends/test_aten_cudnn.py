@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import aten_cuda, kernel_order, triton
 from seqpar.softmax.backends.aten_cuda import load_cudnn
@@ -113,9 +112,9 @@ def test_backward_copies_strided_gradients(calls):
     dout, out = wide[:, :, ::2]
     q = torch.randn(256, 2, 8).bfloat16()
     lengths = torch.tensor([0, 128, 256], dtype=torch.int32)
-    tables = VarlenTables(lengths, lengths, 128, 128, (-1, 0), (128, 128), Memo())
+    tables = VarlenTables(lengths, lengths, 128, 128, (-1, 0), (128, 128))
     options = CallOptions(1.0, 0.0, "aten", False)
-    results = load_cudnn(9).backward(BackwardRows(dout, q, out, lse, None, q, q), tables, options)
+    results = load_cudnn(9).backward(tables, options)(BackwardRows(dout, q, out, lse, None, q, q))
     assert [x.shape for x in results] == [q.shape] * 3
 
 

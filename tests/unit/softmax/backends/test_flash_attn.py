@@ -25,6 +25,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.attention.rehearsal import SilentComm
 from seqpar.core.installed import installed_version
 from seqpar.core.torch_private import has_fake_mode
+from seqpar.softmax import attend
 from seqpar.softmax.backends import flash_attn, triton, varlen
 from seqpar.softmax.backends.compile_ahead import compile_ahead
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
@@ -352,11 +353,13 @@ def test_keys_of_several_ranks_are_one_call(monkeypatch, installed, options):
 
 
 def test_a_repeated_call_finds_what_the_first_one_prepared(monkeypatch, installed):
-    """The kernels, their calls, and the arguments that do not change with the tensors."""
+    """The backends, the kernels, their calls, and what does not change with the tensors."""
     case = Case("ring", Layout.zigzag(DOCUMENTS, 2), True, dtype=BF16, backend="flash_attn")
     first = virtual(2, run, case)[0]
     for name in ("prepared", "_arguments"):
         monkeypatch.setattr(flash_attn, name, None)
+    monkeypatch.setattr(varlen, "positive_options", None)
+    monkeypatch.setattr(attend, "_choose", None)
     for x, y in zip(first, virtual(2, run, case)[0], strict=True):
         assert (x == y).all()
 
@@ -515,10 +518,10 @@ def call_once(kernel, lengths, window):
     q, k = (torch.zeros(sum(lengths), heads, 64, dtype=BF16) for heads in (4, 2))
     tables = VarlenCall(segments, window).tables(1, q.device)
     options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
-    out, lse = kernel.forward(q, k, k, tables, options)
+    out, lse = kernel.forward(tables, options)(q, k, k)
     assert out.shape == q.shape and lse.shape == q.shape[1::-1]
     rows = BackwardRows(out, q, out, lse, None, k, k)
-    for x, gradient in zip((q, k, k), kernel.backward(rows, tables, options), strict=True):
+    for x, gradient in zip((q, k, k), kernel.backward(tables, options)(rows), strict=True):
         assert x.shape == gradient.shape
 
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def test_a_buffer_is_used_in_turn_and_freed_with_its_last_message():
     sizes = [3, 5, 4, 1, 2]
     buffers = MessageBuffers(2, sizes)
-    taken = [buffers.take(size, torch.float32, CPU) for size in sizes]
+    taken = [buffers.take((size,), torch.float32, CPU) for size in sizes]
     assert [x.numel() for x in taken] == sizes
     storages = [x.untyped_storage() for x in taken]
     assert [x.data_ptr() == storages[i % 2].data_ptr() for i, x in enumerate(storages)] == 5 * [
@@ -36,14 +36,14 @@ def test_a_buffer_is_used_in_turn_and_freed_with_its_last_message():
 
 def test_a_buffer_that_grows_begins_small():
     buffers = MessageBuffers(2, [1, 2, 3, 2], grow=True)
-    taken = [buffers.take(size, torch.int8, CPU) for size in (1, 2, 3, 2)]
+    taken = [buffers.take((size,), torch.int8, CPU) for size in (1, 2, 3, 2)]
     assert [x.untyped_storage().nbytes() for x in taken] == [1, 2, 3, 2]
     assert taken[1].data_ptr() == taken[3].data_ptr()
 
 
 def test_no_more_buffers_than_messages():
     buffers = MessageBuffers(9, [7, 2])
-    taken = [buffers.take(size, torch.int8, CPU) for size in (7, 2)]
+    taken = [buffers.take((size,), torch.int8, CPU) for size in (7, 2)]
     assert [x.untyped_storage().nbytes() for x in taken] == [7, 2]
 
 
