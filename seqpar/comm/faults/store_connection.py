@@ -1,16 +1,16 @@
-"""A heartbeat's own connection to its group's store.
+"""The connection of a heartbeat to its group's store.
 
-torch's client has three habits that a heartbeat cannot afford:
+torch's client of a store has three properties with which a heartbeat cannot work:
 
-* If the process that keeps the store has closed the connection, as it may at any normal exit, the
-  client writes a stack trace to stderr.
-* If that process is gone, connecting takes as long as the group's timeout.
-* If that process is stopped, connecting and every other call never return. Callers that cannot wait
-  use `answer_of`.
+* If the process that keeps the store has closed the connection, as it may do at any normal exit,
+  the client writes a stack trace to stderr.
+* If this process is gone, connecting takes as long as the group's timeout.
+* If this process is stopped, connecting and all other calls never return. Code that cannot wait
+  uses `answer_of`.
 
-Each connection therefore has an additional plain socket to the same port, without any traffic,
-which shows when the store is gone. The groups of a process share one such socket per port, since
-the process that keeps the store may open only a limited number of files.
+A connection therefore has an additional plain socket to the same port, which carries no data and
+shows when the store is gone. All groups of a process share one such socket for each port, because
+the process that keeps the store can open only a limited number of files.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
-_PARTS = 10  # `answer_of` waits in this many intervals
+_PARTS = 10  # the number of intervals in which `answer_of` waits
 
 
 class Connection:
-    """The methods of a store that heartbeats use; they raise RuntimeError once it is gone.
+    """The methods of a store that heartbeats use. They raise a RuntimeError when the store is gone.
 
     Attributes:
-        host: this machine's address as the store sees it, at which other ranks can reach it. A
-            store without TCP has the loopback address.
+        host: the address of this machine as the store sees it, at which other ranks can reach it.
+            For a store without TCP, it is the loopback address.
     """
 
     def __init__(self, store: Store) -> None:
@@ -54,7 +54,10 @@ class Connection:
 
     @classmethod
     def open(cls, store: Store, seconds: float) -> Connection:
-        """Connect, or raise a RuntimeError if it is refused or takes longer than `seconds`."""
+        """Connect.
+
+        Raise a RuntimeError if the connection is refused or takes longer than `seconds`.
+        """
         return answer_of(lambda: cls(store), seconds)
 
     def set(self, key: str, value: str, /) -> None:
@@ -76,10 +79,10 @@ class Connection:
 
 
 def answer_of(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of a call of a store, or raise a RuntimeError after `seconds`.
+    """Return the result of a call of a store. Raise a RuntimeError after `seconds`.
 
-    The time is waited for in several intervals, since this process may be stopped meanwhile. A late
-    call continues in its thread.
+    The function waits in several intervals, because this process itself may be stopped meanwhile. A
+    call that is late continues in its thread.
     """
     answers: list[T] = []
     errors: list[Exception] = []
@@ -93,24 +96,27 @@ def answer_of(call: Callable[[], T], seconds: float) -> T:
     thread = threading.Thread(target=run, name="seqpar store", daemon=True)
     thread.start()
     for _ in range(_PARTS):
-        thread.join(seconds / _PARTS)  # returns immediately if the thread has ended
+        thread.join(seconds / _PARTS)  # returns immediately when the thread has ended
     if answers:
         return answers[0]
     raise RuntimeError(errors[0] if errors else f"no answer in {seconds:.1f} s")
 
 
 class _Idle:
-    """A plain socket to a store, without traffic. It becomes readable when the store closes it."""
+    """A plain socket to a store that carries no data.
+
+    It becomes readable when the store closes it.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         connection = socket.create_connection((host, port))
-        self.host = connection.getsockname()[0]  # this end's address
+        self.host = connection.getsockname()[0]  # the address of this end
         self.descriptor = connection.detach()
-        # The socket stays open at exit, since the last beat is written later.
+        # The socket stays open at exit, because the last beat is written after this.
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     def ended(self) -> bool:
-        poll = select.poll()  # a new object, since threads must not share one
+        poll = select.poll()  # a new object for each call, because threads must not share one
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))
 

@@ -1,4 +1,4 @@
-"""Decide which rank of a group is at fault, from the beats that one rank has read."""
+"""Decide which rank of a group is at fault, given the beats that one rank has read."""
 
 from __future__ import annotations
 
@@ -9,43 +9,53 @@ from itertools import islice
 
 from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
-MAX_SILENT_READS = 10  # reads of an unchanged beat before a rank counts as silent
-MAX_WATCHED = 16  # ranks whose beats a rank always reads, and limit on further ranks per wait
+MAX_SILENT_READS = 10  # a rank counts as silent after this number of reads of an unchanged beat
+# How many ranks' beats a rank always reads, and the most additional ranks for each wait.
+MAX_WATCHED = 16
 CHECK_HINT = "check_ranks=True, if it is not set, finds out"
 GRACE = "SEQPAR_GRACE_SECONDS"
-LEFT = "left"  # the last beat of a rank that ended normally or dropped the group
-RAISED = "raised "  # begins the beat of a rank with an error; the error's number and text follow
-MAX_ERROR_READS = 3  # reads of an error before its rank counts as one that sends nothing more
+LEFT = "left"  # the last beat of a rank that has ended normally or dropped the group
+# The beginning of the beat of a rank with an error; the number and the text of the error follow.
+RAISED = "raised "
+# After this number of reads of an error, its rank counts as one that sends nothing more.
+MAX_ERROR_READS = 3
 
 
 class Witness:
-    """The beats that one rank has read from other ranks, and its judgement of them."""
+    """The beats of other ranks that one rank has read, and its judgement."""
 
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
     ) -> None:
-        """Read beats for `rank`.
+        """Begin without beats.
 
-        A rank watches the `MAX_WATCHED` next ranks of the group that have not left. Each faulty
-        rank is therefore watched by a healthy rank before it, so no rank needs to read all beats.
-        `names` has the names of the ranks in errors, and `interval` is the seconds between two
-        reads. A rank that is silent but alive is at fault after `grace` seconds.
+        Args:
+            rank: the rank that reads. It watches the next `MAX_WATCHED` ranks of the group that
+                have not left. A healthy rank therefore watches the faulty ranks after it, and no
+                rank must read all beats.
+            names: the names of the ranks in errors.
+            interval: the seconds between two reads.
+            grace: a rank that lives but is silent is at fault after this number of seconds.
         """
         self._names, self._interval, self._grace = names, interval, grace
         self._rank = rank
         self.watches_all = len(names) - 1 <= MAX_WATCHED
-        self.beats: dict[int, str] = {}  # by rank, the last beat read; none before the rank begins
+        # The last beat of each rank; none of ranks that have not begun.
+        self.beats: dict[int, str] = {}
         self.watched = self.watch(())
-        # The number of reads in a row in which a rank's beat has not changed.
+        # For each rank, how many reads in a row have found the same beat.
         self._unchanged: dict[int, int] = {}
-        # The number of reads in a row in which a rank had raised an error.
+        # For each rank, how many reads in a row have found an error.
         self._raised: dict[int, int] = {}
-        # None until one of this rank's waits has failed.
+        # None until a wait of this rank has failed.
         self._heard_since_failure: set[int] | None = None
         self._reads_since_failure = 0
 
     def watch(self, waits: Iterable[frozenset[int]]) -> list[int]:
-        """Choose the ranks to read; `waits` has the peers of each current wait."""
+        """Choose the ranks whose beats are read.
+
+        `waits` has the peers of each wait that is running.
+        """
         ranks = len(self._names)
         ahead = ((self._rank + step) % ranks for step in range(1, ranks))
         present = (peer for peer in ahead if self.watches_all or self.beats.get(peer) != LEFT)
@@ -54,7 +64,7 @@ class Witness:
         return self.watched
 
     def hear(self, beats: dict[int, str]) -> None:
-        """Note the current beats of the watched ranks that have written a beat."""
+        """Record the current beats of the watched ranks. Ranks that have not begun have none."""
         changed = {peer for peer, text in beats.items() if text != self.beats.get(peer)}
         self._unchanged = {
             peer: 0 if peer in changed else self._unchanged.get(peer, 0) + 1
@@ -70,12 +80,12 @@ class Witness:
             self._heard_since_failure |= changed
 
     def pause(self) -> None:
-        """Forget the silence counted so far, since this rank stops reading."""
+        """Start to count silence again from 0, because this rank stops reading."""
         self._unchanged.clear()
         self._raised.clear()
 
     def silent(self) -> dict[int, float]:
-        """Return the seconds of silence of each silent rank that has begun."""
+        """Return for each silent rank that has begun how many seconds it has been silent."""
         return {
             peer: reads * self._interval
             for peer, reads in self._unchanged.items()
@@ -89,26 +99,30 @@ class Witness:
         waited: Collection[int] = (),
         errors: int = 0,
     ) -> str:
-        """Return the rank at fault and the reason, to begin an error message, or "".
+        """Return which rank is at fault and why, as the beginning of an error, or "".
 
-        `words` has the states of silent ranks that their operating systems report. A rank that
-        lives, or may live, is not dead. `failed` has the peers of each failed wait, and `waited`
-        the peers of all waits. `errors` is the number of errors that this rank itself has raised.
-
-        Before a wait fails, other ranks may begin later, or may have left after their work. A rank
-        is then at fault in three cases only: it has died; it has been silent for longer than the
-        grace; or it has raised an error that this rank, which waits for it, has not raised.
+        Before a wait has failed, other ranks may still begin, or may have left after their work. A
+        rank is then at fault only in three cases: it has died, or it has been silent for longer
+        than the grace, or it has raised an error that this rank, which waits for it, has not
+        raised.
 
         When a wait has failed, the first rank in this list is at fault:
 
-        1. a rank that has left, if all failed waits were for it;
-        2. a rank that never began;
-        3. a rank that is alive but silent;
+        1. a rank that has left, if all failed waits were for this rank;
+        2. a rank that has never begun;
+        3. a rank that lives but is silent;
         4. a rank that is in no exchange.
 
-        If there is none, all ranks wait for each other. A rank is alive if its beat has changed
-        since the failure, or if its operating system reports it. A rank that does not watch all
-        other ranks gives the others time: first to find a dead rank, then to find an idle rank.
+        If there is no such rank, all ranks wait for each other. A rank lives if its beat has
+        changed since the failure, or if its operating system says so. A rank that does not watch
+        all other ranks first gives these time to find a dead rank, and then to find an idle one.
+
+        Args:
+            words: the states of silent ranks, from their operating systems. A rank that lives, or
+                may live, is not dead.
+            failed: the peers of each failed wait.
+            waited: the peers of all waits.
+            errors: how many errors this rank itself has raised.
         """
         silent = self.silent()
         left = {peer for peer, text in self.beats.items() if text == LEFT}
@@ -120,8 +134,8 @@ class Witness:
             return self._locked(late, silent)
         for peer in sorted(set(waited) & self._raised.keys()):
             number, _, error = self._doing(peer).removeprefix(RAISED).partition(" ")
-            # All ranks may have raised the same error. This rank has then continued, and the peer
-            # has not continued yet.
+            # All ranks may have raised the same error. This rank has continued after it, and the
+            # peer has not yet.
             if self._raised[peer] >= MAX_ERROR_READS and int(number) > errors:
                 return f"{self._names[peer]} raised an error, and did not send: {error}"
         if not failed:
@@ -159,7 +173,7 @@ class Witness:
         return self.beats.get(peer, "").partition(" ")[2]
 
     def listed(self, peers: Iterable[int]) -> str:
-        """Return the names of some ranks, as in "rank 1 and rank 3"."""
+        """Return the names of some ranks in words, such as "rank 1 and rank 3"."""
         return " and ".join(self._names[peer] for peer in sorted(set(peers)))
 
     def _locked(self, peers: Iterable[int], silent: Mapping[int, float]) -> str:
@@ -171,7 +185,9 @@ class Witness:
 
 
 def grace_seconds() -> float | None:
-    """Return the seconds that a living rank may be silent, or None if the user has not set them."""
+    """Return for how many seconds a living rank may be silent, or None if the user has set no
+    limit.
+    """
     text = os.environ.get(GRACE)
     try:
         seconds = None if text is None else float(text)

@@ -1,8 +1,9 @@
-"""Exchange messages between ranks. Ranks send all of their messages through `Comm.exchange`.
+"""`Comm`: a group of ranks, and the exchange of messages in it.
 
-An exchange is a list of messages to peers and a list of messages from peers, posted together and
-waited for later. A peer is the number of another rank in the group. On gloo, point-to-point
-messages are 3 to 6 times as fast as all_gather and reduce_scatter.
+All messages of seqpar go through `Comm.exchange`. An exchange is a list of messages to other ranks
+and a list of messages from other ranks. They are posted together, and waited for later. A *peer* is
+another rank of the group, by its number. On gloo, such messages are 3 to 6 times as fast as
+all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WaitContext = Callable[[], AbstractContextManager[None]]
 
 
 class Pending:
-    """Posted messages. Their tensors must not be read or written before `wait` returns."""
+    """Posted messages. Nobody may read or write their tensors before `wait` has returned."""
 
     def __init__(
         self,
@@ -50,17 +51,21 @@ class Pending:
         check: Callable[[], None] | None = None,
         error_of: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """`check()` raises if a peer's messages are not what this rank expects.
+        """Hold posted messages.
 
-        `error_of` returns the error to raise in place of a backend's error.
+        Args:
+            works: what the backend returned for each message.
+            messages: the messages, whose tensors are kept alive.
+            check: raises an error if the messages of a peer are not those that this rank expects.
+            error_of: returns the error to raise in place of an error of the backend.
         """
         self._works, self._messages, self._check = works, messages, check
         self._error_of = error_of
-        # Contexts around waiting, which name the rank at fault and record traces.
+        # Contexts in which waiting runs. They name the rank at fault, and record traces.
         self.contexts: list[WaitContext] = []
 
     def wait(self) -> None:
-        """Return when received tensors are complete and sent tensors may be overwritten."""
+        """Wait until received tensors are complete and sent tensors may be overwritten."""
         if self.contexts:
             with self.contexts.pop(0)():
                 self.wait()
@@ -74,7 +79,7 @@ class Pending:
             if self._error_of is None:
                 raise
             raise self._error_of(error) from error
-        # Drop the tensors, so that each tensor is freed when its owner drops it.
+        # Without these references, a tensor is freed as soon as its owner no longer needs it.
         self._works, self._messages, self._check = [], [], None
 
 
@@ -85,9 +90,9 @@ class Arriving:
         self._tensors, self._pending = tensors, pending
 
     def wait(self) -> list[Tensor]:
-        """Wait for the tensors and return them.
+        """Wait for the messages, and return the tensors.
 
-        After that, this object keeps none of them alive.
+        This object then no longer refers to them.
         """
         self._pending.wait()
         arrived, self._tensors = self._tensors, []
@@ -95,43 +100,48 @@ class Arriving:
 
 
 class Comm:
-    """A group as one of its ranks sees it.
+    """A group of ranks, as one of them sees it.
 
     Attributes:
-        name: the group's name, the same on all of its ranks.
-        rank, size: this process's rank, and the number of ranks. Ranks of a mesh count along its
-            rows, whatever their ranks in the process group are.
+        name: the name of the group, which is the same on all ranks.
+        rank, size: this process's rank, and the number of ranks. Ranks of a mesh are counted along
+            its rows, whatever their ranks in the process group are.
         shape: (size,), or the shape of a mesh.
-        numbers: the numbers of the call to which this Comm's exchanges belong, if any.
-        digest: the digest of the call's arguments, which headers carry.
+        numbers: the numbers of the call to which exchanges belong, or None outside calls.
+        digest: the digest of the call's arguments, which headers contain.
     """
 
     numbers = OUTSIDE
     digest = NO_DIGEST
     _heartbeat: Heartbeat | None = None
-    _channel: ProcessGroup | None = None  # carries the messages; None: `Communicators.carrier`
-    _router: Router | None = None  # relays messages (`relays.py`); None: they are sent directly
+    _channel: ProcessGroup | None = None  # sends the messages; None means `Communicators.carrier`
+    # Relays messages (`relays.py`); None means that they are sent directly.
+    _router: Router | None = None
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
-        self._order: Sequence[int] = range(size)  # the rank in the group of each rank
-        self._communicators = Communicators()  # all Comms of a group share them
+        self._order: Sequence[int] = range(size)  # for each rank, its rank in the process group
+        self._communicators = Communicators()  # all Comms of a group share this object
         # The reference is weak. A strong one would keep the group alive after
-        # destroy_process_group, and destroying a group together with the interpreter may abort.
+        # destroy_process_group, and a group that is destroyed together with the interpreter may
+        # abort the process.
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        self._calls = [0] * size  # counts of calls, shared by all Comms of a group
-        self._turn = RLock()  # held by the thread whose call runs; all Comms of a group share it
-        self._equal: dict[str, bool] = {}  # what `have_equal` has found; they share it too
-        # What was sent, shared with the Comms that `call` and `channel` return.
+        self._calls = [0] * size  # numbers of calls, which all Comms of a group share
+        self._turn = RLock()  # held by the thread that makes a call; all Comms of a group share it
+        self._equal: dict[str, bool] = {}  # the results of `have_equal`, which they share, too
+        # What was sent so far, shared with the Comms that `call` and `channel` return.
         self._sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: object) -> Comm:
-        return self  # a copied module stays in its group
+        return self  # a copied module stays on its group
 
     @classmethod
     def of(cls, group: Group) -> Comm:
-        """Return the Comm of a process group or a mesh: the same object for the same group."""
+        """Return the Comm of a process group or a mesh.
+
+        For the same group it is always the same object.
+        """
         if isinstance(group, Comm):
             return group
         if isinstance(group, DeviceMesh):
@@ -146,7 +156,7 @@ class Comm:
 
     @classmethod
     def _of(cls, group: ProcessGroup, order: tuple[int, ...], shape: tuple[int, ...]) -> Comm:
-        """Return the Comm whose ranks are these ranks of the group, in this order."""
+        """Return the Comm whose ranks are these ranks of the process group, in this order."""
         known, ascending = _comms.setdefault(group, {}), tuple(range(group.size()))
         if (order, shape) not in known:
             name = "x".join([group.group_name, *map(str, shape[1:])])
@@ -166,31 +176,34 @@ class Comm:
 
     @property
     def is_routed(self) -> bool:
-        """Whether this rank may relay messages of other ranks in each exchange of the group."""
+        """Whether this rank may relay messages of other ranks.
+
+        It then takes part in every exchange.
+        """
         return self._router is not None
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that this rank has sent so far, not counting headers (`message_header.py`)."""
+        """How many bytes this rank has sent so far, without headers (`message_header.py`)."""
         return self._sent["bytes"]
 
     @property
     def sent_messages(self) -> int:
-        """The number of messages that this rank has sent so far, not counting headers."""
+        """How many messages this rank has sent so far, without headers."""
         return self._sent["messages"]
 
     def call(self, numbers: Tensor | None = None) -> Comm:
-        """Return this Comm for a new call or, with the `numbers` of a forward, for its backward."""
+        """Return the Comm for a new call or, given the `numbers` of a forward, for its backward."""
         of_call, own = copy(self), self._order[self.rank]
         of_call.numbers = CallNumbers(self._calls, own, numbers)
         return of_call
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Raise a ValueError if a call of another thread runs on this group.
+        """Raise a ValueError if another thread makes a call on this group now.
 
-        Each of the two calls would receive messages of the other. Other ranks may have begun the
-        refused call, so all ranks that wait raise a PeerError with the reason.
+        Otherwise each of the two calls would receive messages of the other. Other ranks may already
+        have begun the refused call. If they wait for it, they raise a PeerError with this reason.
         """
         if self.size == 1:
             yield
@@ -214,10 +227,10 @@ class Comm:
         raise ValueError(refused)
 
     def join(self, device: torch.device) -> None:
-        """Make the group's communicator for this device, with all ranks, at the first call.
+        """Make the group's communicator for this device, in the first call and with all ranks.
 
-        NCCL makes a communicator at its first use and needs all ranks. In a call some ranks may
-        send and receive nothing, so each call begins with this method.
+        NCCL makes a communicator when it is first used, and needs all ranks for it. In some calls,
+        some ranks send and receive nothing, so every call begins with this method.
         """
         group = self._group()
         if group is not None and self._heartbeat_for(device) is None:
@@ -235,13 +248,14 @@ class Comm:
             raise ValueError(f"{name} must be on {expected}, got one on {device}")
 
     def channel(self, name: str) -> Comm:
-        """Return a Comm of the same ranks with a separate communicator, identified by `name`.
+        """Return a Comm with the same ranks and a communicator of its own, which is found by
+        `name`.
 
-        On NCCL, messages in two directions, or levels, wait for each other if they use one
-        communicator. All ranks make the communicator together at its first use, so all must request
-        the same channels, in the same order, before they post a call's messages. On gloo, where
-        links are independent, this returns the Comm itself. Bytes count as those of this Comm. A
-        communicator takes some hundred MB of each GPU, and is freed with the group.
+        On NCCL, messages in two directions, or of two levels, would wait for each other in a single
+        communicator. All ranks make the communicator together at its first use. They must therefore
+        request the same channels in the same order, before they post messages of a call. On gloo,
+        links are independent, and this method returns the Comm itself. Sent bytes count for this
+        Comm. A communicator takes some hundred MB of each GPU, and is freed with the group.
         """
         group = self._group()
         through = None if group is None else self._communicators.channel(group, name)
@@ -256,16 +270,20 @@ class Comm:
     ) -> Pending:
         """Post messages and return immediately.
 
-        All tensors are contiguous. Two ranks post the exchanges between them in the same order.
-        Empty messages are not sent. `label` names the strategy and its pass, such as "ring
-        backward", and `step` the strategy's step that needs the messages. Errors and traces name
-        the exchange by both. On gloo, waiting raises a PeerError if two ranks are in different
-        exchanges, or expect different sizes or dtypes. NCCL has no tags, so on NCCL only
+        All tensors must be contiguous. Two ranks must post the exchanges between them in the same
+        order. Empty messages are not sent. On gloo, waiting raises a PeerError if two ranks are in
+        different exchanges, or expect different sizes or dtypes. NCCL has no tags, so there only
         `check_ranks` finds calls that differ.
 
-        On gloo an exchange posts its receives first, and fills a link in both directions
-        simultaneously. If a rank sends to a peer in one exchange and receives from that peer in
-        another exchange, the two alternate instead: post them as one exchange.
+        On gloo, an exchange posts its receives first, and uses a link in both directions at the
+        same time. If a rank sends to a peer in one exchange and receives from this peer in another
+        one, the two take turns on the link. Post them as a single exchange.
+
+        Args:
+            sends, recvs: the messages as (peer, tensor).
+            label: the name of the strategy and of forward or backward, such as "ring backward".
+            step: the step of the strategy that needs the messages. Errors and traces name an
+                exchange by its label and its step.
         """
         if hooks().skip_messages:
             return Pending([], [])
@@ -290,17 +308,18 @@ class Comm:
         return pending
 
     def tell_error(self, error: BaseException) -> None:
-        """Let ranks that wait for this rank raise a PeerError, which names this rank's error.
+        """Let ranks that wait for this rank raise a PeerError that contains this rank's error.
 
-        They learn of it within seconds from the group's heartbeat, so only on gloo. Nothing is sent
-        and this rank does not wait. If all ranks raise the error, the group remains usable.
+        They learn about the error within seconds from the group's heartbeat, so only on gloo.
+        Nothing is sent, and this rank does not wait. If all ranks raise the error, the group can
+        still be used.
         """
         if self._heartbeat is not None:
             self._heartbeat.report(error)
 
     @contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Report errors of this context to ranks that wait for this rank; see `tell_error`."""
+        """Call `tell_error` for errors that are raised in this context."""
         try:
             yield
         except BaseException as error:
@@ -312,7 +331,10 @@ class Comm:
         self._sent["messages"] += messages
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        """Post nonempty messages; waiting for them raises an error that names the rank at fault."""
+        """Post messages that are not empty.
+
+        Waiting for them raises errors that name the rank at fault.
+        """
         group, device = self.process_group, (sends or recvs)[0][1].device
         if (heartbeat := self._heartbeat_for(device)) is None:
             coalesced = self._communicators.coalesces(group, device)
@@ -338,7 +360,7 @@ class Comm:
         return pending
 
     def _check(self, headers: list[AwaitedHeader]) -> None:
-        """Wait for the peers' headers; raise a PeerError if a peer is in a different exchange."""
+        """Wait for the headers of peers. Raise a PeerError if a peer is in a different exchange."""
         assert self._heartbeat is not None
         names = self._heartbeat.names
         for awaited in headers:
@@ -353,17 +375,16 @@ class Comm:
         return PeerError(f"a rank or its link failed. {doing}. The backend said: {error}")
 
     def has_headers(self, device: torch.device) -> bool:
-        """Return whether messages from a device have headers, as on gloo."""
+        """Return whether messages from a device have headers. They have on gloo."""
         return self._heartbeat_for(device) is not None
 
     def runs_in_order(self, device: torch.device) -> bool:
-        """Return whether an exchange can send what earlier exchanges receive, as on NCCL."""
+        """Return whether an exchange may send what an earlier exchange receives, as on NCCL."""
         return device.type == "cuda"
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
-        """Return the heartbeat that watches messages from a device, or None on NCCL.
-
-        NCCL has its own watchdog.
+        """Return the heartbeat that watches messages from a device; None on NCCL, which has a
+        watchdog.
         """
         return self._heartbeat if self._heartbeat and device.type == "cpu" else None
 
@@ -376,7 +397,7 @@ class Comm:
 
     @property
     def processes(self) -> list[int]:
-        """The global ranks of the group's members, in order of their ranks in the process group."""
+        """The global ranks of the group, in the order of their ranks in the process group."""
         return dist.get_process_group_ranks(self.process_group)
 
     @property
@@ -385,14 +406,17 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """The device of digests and sizes: the CPU if the group sends from it, or else the GPU."""
+        """The device for digests and sizes.
+
+        It is the CPU if the group can send from it, otherwise the GPU.
+        """
         group = self._group()
         if group is None or "cpu:" in dist.get_backend_config(group):
             return torch.device("cpu")
         return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self) -> None:
-        """Wait for all queued work of this process's GPU, if it uses one."""
+        """Wait until this process's GPU has done all of its work, if it uses one."""
         if torch.cuda.is_initialized():
             group = self._group()
             torch.cuda.synchronize(None if group is None else self._communicators.gpu(group))
@@ -407,10 +431,10 @@ class Comm:
         return [bytes(x.tolist()).decode() for x in self.all_gather(tensor, label=label)]
 
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
-        """Return every rank's `x`, all of one shape, in rank order.
+        """Return the `x` of all ranks, which have the same shape, in the order of the ranks.
 
-        A rank sends ⌈log₂ P⌉ messages, together P − 1 times the size of x. Outside a call, it
-        counts as a separate call. It sends even while `skip_messages` stops other messages.
+        A rank sends ⌈log₂ P⌉ messages with P − 1 times the size of x in total. Outside a call, this
+        counts as a call of its own. It sends even while `skip_messages` stops other messages.
 
         Bruck et al., "Efficient Algorithms for All-to-All Communications" (1997), section 4.
         """
@@ -427,11 +451,12 @@ class Comm:
         return [gathered[(peer - self.rank) % self.size].clone() for peer in range(self.size)]
 
     def have_equal(self, name: str, text: str) -> bool:
-        """Return whether this text is the same on all ranks.
+        """Return whether all ranks have the same `text`.
 
-        Ranks exchange their texts in the first call with this name on the group. All ranks must
-        make that call at the same point of their programs. Later texts are not read. The messages
-        are not counted and not traced, because later calls do not send them again.
+        Ranks exchange their texts in the first call with this `name` on the group, which all ranks
+        must make at the same point of their programs. Later calls return the first result, whatever
+        their text is. These messages are not counted and not traced, because later calls do not
+        send them again.
         """
         if self._group() is None:  # all ranks are in this process
             return True
@@ -444,7 +469,9 @@ class Comm:
         return self._equal[name]
 
     def maximum(self, x: Tensor, *, label: str) -> Tensor:
-        """Return the elementwise maximum of all ranks' `x`, in ⌈log₂ P⌉ messages of x's size."""
+        """Return the elementwise maximum of the `x` of all ranks, in ⌈log₂ P⌉ messages of x's
+        size.
+        """
         if self.numbers is OUTSIDE:
             return self.call().maximum(x, label=label)
         self.join(x.device)
@@ -457,7 +484,7 @@ class Comm:
     def _doubling(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (step, distance, receiver, sender) of exchanges that connect all ranks.
 
-        After the last exchange, each rank has data that depends on the data of all ranks.
+        After the last exchange, each rank has data that depend on the data of all ranks.
         """
         for step in range((self.size - 1).bit_length()):
             distance = 2**step
@@ -466,11 +493,11 @@ class Comm:
 
 
 class SubComm(Comm):
-    """Some ranks of a group as a group, numbered in the order of `ranks`.
+    """Some ranks of a group as a group of their own, numbered in the order of `ranks`.
 
-    Messages are sent through the Comm of the whole group and count in its `sent_bytes`. Errors and
-    traces name every exchange by `label` and `name`, such as "usp forward, ring", and not by the
-    label of `exchange`.
+    Messages go through the Comm of the whole group, and count there. Errors and traces name
+    exchanges by `label` and `name`, such as "usp forward, ring", in place of the label given to
+    `exchange`.
     """
 
     def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
@@ -500,7 +527,10 @@ class SubComm(Comm):
 
 
 def as_mesh(comm: Comm, *shape: int) -> Comm:
-    """Return the same ranks as a mesh, along its rows, with a separate count of sent bytes."""
+    """Return a Comm for the same ranks as a mesh, counted along its rows.
+
+    It counts its own bytes.
+    """
     group = comm._group()
     if group is not None:
         return Comm._of(group, tuple(comm._order), shape)
@@ -510,9 +540,9 @@ def as_mesh(comm: Comm, *shape: int) -> Comm:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
-    """Return the group of a mesh, and the rank in the group of each rank along the mesh's rows.
+    """Return the process group of a mesh, and for each rank of the mesh its rank in this group.
 
-    torch sorts the ranks of the group.
+    The two may differ, because torch sorts the ranks of a group.
     """
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     if mesh.get_coordinate() is None:

@@ -1,22 +1,22 @@
-"""Headers that identify messages, so that a rank never confuses the messages of two calls.
+"""Headers of messages, with which a rank never takes a message of one call for that of another.
 
-An exchange is named by the number of its call between the two ranks, its strategy and pass, and its
-step. On gloo, a rank sends a *header* to each peer of an exchange, even if it only receives
-messages from the peer. The header has a digest of the call's arguments, the exchange's name, and
-the sizes and dtypes of the messages in both directions.
+An exchange has a name: the number of its call between two ranks, its strategy with forward or
+backward, and its step. On gloo, a rank sends a *header* to each peer of an exchange, even if it
+only receives messages from the peer. The header contains the name of the exchange, a digest of the
+call's arguments, and the sizes and dtypes of the messages in both directions.
 
-A rank may make a call that exchanges no messages with a peer, and that the peer does not make: a
-local check, a recomputation, a batch without tokens on the peer. Two ranks therefore count only
-calls in which they exchange messages. They make these calls in the same order.
+A rank may make a call in which it exchanges no messages with some peer, and which this peer does
+not make: a local check, a recomputation, or a batch of which the peer has no tokens. Two ranks
+therefore count only calls in which they exchange messages. They make these in the same order.
 
-A digest is a table of 2 bytes per argument, of one size for all calls. Ranks make it from the
-description that `check_ranks` compares, once per layout and options.
+A digest is a table with 2 bytes for each argument, of the same size for all calls. It is made from
+the description that `check_ranks` compares, once for each layout and options.
 
-Headers between two ranks are matched by order, with one tag per hop. If two ranks are in different
-exchanges, or have different arguments, each receives a header that it does not expect. The tags of
-messages are computed from their sender's header, so a message is never received into the buffer of
-another message. Without headers, results would be wrong or, if sizes differ, gloo would abort the
-process.
+The headers between two ranks are matched by their order, with one tag for each hop. If two ranks
+are in different exchanges, or have different arguments, each receives a header that it does not
+expect. The tag of a message is computed from its sender's header, so that a message is never
+received into the buffer of another one. Without headers, results would be wrong, or gloo would
+abort the process if sizes differ.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from seqpar.core.arguments import shown
 
 Message = tuple[int, Tensor]  # (peer, tensor)
 DIGEST_BYTES, _ENTRY_BYTES = 64, 2
-_MAX_PARTS = 3  # parts of a value that an error shows
-_MAX_VALUE_CHARACTERS = 201  # of a value in an error
-_MAX_COMPARED_BYTES = 2**16  # values of larger tensors are not compared
-_HEADER_BYTES = 256  # longer text is cut; the checksum covers all of it
-_CHECKSUM_BYTES = 8  # hexadecimal digits; the digest's table and text follow
-_TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins
-_CHECK = "rank check"  # the label of an exchange in which ranks compare a call
-# The tag of headers in the first hop of a pass. Later hops use the following tags, because the
-# thread that relays posts them, and the main thread may post later first hops before.
+_MAX_PARTS = 3  # the most parts of a value that an error shows
+_MAX_VALUE_CHARACTERS = 201  # the most characters of a value in an error
+_MAX_COMPARED_BYTES = 2**16  # larger tensors are not compared
+_HEADER_BYTES = 256  # longer headers are cut, but the checksum covers their whole text
+_CHECKSUM_BYTES = 8  # hexadecimal digits; after them come the table and the text
+_TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins in a header
+_CHECK = "rank check"  # the label of exchanges in which ranks compare a call
+# The tag of the headers of first hops. Later hops use the tags after it. They are posted by the
+# thread that relays, and the main thread may have posted first hops of later exchanges before.
 _FIRST_HEADER_TAG = 0x5EA
-_FIRST_MESSAGE_TAG = 1 << 30  # large, since tags of users' messages are usually small
+_FIRST_MESSAGE_TAG = 1 << 30  # large, because users' tags are usually small
 
 
 class CallNumbers:
-    """The numbers of one call: one number between this rank and each peer."""
+    """The numbers of one call: for each peer, which call between this rank and the peer it is."""
 
     def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
-        """Number a new call, or use the `numbers` that `as_tensor` returned.
+        """Number a new call, or restore the `numbers` that `as_tensor` returned.
 
-        `calls[rank]` counts the calls of this rank, and `calls[peer]` its calls with a peer. A new
-        call changes `calls`.
+        `calls[rank]` is the number of calls of this rank, and `calls[peer]` of those with a peer. A
+        new call changes `calls`.
         """
         self._calls = calls
         if numbers is None:
@@ -67,10 +67,13 @@ class CallNumbers:
             self._numbers[rank] = calls[rank]
         else:
             self._numbers = numbers.view(torch.int64).tolist()
-        self.own = self._numbers[rank]  # calls of this rank so far, with this one; 0 outside calls
+        # How many calls this rank has made, including this one; 0 outside calls.
+        self.own = self._numbers[rank]
 
     def between(self, peer: int) -> int:
-        """Return the call's number between this rank and a peer, from their first message on."""
+        """Return the number of the call between this rank and a peer, counting from their first
+        message.
+        """
         if not self.own:
             return 0
         if not self._numbers[peer]:
@@ -81,20 +84,20 @@ class CallNumbers:
     def as_tensor(self) -> Tensor:
         """Return the numbers as the bits of a float64 tensor, (ranks,) on the CPU.
 
-        A forward returns them to its backward. As floats, the numbers are below 1e-300. Results of
-        two equal calls are therefore equal within every tolerance, as `torch.library.opcheck`
-        requires, although each call has its own numbers.
+        A forward returns this tensor, and its backward gets it. Read as floats, the numbers are
+        below 1e-300. The results of two equal calls therefore agree within every tolerance, as
+        `torch.library.opcheck` requires, although each call has its own numbers.
         """
-        # The numbers cannot be integers, or the shape of an empty tensor, since these would differ
-        # between two equal calls. A table in Python could not tell apart two calls whose backwards
-        # run in any order. Since the tensor is a result of the operator, copies that hooks make
-        # keep the numbers, selective checkpoints save it, and compiled graphs need nothing new.
+        # The numbers cannot be integers or the shape of an empty tensor, because these would differ
+        # between two equal calls. A table in Python could not distinguish two calls whose backwards
+        # run in any order. As a tensor that the operator returns, the numbers survive hooks that
+        # copy tensors and selective checkpoints, and compiled graphs need nothing new.
         # `torch.tensor` would take four times as long as `from_numpy`.
         return torch.from_numpy(np.array(self._numbers, dtype=np.int64).view(np.float64))
 
 
 def empty_numbers(ranks: int) -> Tensor:
-    """Return an uninitialized tensor shaped as by `as_tensor`, for tracing by torch.compile."""
+    """Return an uninitialised tensor with the shape of `as_tensor`, for torch.compile."""
     return torch.empty(ranks, dtype=torch.float64, device="cpu")
 
 
@@ -104,7 +107,7 @@ OUTSIDE = CallNumbers([0], 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
 class CallDigest(NamedTuple):
     """The digest of a call's arguments."""
 
-    table: bytes  # DIGEST_BYTES: an entry for the names, and one for each argument
+    table: bytes  # DIGEST_BYTES: an entry for all names, and one for each argument
     arguments: Mapping[str, object]  # this rank's arguments, by the names that users know
 
     @classmethod
@@ -115,9 +118,10 @@ class CallDigest(NamedTuple):
         return cls(table.ljust(DIGEST_BYTES, b"\0"), arguments)
 
     def extended(self, **values: Tensor | None) -> CallDigest:
-        """Return the digest with the values of small tensors, by the names of their arguments.
+        """Return a digest that also contains the values of small tensors, by the names of
+        arguments.
 
-        Only tensors on the CPU are read, since reading others would wait for their device.
+        Only tensors on the CPU are read. Reading others would wait for their device.
         """
         contents = [None if x is None else _content_of(x) for x in values.values()]
         if not any(contents):
@@ -127,9 +131,9 @@ class CallDigest(NamedTuple):
         return self._replace(table=_extended(self.table, entries))
 
     def differing(self, table: bytes) -> list[str]:
-        """Return the arguments whose entries differ in a peer's table.
+        """Return the arguments that differ between this rank and a peer, given the peer's table.
 
-        Return none if the peer's arguments have different names.
+        The result is empty if the arguments of the peer have other names.
         """
         if _at(table, 0) != _at(self.table, 0):
             return []
@@ -139,7 +143,9 @@ class CallDigest(NamedTuple):
 
 
 def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
-    """Return a checksum of a small CPU tensor's bytes, and its dtype; None for other tensors."""
+    """Return a checksum of the bytes of a small tensor on the CPU, and its dtype; otherwise
+    None.
+    """
     if not x.is_cpu or x.nbytes > _MAX_COMPARED_BYTES:
         return None
     data: Any = x.detach().contiguous()
@@ -150,9 +156,9 @@ def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
 
 @lru_cache(256)
 def _extended(table: bytes, entries: tuple[tuple[int, int, torch.dtype], ...]) -> bytes:
-    """Return a table in which the entries of some arguments also depend on their contents.
+    """Return a table in which the entries of some arguments also depend on their values.
 
-    `entries` has the number, checksum and dtype of each such argument.
+    `entries` has the number, checksum and dtype of each of these arguments.
     """
     changed = bytearray(table)
     for number, checksum, dtype in entries:
@@ -178,9 +184,9 @@ class Exchange(NamedTuple):
     """The name of an exchange."""
 
     call: int  # the number of its call; 0 outside calls
-    label: str  # the strategy and its pass, such as "ring backward"
-    step: int  # the strategy's step that needs the messages
-    hop: int = 0  # for relayed messages, the number of the hop (`relays.py`)
+    label: str  # the strategy and forward or backward, such as "ring backward"
+    step: int  # the step of the strategy that needs the messages
+    hop: int = 0  # the number of the hop, for relayed messages (`relays.py`)
 
     def __str__(self) -> str:
         hop = f", hop {self.hop}" if self.hop else ""
@@ -188,12 +194,12 @@ class Exchange(NamedTuple):
 
 
 class Header:
-    """A rank's description of the messages that it exchanges with one peer."""
+    """What a rank says about the messages that it exchanges with one peer."""
 
     def __init__(
         self, exchange: Exchange, sends: str, recvs: str, table: bytes = NO_DIGEST.table
     ) -> None:
-        """`sends` and `recvs` are texts of `listed`, and `table` is the table of the digest."""
+        """`sends` and `recvs` are texts that `listed` made. `table` is the table of the digest."""
         text = table + f"{exchange}|{sends}|{recvs}".encode()
         self._checksum = crc32(text)
         self.data = bytearray(
@@ -201,7 +207,7 @@ class Header:
         )
 
     def tag(self, index: int) -> int:
-        """Return the tag of message number `index` that the header's sender sends."""
+        """Return the tag of the message number `index` that the sender of this header sends."""
         return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
 
 
@@ -210,12 +216,12 @@ def listed(tensors: Sequence[Tensor]) -> str:
 
 
 class AwaitedHeader(NamedTuple):
-    """A header that has not yet arrived from a peer."""
+    """A header of a peer that has not arrived yet."""
 
     peer: int
     work: dist.Work
     expected: bytearray
-    received: bytearray  # the receive buffer; valid when `work` is done
+    received: bytearray  # the memory for it, which is valid when `work` is done
 
 
 def post(
@@ -226,14 +232,15 @@ def post(
     recvs: list[Message],
     table: bytes = NO_DIGEST.table,
 ) -> tuple[list[dist.Work], list[AwaitedHeader]]:
-    """Post messages on gloo with headers, receives first.
+    """Post messages with headers on gloo, receives first.
 
-    Returns the works of messages, and the headers; wait for the headers first. Peers are ranks of
-    the group. `numbers` has the number of the exchange's call with each peer, and `table` is the
-    table of the digest of the call's arguments.
+    Peers are ranks of the process group. `numbers` has the number of the call with each peer, and
+    `table` is the table of the digest. Returns the works of the messages, and the headers of peers.
+    Wait for the headers first.
     """
-    # Headers are sent in both directions even if messages are not. Without them, two ranks that
-    # only send would wait for each other, and neither would learn which call the other makes.
+    # Headers are sent in both directions, even if messages are sent in only one. Otherwise two
+    # ranks that only send to each other would wait for each other, and neither would learn which
+    # call the other makes.
     by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     for direction, messages in enumerate((sends, recvs)):
         for peer, tensor in messages:
@@ -256,10 +263,9 @@ def post(
 def disagreement(
     header: AwaitedHeader, peer: str, rank: str, digest: CallDigest = NO_DIGEST
 ) -> str:
-    """Return a description of how a header differs from the expected one.
+    """Return in words how a header differs from the expected one.
 
-    `peer` and `rank` are the names of the peer and of this rank in errors. `digest` belongs to this
-    rank's arguments.
+    `peer` and `rank` are the names of the peer and of this rank in errors. `digest` is this rank's.
     """
     theirs, their_sends, their_recvs = _fields(header.received)
     ours, our_recvs, our_sends = _fields(header.expected)
@@ -289,10 +295,10 @@ def disagreement(
 
 
 def in_words(value: object) -> str:
-    """Return an argument's value as errors show it.
+    """Return the value of an argument in the form in which errors show it.
 
-    A value with parts becomes a dict of its parts in words, with a digest of all parts under
-    "digest".
+    A value with parts becomes a dictionary of its parts in words. The entry "digest" is a digest of
+    all parts.
     """
     if isinstance(value, dict):
         parts = [str(text) for name, text in value.items() if name != "digest"]
@@ -302,16 +308,16 @@ def in_words(value: object) -> str:
 
 
 def hint_at(arguments: Collection[str]) -> str:
-    """Return the usual cause of a difference in these arguments, to end an error's text."""
+    """Return the usual reason why these arguments differ, for the end of an error."""
     if "layout" not in arguments:
         return ""
     return ". All ranks of a group need one batch: does each rank's sampler draw another one?"
 
 
 def _fields(header: bytearray) -> list[str]:
-    """Return the exchange's name and the lists of sent and received messages.
+    """Return the name of the exchange, and the lists of sent and of received messages.
 
-    Return nothing if the header was cut off.
+    The result is empty if the header was cut.
     """
     text = header[_TEXT:].decode(errors="replace").replace("torch.", "").rstrip()
     fields = [*text.split("|"), "…", "…"]

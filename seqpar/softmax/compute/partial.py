@@ -31,9 +31,10 @@ class Sums:
     """
 
     def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        """Args:
-        make: allocates the sums. It gets the first results, or nothing, and returns sums that
-            begin with these results or with 0.
+        """Allocate nothing yet. `make` allocates the sums when they are needed.
+
+        `make` gets the results of the first call, or nothing, and returns sums that begin with
+        these results or with 0.
         """
         self._make = make
         self._kept: tuple[Tensor, ...] = ()  # torch.compile cannot trace `tuple[Tensor, ...]()`
