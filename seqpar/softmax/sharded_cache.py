@@ -220,9 +220,9 @@ class ShardedCache:
         reserve: memory is allocated for this many new tokens of each sequence at first. When a
             layer's memory is full, it grows by an eighth, and its rows are copied.
         window: the largest number of keys before its own position that a query attends to, in all
-            layers; None is unlimited. With a window older keys are dropped: over all ranks, at most
-            2 · (window + 64) tokens of a sequence and those of one step are kept, and `length` and
-            `layout` count only these.
+            layers; None is unlimited. With a window, older keys are dropped. All ranks together
+            then keep at most 2 · (window + 64) tokens of a sequence, and those of one step.
+            `length` and `layout` count only the tokens that are kept.
 
     Raises:
         ValueError: if an argument of the constructor or of a method is wrong. It names the

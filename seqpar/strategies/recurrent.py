@@ -70,11 +70,11 @@ class RecurrentAttention(LinearModule):
     the other direction.
 
     `transport="all_gather"`: ranks send maps in one exchange. It is posted before a rank computes
-    with its own tokens, and this compute hides it. For each of its spans that comes before another
-    rank's last span of the document, a rank sends M to that rank. It is S if the span is the first
-    of its document (in backward, the last). For a contiguous document, a rank thus sends M to each
-    later rank. Each rank receives P maps and applies them one after another. This is the least work
-    on few ranks, but on 256 ranks P·M are gigabytes.
+    with its own tokens, and this compute hides it. A rank sends the map of each of its spans, M, to
+    every rank that has a later span of the document. Instead of the map of the first span of a
+    document (in backward, the last), it sends a state, S. For a contiguous document, a rank thus
+    sends M to each later rank. Each rank receives P maps and applies them one after another. This
+    is the least work on few ranks, but on 256 ranks P·M are gigabytes.
 
     `transport="scan"`: states pass from span to span, cut into `blocks` blocks. A rank sends one S
     for each of its spans after which the document continues on another rank, for any number of

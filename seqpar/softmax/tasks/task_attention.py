@@ -121,8 +121,8 @@ class TaskExchange:
                 message.
             keys: k and v, which share a message.
             buffers: the memory for foreign rows.
-            kept: the foreign keys that this rank kept in forward, or None. If given, no keys are
-                sent.
+            kept: the foreign keys that this rank kept in forward, or None. If it is not None,
+                no keys are sent.
         """
         # Results use a separate channel. In the same communicator, they would wait for the rows of
         # later stages.
