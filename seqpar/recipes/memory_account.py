@@ -1,9 +1,9 @@
 """The memory of a GPU in a step of a recipe's script, by part.
 
 The script keeps parameters, gradients and Adam's moments in fp32, sharded over all GPUs by FSDP2.
-It computes in bf16, keeps only the input of each layer for backward, and computes MLPs, norms and
-the loss in chunks of tokens. Four moments of backward may need the most memory. At each of them,
-different temporary tensors exist.
+It computes in bf16 and computes MLPs, norms and the loss in chunks of tokens. For backward it keeps
+the input of each layer and, unless they are computed again, the results of attention. Four moments
+of backward may need the most memory. At each of them, different temporary tensors exist.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from seqpar.costs.model import Layer, Model
 
-_FP32, _BF16 = 4, 2
-# `seqpar.offload` copies the inputs of two layers back before backward needs them.
+_FP32, _BF16, _INT64 = 4, 2, 8
+# `seqpar.offload` copies the tensors of two layers back before backward needs them.
 _LAYERS_AHEAD = 2
 # In a chunk of logits: at most four tensors in fp32.
 _LOGIT_COPIES = 4
@@ -27,7 +27,7 @@ class Keeping(NamedTuple):
 
     Attributes:
         attention: whether the results of attention are kept. They are computed again otherwise.
-        offload: the fraction of layer inputs that waits in host memory.
+        offload: the fraction of what is kept that waits in host memory.
     """
 
     attention: bool
@@ -76,9 +76,11 @@ class Footprint:
     def account(self, keeping: Keeping) -> MemoryAccount:
         """Return the account of the moment that needs the most memory."""
         always = self._sharded() | {"gathered parameters": self._gathered()}
-        always["layer inputs"] = self._inputs(keeping.offload)
+        always["positions and ids"] = self._positions_and_ids()
+        held = self._held(keeping.offload)
+        always["layer inputs"] = held * len(self.model.layers) * self._row
         if keeping.attention:
-            always["results of attention"] = self.tokens * self.kept_results
+            always["results of attention"] = held * self.tokens * self.kept_results
         accounts = [
             MemoryAccount(moment, always | parts) for moment, parts in self._moments().items()
         ]
@@ -110,10 +112,16 @@ class Footprint:
         layer = self.model.layer_parameters(self._largest_layer)
         return _BF16 * (self._root_parameters + layers * layer)
 
-    def _inputs(self, offload: float) -> float:
+    def _positions_and_ids(self) -> float:
+        """Return the bytes of rotary tables, and of the ids, labels and positions of all ranks."""
+        tables = 2 * self.tokens * self.model.head_dim * _BF16
+        return tables + 3 * self.ranks * self.tokens * _INT64
+
+    def _held(self, offload: float) -> float:
+        """Return the fraction of the layers whose tensors are on the GPU."""
         layers = len(self.model.layers)
         copied = offload * max(0, layers - 1 - _LAYERS_AHEAD)
-        return (layers - copied) * self._row
+        return (layers - copied) / layers
 
     def _head_norms(self) -> float:
         if not self.head_norms:

@@ -218,7 +218,7 @@ def predicted(
         mesh=(cluster.nodes, cluster.devices_per_node) if strategy == "usp" else None,
         checkpointing="attention" if keeping.attention else "full",
         sharding="full",
-        offload=keeping.offload * _inputs_of_kept(costs, keeping),
+        offload=keeping.offload,
         optimizer=True,
     )
     return Recipe(
@@ -232,13 +232,6 @@ def predicted(
         error_of(cluster),
         _footprint(published, costs, made, strategy, simulated).account(keeping),
     )
-
-
-def _inputs_of_kept(costs: Costs, keeping: Keeping) -> float:
-    """Return the bytes of layer inputs, divided by all bytes that layers keep for backward."""
-    inputs, _ = costs.activation_bytes_per_token("full")
-    kept, _ = costs.activation_bytes_per_token("attention" if keeping.attention else "full")
-    return inputs / kept
 
 
 def _footprint(

@@ -34,7 +34,7 @@ def test_less_memory_keeps_less():
     most, least = (make_recipe("qwen3-8b", "8xh100", [2**18], memory_gb=x) for x in (70, 34))
     assert KEEPINGS.index(most.keeping) < KEEPINGS.index(least.keeping)
     assert least.memory.total <= 34e9 < most.memory.total <= 70e9
-    assert most.step_seconds < least.step_seconds
+    assert most.step_seconds <= least.step_seconds
 
 
 @pytest.mark.parametrize(
