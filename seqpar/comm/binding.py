@@ -27,7 +27,7 @@ from seqpar.core.torch_private import process_groups
 
 
 class Named(Protocol):
-    """What a strategy must have here: a name, and a `str()` that contains all of its options."""
+    """The interface of a strategy: a name, and a `str()` that contains all of its options."""
 
     name: ClassVar[str]
     routable: ClassVar[bool]  # whether all ranks make the same exchanges, which relaying requires

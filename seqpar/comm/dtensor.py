@@ -20,9 +20,9 @@ _PLAIN = {Tensor, nn.Parameter, type(None), float}  # types of most arguments, a
 
 
 class HeadPlacement:
-    """How heads are sharded over the dimensions of a tensor-parallel mesh.
+    """The sharding of heads over the dimensions of a tensor-parallel mesh.
 
-    Without a mesh, the operands are no DTensors.
+    Without a mesh, the operands are not DTensors.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, sharded: tuple[bool, ...] = ()) -> None:

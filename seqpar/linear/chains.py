@@ -1,4 +1,4 @@
-"""Which rank passes which state on to which, along each document.
+"""The order in which ranks pass states on, along each document.
 
 The *chain* of a document is its spans in order, with the ranks that hold them. A *link* is a state
 that a span sends to the next span of the chain. Without causality, the elements of a chain are

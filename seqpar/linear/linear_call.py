@@ -96,12 +96,12 @@ class LinearCall:
 
     @property
     def kept(self) -> Memo:
-        """What calls with the same routes derive. It is stored with the layout."""
+        """The results that calls with the same routes share. They are stored with the layout."""
         return self.routes.derived
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """Which optional inputs and results the call has. Tables depend on it."""
+        """The optional inputs and results that the call has. Tables depend on them."""
         return self.rank, self.shape, self.options.backend
 
     def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:

@@ -81,7 +81,8 @@ def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) ->
 
 @dataclass(frozen=True)
 class LinearStrategy(Generic[C]):
-    """What all strategies of linear attention do: forward, backward, and predictions of messages.
+    """The methods of all strategies of linear attention: forward, backward, and predictions of
+    messages.
 
     The fields of a strategy are its options. `str()` must show all of them, because modules on one
     group whose strategies have the same string share a `BoundStrategy`. States are (n, B, H, K, V),

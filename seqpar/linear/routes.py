@@ -1,4 +1,5 @@
-"""Which states are sent from which rank to which, so that each span gets the state that enters it.
+"""Find which rank sends which states to which rank, so that each span gets the state that enters
+it.
 
 A *source* is a position at which a rank has a state: in forward, the end of a span, with the state
 of the span. A *station* is a position that needs the sum of all states of its document before it,
@@ -56,8 +57,8 @@ class SpanStates:
 class StatePoints(NamedTuple):
     """The sources or the stations of a rank, sorted by document, then by position.
 
-    `slots` has the slot of each. In a tensor of states (n, B, Hkv, D, Dv), those of spans come
-    first, in the order of the spans, and then those of the ends of documents.
+    `slots` has the slot of each. In a tensor of states (n, B, Hkv, D, Dv), the states of spans come
+    first, in the order of the spans, and then the states of the ends of documents.
     """
 
     documents: Ints
@@ -79,7 +80,7 @@ class HeldSpans(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends to the stations of another rank.
+    """The states that one rank sends to the stations of another rank.
 
     Sources for which the same station of the other rank comes next are a *group*. Their states are
     combined into one state, which is sent.

@@ -289,7 +289,7 @@ class ResolvedCall:
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """Which optional inputs and results the call has. Tables for a GPU depend on it."""
+        """The optional inputs and results that the call has. Tables for a GPU depend on them."""
         tracks = self.options.slopes is not None, self.max_logits is not None
         return self.has_sinks, self.return_lse, *tracks
 

@@ -33,7 +33,7 @@ from seqpar.softmax.module import Attention
 
 
 class CacheRows:
-    """Which tokens of each sequence each rank has, and in which rows of its tensors.
+    """The tokens of each sequence on each rank, and the rows of the rank's tensors that hold them.
 
     A rank's tensors have a range of rows for sequence 0, then a range for sequence 1, and so on.
     The first rows of each range hold tokens. The rows after them are free, so that a sequence can
@@ -123,8 +123,7 @@ class CacheRows:
     def _layout_of_rows(self) -> Layout:
         """Return a layout of the rows up to each rank's last token.
 
-        Sequence i is document 2i, and the free rows after it are document 2i + 1, to which no query
-        belongs.
+        Sequence i is document 2i. The free rows after it are document 2i + 1, which has no queries.
         """
         empty = (self.capacities - self.held)[:, :-1]  # without the free rows of the last sequence
         starts = np.cumsum(empty, 0) - empty

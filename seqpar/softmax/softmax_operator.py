@@ -1,4 +1,6 @@
-"""The operator `seqpar::attention` and its backward, to which each call of a module lowers.
+"""The operator `seqpar::attention` and its backward.
+
+Each call of a module becomes a call of this operator.
 
 The operator checks the call, runs the strategy, and saves tensors for backward. Its results are out
 and lse, then the max logits if they were requested, then the tensors that the strategy keeps for
@@ -265,7 +267,7 @@ ATTENTION = AttentionOperator().registered()
 def as_result(
     results: list[Tensor], arguments: CallArguments, heads: HeadPlacement, unbatched: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return what the module returns: out, or a tuple of out and the other requested tensors.
+    """Return the module's result: out, or a tuple of out and the other requested tensors.
 
     `results` are the operator's results, or only out and lse.
     """

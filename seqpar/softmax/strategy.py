@@ -26,7 +26,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
 
 
 class ForwardResult(NamedTuple):
-    """What a strategy's forward returns."""
+    """The result of a strategy's forward."""
 
     out: Tensor  # (B, T_local, Hq, Dv), in q's dtype
     lse: Tensor  # (B, T_local, Hq), fp32 (fp64 for fp64)
@@ -37,7 +37,7 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """What all strategies do: forward, backward, and predictions of their work and messages.
+    """The methods of all strategies: forward, backward, and predictions of their work and messages.
 
     The fields of a strategy are its options; USP also has a field for its outer strategy. `str()`
     must show all fields, because modules on one group whose strategies have the same string share

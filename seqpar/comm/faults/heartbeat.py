@@ -95,7 +95,7 @@ class Clock:
     ) -> None:
         """Wait until `done()` is true, for at most `seconds`.
 
-        Whoever may make it true notifies `changed`.
+        `changed` is notified whenever `done()` may have become true.
         """
         changed.wait_for(done, seconds)
 

@@ -42,7 +42,7 @@ WaitContext = Callable[[], AbstractContextManager[None]]
 
 
 class Pending:
-    """Posted messages. Nobody may read or write their tensors before `wait` has returned."""
+    """Posted messages. Their tensors must not be read or written before `wait` has returned."""
 
     def __init__(
         self,

@@ -194,7 +194,7 @@ class Exchange(NamedTuple):
 
 
 class Header:
-    """What a rank says about the messages that it exchanges with one peer."""
+    """A rank's description of the messages that it exchanges with one peer."""
 
     def __init__(
         self, exchange: Exchange, sends: str, recvs: str, table: bytes = NO_DIGEST.table

@@ -37,7 +37,7 @@ _MAX_KEPT_PASSES = 128
 
 
 class Relays:
-    """What one rank relays for other ranks of a group.
+    """The messages that one rank of a group relays for other ranks.
 
     All ranks make the same calls, so they forget stored passes in the same order. If one rank
     forgot a pass that the others still know, it would wait for messages that they do not send.

@@ -206,7 +206,7 @@ class RelayHop(NamedTuple):
 
 
 class Relaying(NamedTuple):
-    """What one rank sends and receives so that the messages of one exchange are routed."""
+    """The messages of one rank by which one exchange is routed."""
 
     own: Ends  # the messages that the rank itself sends and receives, in its order
     # The pieces of each hop. A hop is posted when the hop before has arrived. The first hop has

@@ -47,7 +47,7 @@ class Fold(NamedTuple):
 
 
 class Gathering(TableHolder):
-    """What one rank sends, receives and folds in one pass.
+    """The messages and folds of one rank in one pass.
 
     There is one tensor of states of heads, and one of maps. In both, the rank's own entries come
     first.

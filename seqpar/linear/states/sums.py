@@ -75,7 +75,7 @@ def _sum(
 
 
 class Gathering(TableHolder):
-    """What one rank does in LASP-2's exchange in one pass.
+    """The messages and sums of one rank in LASP-2's exchange in one pass.
 
     The rank combines states, sends some of the results to each rank, and adds up what arrives from
     all ranks, including itself.

@@ -113,7 +113,7 @@ def _slopes(options: CallOptions) -> Tensor | None:
 
 
 class _Backward(NamedTuple):
-    """What the launches of a backward over all blocks of keys share: the queries, and the kernels.
+    """The queries and the kernels of a backward, which the launches over all blocks of keys share.
 
     With one kernel, it adds to dq, dk and dv. With two kernels, the first one adds to dk and dv,
     and the second one to dq.

@@ -50,7 +50,7 @@ def parse_softcap(name: str, softcap: object) -> float:
 
 
 class CallOptions(NamedTuple):
-    """How ranks and attention servers compute the scores of a call, and with which backend."""
+    """The options with which ranks and attention servers compute the scores of a call."""
 
     # The score of a pair is scale · q·k.
     scale: Annotated[float, Option(as_float, 1.0, "softmax_scale")]

@@ -318,7 +318,7 @@ class Zeros:
         self._buffer: Tensor | None = None
 
     def like(self, x: Tensor) -> Tensor:
-        """Return zeros with the shape, dtype and device of x. Nobody may write to them."""
+        """Return zeros with the shape, dtype and device of x. Callers must not write to them."""
         buffer = self._buffer
         if buffer is None or buffer.numel() < x.numel():
             self._buffer = None  # frees the smaller buffer first

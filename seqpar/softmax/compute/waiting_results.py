@@ -21,7 +21,7 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Result(NamedTuple):
-    """What one kernel call computed for some rows over some keys."""
+    """The result of one kernel call for some rows over some keys."""
 
     rows: slice | Rows
     out: Tensor  # (B, n, H, D)

@@ -142,7 +142,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What is exchanged and computed for one group of heads."""
+    """The messages and the computation of one group of heads."""
 
     own: HeadGroup  # the heads of this rank in the group
     # The call for these heads, as if each row of ranks were a single rank with all of the row's
@@ -157,10 +157,7 @@ class GroupPlan:
         return None if sinks is None else sinks[self.own.q]
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
-        """Return k and v of these heads.
-
-        They arrived with this group, or are those of the group before.
-        """
+        """Return k and v of these heads, which arrived with this group or with an earlier one."""
         if self.own.first or not self.own.kv_count:
             return [heads["k"], heads["v"]]
         return before

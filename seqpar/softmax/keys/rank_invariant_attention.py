@@ -419,8 +419,8 @@ def _sum(one: SumBlock, other: SumBlock) -> SumBlock:
 def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Run each job on one torch thread, and yield the results in the order of the jobs.
 
-    As many jobs run at the same time as the caller has torch threads, so jobs must not depend on
-    each other. At most this number of finished results is held.
+    Jobs must not depend on each other. The number of jobs that run at the same time is the caller's
+    number of torch threads. At most this number of finished results is held.
     """
     threads = torch.get_num_threads()
     if threads == 1:

@@ -206,7 +206,7 @@ class KeyGradientShare(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """What one rank sends, receives and computes in a call."""
+    """The messages and the computation of one rank in a call."""
 
     # As in `RankInvariantTiles`.
     moved: Geometry | None

@@ -1,4 +1,4 @@
-"""Which rows ranks send if they form a mesh and each computes one tile of queries and keys.
+"""Find the rows that ranks send if they form a mesh and each computes one tile of queries and keys.
 
 The tile of a rank is the queries of all ranks in its row over the keys of all ranks in its column.
 Take any rank's queries and any rank's keys: exactly one rank computes them, at the crossing of the
@@ -189,8 +189,8 @@ class Tile:
 
     @cached_property
     def last(self) -> tuple[int, Slices]:
-        """What forward leaves for the end: the number of a block of keys, and slices over this
-        block.
+        """The work that forward leaves for the end: the number of a block of keys, and slices over
+        it.
 
         These are all slices of the block. If it is the rank's own keys, they are half of the
         slices.

@@ -1,4 +1,4 @@
-"""Which local rows a message has, and messages that have several tensors.
+"""The local rows of a message, and messages that have several tensors.
 
 A *block* here is some rows of a tensor, one after another, as they are sent or received.
 
@@ -134,7 +134,7 @@ class RowFormat(NamedTuple):
 
 
 class _View(NamedTuple):
-    """Where a tensor lies in a message, in elements of its dtype."""
+    """The location of a tensor in a message, in elements of its dtype."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -25,8 +25,8 @@ from seqpar.linear.routes import SpanStates
 
 
 class Places(NamedTuple):
-    """Which spans of a grid have a state, and the index of each such state among the states of the
-    call.
+    """The spans of a grid that have a state, and the index of each such state among the call's
+    states.
     """
 
     spans: Tensor

@@ -22,7 +22,7 @@ from seqpar.linear.maps.map_options import MapOptions
 
 
 class ChunkStep(NamedTuple):
-    """What a chunk does with the state S that enters it.
+    """The step of a chunk, given the state S that enters it.
 
         Y = rows + reads S
         next S = D S + added + writes Y

@@ -61,9 +61,8 @@ class _Work:
         return self.expanded.k.new_zeros(self.inputs.state_shape)
 
     def transition(self, span: _Span) -> Tensor:
-        """Return the transition of a span.
-
-        It is what the span makes of an identity matrix as its state.
+        """Return the transition of a span, computed by passing an identity matrix through the
+        span.
         """
         if span.beta is not None:
             dim = span.k.shape[-1]
