@@ -45,6 +45,7 @@ MODULES = {
     "seqpar.integrations.megatron": "../guides/megatron.md",
     "seqpar.integrations.torchtitan": "../guides/torchtitan.md",
     "seqpar.integrations.automodel": "../guides/automodel.md",
+    "seqpar.integrations.verl": "../guides/verl.md",
 }
 # What these objects offer is listed too.
 WITH_METHODS = {

