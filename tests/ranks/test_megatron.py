@@ -35,6 +35,19 @@ CASES = {
     "scheduled": Case(
         packing="thd", hybrid=True, model={"position_embedding_type": "learned_absolute"}
     ),
+    "recomputed": Case(
+        cp=2,
+        tp=2,
+        config={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "core attention recomputed": Case(
+        cp=4, packing="sbhd", config={"recompute_granularity": "selective"}
+    ),
+    "scheduled with RoPE": Case(packing="sbhd", hybrid=True),
     "layer scaling": Case(cp=4, config={"apply_query_key_layer_scaling": True}),
 }
 

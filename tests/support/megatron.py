@@ -30,6 +30,7 @@ class CpuForCuda(TorchFunctionMode):
 def on_cpu():
     """Run Megatron-Core without GPUs, in this process."""
     from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
 
     # Its random numbers are those of dropout, which is 0.
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
@@ -37,6 +38,8 @@ def on_cpu():
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
         mock.patch.object(torch.cuda, "current_stream", return_value=None),
         mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", return_value=tracker),
+        mock.patch.object(random, "_get_all_rng_states", return_value=()),
+        mock.patch.object(random, "_set_all_rng_states"),
         CpuForCuda(),
     ):
         yield
@@ -60,7 +63,9 @@ class Case:
         """The documents of a row, which differ from row to row."""
         if self.packing is None:
             return [ROW]
-        return [[8, 16, 8], [24, 8], [ROW]][row % 3] if self.packing == "thd" else [5, 20, 7]
+        if self.packing == "sbhd" and not self.hybrid:
+            return [5, 20, 7]
+        return [[8, 16, 8], [24, 8], [ROW]][row % 3]
 
     def real(self, row):
         """The documents without their padding."""
@@ -77,7 +82,9 @@ def build(case, spec, alone=False):
         given |= {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": ROW // 2}
     if alone:
         given = {
-            name: x for name, x in given.items() if not {"parallel", "cp"} & set(name.split("_"))
+            name: x
+            for name, x in given.items()
+            if not {"parallel", "cp", "recompute"} & set(name.split("_"))
         }
     config = TransformerConfig(
         num_layers=2,
@@ -204,7 +211,7 @@ def scheduled(case, config, rows, step):
     return loader
 
 
-def deal_sample(sample):
+def deal_sample(case, sample):
     """This rank's tokens of a sample that the scheduler gave to some ranks."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.parallel_state import get_hybrid_data_context_parallel_groups
@@ -212,15 +219,18 @@ def deal_sample(sample):
 
     size = sample.pop("local_cp_size")
     given = {name: x[None] for name, x in sample.items()}
-    cu_seqlens = torch.tensor([0, given["tokens"].shape[1]], dtype=torch.int32)
+    length = given["tokens"].shape[1]
+    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
     given |= {"cu_seqlens": cu_seqlens[None], "local_cp_size": size}
     dealt = get_batch_on_this_cp_rank(
         given, True, hybrid_cp_group_func=get_hybrid_data_context_parallel_groups
     )
     packed = PackedSeqParams(
-        qkv_format="thd",
+        qkv_format=case.packing,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
         local_cp_size=size.item(),
         cp_group=dealt.get("hybrid_cp_group"),
     )
@@ -271,7 +281,9 @@ def on_rank(group, case, steps, micro_batches):
 
             def forward(loader, model, step=step):
                 found = next(loader)
-                dealt, packed = deal_sample(found) if case.hybrid else deal(case, cp, found, step)
+                dealt, packed = (
+                    deal_sample(case, found) if case.hybrid else deal(case, cp, found, step)
+                )
                 out = model(
                     dealt["tokens"],
                     dealt["position_ids"],
