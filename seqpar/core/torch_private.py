@@ -68,6 +68,9 @@ NAMES = {
     "torch.utils._python_dispatch._disable_current_modes": Use(
         "2.1", "to compute within a checkpoint's forward without its modes, which record operators"
     ),
+    "torch._C._autograd._top_saved_tensors_default_hooks": Use(
+        "2.6", "to count what autograd saves, and leave it to the hooks around"
+    ),
     "torch._C._autograd._saved_tensors_hooks_is_enabled": Use(
         "1.13", "where hooks of saved tensors are disabled, none of them have to be replaced"
     ),
@@ -610,6 +613,12 @@ def fake_tensors() -> AbstractContextManager[object]:
 def memory_of(x: Tensor) -> int:
     """Return a number that identifies a tensor's memory, even on the meta device."""
     return cast(int, TORCH.read(x.untyped_storage(), "_cdata"))
+
+
+def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the innermost hooks of saved tensors, the functions that pack and unpack; or None."""
+    hooks: Any = _get("torch._C._autograd._top_saved_tensors_default_hooks")(True)
+    return None if hooks is None else tuple(hooks)
 
 
 def unsafe_view() -> object:

@@ -358,7 +358,10 @@ class _LogitStatistics(torch.autograd.Function):
             # The derivative of log Σ exp(z) by z is softmax(z), that of the label's logit is 1 at
             # the label, that of Σ z is 1, and that of E = Σ softmax(z)·z is
             # softmax(z)·(1 + z − E).
-            dz = (z - log_sum_exp[rows, None]).exp_()
+            reads_z = wanted.expected or wanted.softcap
+            dz = (
+                z - log_sum_exp[rows, None] if reads_z else z.sub_(log_sum_exp[rows, None])
+            ).exp_()
             if wanted.expected:
                 from_mean = torch.where(dz > 0, z - expected_logit[rows, None], 0)
                 dz *= d_lse + d_expected * (1 + from_mean)
@@ -382,6 +385,7 @@ class _LogitStatistics(torch.autograd.Function):
                 d_weight += _product(narrow.T, hidden[rows].to(wide.dtype))
             if d_bias is not None:
                 d_bias += dz.sum(0)
+            del z, dz, narrow  # before the next chunk's logits
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None

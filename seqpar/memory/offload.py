@@ -111,6 +111,10 @@ class _Copied:
         self.number, self._device, self.was_used = number, x.device, False
         self._back: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
+        if x.is_meta:  # no bytes are copied, but the device's are free until they come back
+            self._host = torch.empty(0, device="meta")
+            self._like = tuple(x.shape), x.stride(), x.dtype
+            return
         self._host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
         if x.is_cuda:
             stream = _stream("out", x.device)
@@ -123,6 +127,10 @@ class _Copied:
 
     def come_back(self) -> None:
         if self._back is not None:
+            return
+        if self._device.type == "meta":
+            shape, stride, dtype = self._like
+            self._back = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return
         if self._device.type != "cuda":
             self._back = self._host.to(self._device)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from seqpar.core.arguments import as_int
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.torch_private import never_compiled, version_of
+from seqpar.memory.saved_bytes import counting_saved_bytes
 
 M = TypeVar("M", bound=nn.Module)
 Autocast = tuple[str, torch.dtype, bool]  # type of device, dtype, whether autocast is enabled
@@ -66,6 +67,7 @@ class _TiledForward:
 
     def __init__(self, module: nn.Module, chunk: int) -> None:
         self._module, self._chunk = module, chunk
+        self.saved_bytes = 0  # not held between forward and backward, in the last backward
 
     def __call__(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         module = self._module
@@ -92,13 +94,14 @@ class _TiledForward:
         names = _names_of_parameters(module)
         if not torch.is_grad_enabled() or not (x.requires_grad or names):
             return torch.cat([call(part) for part in x.split(self._chunk, -2)], -2)
-        work = _Work(module, call, self._chunk, list(names.values()))
+        work = _Work(self, module, call, self._chunk, list(names.values()))
         return _Tiled.apply(work, x, *names)
 
 
 class _Work(NamedTuple):
     """What a call of a tiled module computes, apart from its input."""
 
+    tiled: _TiledForward
     module: nn.Module
     call: Callable[[Tensor], Tensor]
     chunk: int  # tokens
@@ -145,8 +148,15 @@ class _Tiled(torch.autograd.Function):
                 x.split(work.chunk, -2), gradient.split(work.chunk, -2), strict=True
             ):
                 part = part.detach().requires_grad_(d_x is not None)
-                with torch.enable_grad(), _autocast(ctx.autocast):
+                with (
+                    torch.enable_grad(),
+                    _autocast(ctx.autocast),
+                    counting_saved_bytes() as saved,
+                ):
                     out = functional_call(caller, replaced, (part,))
+                if start == 0:
+                    saved.leave_out([x])
+                    work.tiled.saved_bytes = saved.total * x.shape[-2] // part.shape[-2]
                 inputs = [*([part] if d_x is not None else []), *leaves]
                 if start == 0:
                     _refuse_lost_gradients(out, inputs)

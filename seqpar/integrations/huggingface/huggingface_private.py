@@ -28,6 +28,22 @@ TRANSFORMERS = PrivateNames(
         ),
     },
 )
+CHECKPOINTED = PrivateNames(
+    "transformers",
+    names={
+        "transformers.PreTrainedModel._set_gradient_checkpointing": Use(
+            "5.0", "to know that blocks call the function below"
+        ),
+    },
+    attributes={
+        "gradient_checkpointing": Use("5.0", "whether a block calls the function below"),
+        "_gradient_checkpointing_func": Use(
+            "5.0",
+            "the function by which a block is checkpointed",
+            named_in="transformers.PreTrainedModel._set_gradient_checkpointing",
+        ),
+    },
+)
 TRAINER = PrivateNames(
     "transformers",
     names={

@@ -58,6 +58,7 @@ from seqpar.integrations.huggingface.loss.outputs import (
     unshard,
 )
 from seqpar.integrations.huggingface.loss.row_results import keep_scores, with_row_results
+from seqpar.integrations.huggingface.memory.parts import LeanMemory, MemoryReport
 from seqpar.integrations.huggingface.model.code import users_of_labels
 from seqpar.integrations.huggingface.model.layers import (
     AttentionLayer,
@@ -121,12 +122,14 @@ class Report:
     """Calls and bytes of each attention layer since its model was enabled; str() is a table.
 
     `whole` names modules with attention, such as a vision tower, that every rank computes whole.
+    `memory` has the bytes that each part of `enable(..., memory=...)` saved in the last step.
     """
 
     strategy: str
     ranks: int
     layers: tuple[LayerReport, ...]
     whole: tuple[str, ...] = ()
+    memory: tuple[MemoryReport, ...] = ()
 
     @property
     def calls(self) -> int:
@@ -159,7 +162,11 @@ class Report:
             for x in self.layers
         ]
         whole = [f"{name}: whole on each rank" for name in self.whole]
-        return "\n".join([head, title, *rows, *whole])
+        saved = [
+            f"memory {x.part}: {x.saved_bytes:,} bytes saved in {x.modules} modules"
+            for x in self.memory
+        ]
+        return "\n".join([head, title, *rows, *whole, *saved])
 
 
 class SequenceParallel(EnabledModel):
@@ -176,7 +183,13 @@ class SequenceParallel(EnabledModel):
     framework_losses = False
 
     def __init__(
-        self, model: nn.Module, group: Group, strategy: str, layout: str, **options: Any
+        self,
+        model: nn.Module,
+        group: Group,
+        strategy: str,
+        layout: str,
+        memory: str | Collection[str] | None = None,
+        **options: Any,
     ) -> None:
         self.model = model
         self.inner = inner_model(model)
@@ -203,6 +216,7 @@ class SequenceParallel(EnabledModel):
         lists = [x for x in model.modules() if isinstance(x, nn.ModuleList)]
         layers = self.layers.keys()
         self.blocks = [{block: layers & set(block.modules()) for block in x} for x in lists]
+        self.memory = LeanMemory(self, memory)
         self._gradients = ModelGradients(model, self.comm, self.check_ranks)
         self._outer_calls: list[ModelCall | None] = []
         self._label_users = users_of_labels(model, self.inner)
@@ -216,6 +230,7 @@ class SequenceParallel(EnabledModel):
             self.inner.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._after),
             *(Replaced(x, "compile", self.compile) for x in {model, self.inner}),
+            *self.memory.handles(),
         ]
         self._last_hook = model.register_forward_hook(self._end, always_call=True)
         self._handled = id(None)  # identity of the exception that the caller handles
@@ -350,7 +365,7 @@ class SequenceParallel(EnabledModel):
         """Return the calls and bytes of each attention layer since the model was enabled."""
         ranks = self.comm.size
         layers = tuple(LayerReport.of(x, ranks) for x in self.layers.values())
-        return Report(self.strategy, ranks, layers, self._outside.whole)
+        return Report(self.strategy, ranks, layers, self._outside.whole, self.memory.report())
 
     def cache(self, *, block: int = 64, reserve: int = 0) -> Cache:
         """Return an empty cache for calls with `past_key_values`; `generate` makes its own.
@@ -416,6 +431,7 @@ class SequenceParallel(EnabledModel):
             f"it has {bidirectional}": getattr(config, bidirectional, None),
             "its masks are not those of causal models": self._sharder.shifts is not True,
             "it is compiled already by sp.compile()": self._compiled is not None,
+            "it was enabled with memory": self.memory.is_on,
             "it has images or sound in addition to its text": self._outside.text is not None,
         }
         for reason, holds in reasons.items():
@@ -540,6 +556,7 @@ class SequenceParallel(EnabledModel):
         padded = sharding.whole and kwargs.get("attention_mask") is not None
         if reasons := router_faults(self.inner, wants_routers, padded):
             raise ValueError(reasons[0])
+        self.memory.check(wants_routers)
         if root.training and getattr(self.inner.get_input_embeddings(), _NOISE, None) is not None:
             reason = "each rank would add noise of another size to its tokens' embeddings"
             raise ValueError(f"{_NOISE} must be None: {reason}")
@@ -588,7 +605,10 @@ class SequenceParallel(EnabledModel):
         call.check_reached()
         total = self._gradients.total_of_model
         outputs = with_row_results(call, outputs, self.comm)
-        losses = losses_of(self.inner, call, outputs, self.comm, total)
+        is_chunked = call.chunked_loss is not None
+        losses = losses_of(self.inner, call, outputs, self.comm, total, self.memory.loss)
+        if is_chunked:  # the logits are only probes
+            outputs = type(outputs)(**{name: x for name, x in outputs.items() if name != "logits"})
         mark(outputs, call.sharding)
         check_of_tokens(outputs)
         outputs = clear_padding(outputs)
@@ -610,6 +630,7 @@ def enable(
     *,
     layout: str = "zigzag",
     check_ranks: bool = True,
+    memory: str | Collection[str] | None = None,
     **options: Any,
 ) -> SequenceParallel:
     """Spread the sequences of a transformers model over the ranks of a group.
@@ -631,6 +652,16 @@ def enable(
             option `cluster` rank 0 first measures its machine, for up to `measure_seconds`.
         layout: the kind of layouts that `shard` makes: "zigzag", "striped" or "contiguous".
         check_ranks: compare calls over the ranks first, so that all ranks raise the error of one.
+        memory: "lean" for all parts below that the model has, or a list of parts. Results and
+            gradients stay those of the plain model, up to rounding.
+
+            * "loss": calls with labels compute the loss by `seqpar.memory.chunked_cross_entropy`,
+              and return no logits;
+            * "tiles": MLPs, experts and norms compute 4,096 tokens at a time, by
+              `seqpar.memory.tiled`;
+            * "checkpoints": in training mode, `seqpar.checkpoint` around each block;
+            * "offload": the inputs of these blocks, and out and lse of their attention, wait in
+              host memory, by `seqpar.offload`.
         options: the strategy's options.
 
     Returns:
@@ -644,14 +675,14 @@ def enable(
     Raises:
         ValueError: if a layer cannot be computed exactly on a part of the tokens; the message names
             the layer and the reason. Also if the model's weights differ between ranks; the message
-            names the first one.
+            names the first one. Also if a part of `memory` would not be exact for the model.
         TypeError: if the strategy does not have an option.
         ImportError: if transformers is not installed, or for "auto" simpy.
     """
     if layout not in ("zigzag", "striped", "contiguous"):
         raise ValueError(f"layout must be zigzag, striped or contiguous, got {layout!r}")
     return SequenceParallel(
-        model, group_or_mesh, strategy, layout, check_ranks=check_ranks, **options
+        model, group_or_mesh, strategy, layout, memory, check_ranks=check_ranks, **options
     )
 
 

@@ -80,6 +80,8 @@ def counted(
         q.register_hook(lambda _: _add(layer, comm.sent_bytes))  # ends the backward's count
     out = attend(q)
     sent = comm.sent_bytes - before
+    lse_bytes = out.shape[:-1].numel() * (8 if out.dtype == torch.float64 else 4)
+    layer.kept_bytes = out.nbytes + lse_bytes
     layer.calls += 1
     layer.forward_bytes += sent
     if decodes:

@@ -77,7 +77,10 @@ class LossOfRanks(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gradients, ctx.outputs = gradients, outputs
         ctx.models = dict.fromkeys([gradients, *(x.gradients for x in outputs)])
-        parts = comm.all_gather(local.detach().reshape(1).to(comm.device), label="loss")
+        own = local.detach().reshape(1)
+        if comm.size == 1:  # the loss may be on the meta device, from which nothing can be sent
+            return own.clone()[0]
+        parts = comm.all_gather(own.to(comm.device), label="loss")
         return torch.stack(parts).sum().to(local.device).to(local.dtype)
 
     @staticmethod

@@ -28,11 +28,17 @@ _TERMS = ("z_loss_coefficient",)  # settings that add a term to the loss of the 
 
 
 def losses_of(
-    model: Any, call: ModelCall, outputs: Any, comm: Comm, total: Callable[[Tensor], Tensor]
+    model: Any,
+    call: ModelCall,
+    outputs: Any,
+    comm: Comm,
+    total: Callable[[Tensor], Tensor],
+    chunked: Callable[[ModelCall, Tensor], Tensor | None],
 ) -> dict[str, Any]:
     """Return the mean loss of labels and, on request, the router loss.
 
-    `total` sums the losses of ranks.
+    `total` sums the losses of ranks. `chunked(call, logits)` returns this rank's sum of losses if
+    the model's head has computed it, or None.
     """
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
@@ -44,7 +50,10 @@ def losses_of(
         if outputs.get("loss") is not None:
             reason = "labels must be None: the model returned a loss of its own without them"
             raise ValueError(f"{reason}, which is of one rank")
-        if call.sharding.last_tokens is None:
+        sum_of_losses = chunked(call, outputs["logits"])
+        if sum_of_losses is not None:
+            found["loss"] = total(sum_of_losses / _count_of(call))
+        elif call.sharding.last_tokens is None:
             found["loss"] = total(_of_labels(model, call, outputs["logits"]))
         else:
             found["loss"] = total(_of_rows(model, call, outputs["logits"]) / comm.size)
@@ -86,15 +95,14 @@ def check_loss_terms(model: Any) -> None:
 
 
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
-    labels, items = call.labels, call.items
-    count: Any = call.sharding.labels if items is None else items
+    labels = call.labels
     return model.loss_function(
         logits=logits,
         labels=labels,
         shift_labels=labels,
         vocab_size=logits.shape[-1],
         config=model.config,
-        num_items_in_batch=count + (count == 0),  # at least 1, so the loss is 0 without labels
+        num_items_in_batch=_count_of(call),
     )
 
 
@@ -104,6 +112,12 @@ def _of_rows(model: Any, call: ModelCall, results: Tensor) -> Tensor:
         logits=results, labels=call.labels, pooled_logits=results, config=model.config
     )
     return loss
+
+
+def _count_of(call: ModelCall) -> Any:
+    """Return the divisor of the loss, at least 1, so that the loss is 0 without labels."""
+    count: Any = call.sharding.labels if call.items is None else call.items
+    return count + (count == 0)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ assumptions fails the tests of all families.
 | transformers' layers | `dispatches` | the name `get_interface` in their code |
 | transformers' models | `calls_loss_function` | the name `loss_function` in `forward` |
 | files of transformers | `read_elsewhere` | the source of `eager_attention_forward` |
+| transformers' models | `changes_of_logits` | the names of logits in `forward` |
+| transformers' MLPs, experts and norms | `returns_several` | the source of `forward` |
 | recurrent layers of transformers | `Overlay` | functions that the forward names as globals |
 | the user's classes | `users_of_labels` | their source |
 """
@@ -34,6 +36,7 @@ from seqpar.integrations.huggingface.model.replaced import Replaced
 
 ATTENTION = re.compile(r"Attention|Attn(?!_)")  # in the names of classes of layers
 ROUTER_LOSS = "load_balancing_loss_func"  # global function of models' files
+_LOGITS = ("logits", "lm_logits", "prediction_scores")  # names of logits in forwards
 _LIBRARIES = ("torch", "transformers", "peft")  # classes of all other packages are the user's
 # CPython 3.11 raises a SystemError if two threads make syntax trees simultaneously.
 _PARSING = threading.Lock()
@@ -104,6 +107,32 @@ def users_of_labels(model: nn.Module, inner: nn.Module) -> list[str]:
         if any(uses(f, x, around) for f in functions):
             users.append(type(x).__name__)
     return users
+
+
+def changes_of_logits(kind: type) -> list[ast.expr]:
+    """Return the expressions by which a model's forward calculates with its logits.
+
+    All files call the logits by one of a few names.
+    """
+    changes: list[ast.expr] = []
+    forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    for x in _syntax(forward):
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) in _LOGITS:
+            value = x.value
+            while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+                if value.func.attr not in ("contiguous", "float", "to"):
+                    break
+                value = value.func.value
+            if isinstance(value, ast.BinOp) or "tanh" in ast.unparse(value):
+                changes.append(value)
+    return changes
+
+
+def returns_several(kind: type) -> bool:
+    """Return whether a module's forward returns a tuple, or its source is not known."""
+    forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    returns = [x.value for x in _syntax(forward) if isinstance(x, ast.Return)]
+    return not returns or any(isinstance(x, ast.Tuple) for x in returns)
 
 
 def _uses_labels(function: FunctionType, owner: nn.Module, models: list[nn.Module]) -> bool:

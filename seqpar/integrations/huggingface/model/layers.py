@@ -109,6 +109,7 @@ class AttentionLayer(Uncopied):
     steps: int = 0  # number of calls after a prefill
     step_bytes: int = 0  # forward bytes of these calls
     backward_bytes: int = 0  # bytes that this rank sent for the layer in backward
+    kept_bytes: int = 0  # of the results in the last call, which checkpoints keep
     linear: Callable[..., Tensor] | None = None  # linear attention, after `make_linear`
     recurrence: Any = None  # the `PatchedRecurrence` of a recurrent layer
     handle: Any = None  # a tensor: compiled graphs find this object by it

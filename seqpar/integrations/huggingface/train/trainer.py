@@ -192,10 +192,11 @@ class OverRanks:
     ) -> Any:
         inner = model.model if isinstance(model, _Whole) else model
         batch = self._labelled_shard(inputs)
-        loss, outputs = self._loss_of(inner, batch, num_items_in_batch)
+        wanted = return_outputs and not (isinstance(model, _Whole) and model.loss_only)
+        with self._sp.memory.keeping_logits() if wanted else nullcontext():
+            loss, outputs = self._loss_of(inner, batch, num_items_in_batch)
         if not return_outputs:
             return loss
-        wanted = not (isinstance(model, _Whole) and model.loss_only)
         return loss, self._sp.unshard(outputs, batch) if wanted else outputs
 
     def prediction_step(

@@ -1,0 +1,1 @@
+"""The levers of `enable(..., memory=...)`: a chunked loss, tiled modules, checkpoints, offload."""

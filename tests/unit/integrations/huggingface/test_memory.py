@@ -1,0 +1,260 @@
+"""`enable(..., memory=...)`: the loss and gradients of the plain model, with fewer bytes held."""
+
+import copy
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.memory import blocks, head
+from seqpar.integrations.huggingface.memory.parts import PARTS
+from seqpar.memory.offload import offload
+from tests.support import huggingface as hf
+from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
+from tests.unit.integrations.huggingface.test_families import build, exact
+
+SHORT = 5  # tokens of a chunk
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(head, "CHUNK", SHORT)
+    monkeypatch.setattr(blocks, "CHUNK", SHORT)
+
+
+def on_rank(comm, model, of, memory="lean", strategy="ring"):
+    """Loss and gradients of a rank, and the report on memory."""
+    model = copy.deepcopy(model)
+    sp = huggingface.enable(model, comm, strategy, memory=memory)
+    outputs = model(**sp.shard(of))
+    assert "logits" not in outputs or "loss" not in [x.part for x in sp.report().memory]
+    outputs.loss.backward()
+    sp.average_gradients()
+    report = sp.report().memory
+    sp.disable()
+    return outputs.loss.detach(), hf.gradients(model), report
+
+
+def compare(model, of, **options):
+    """Assert that two ranks train as the plain model. Return rank 0's report on memory."""
+    loss, logits, gradients = hf.unmodified(model, of)
+    results = virtual(2, partial(on_rank, model=model, of=of, **options))
+    found = [(x[0], logits, x[1]) for x in results]
+    hf.assert_same(found, (loss, logits, gradients), hf.real(of))
+    return {x.part: x for x in results[0][2]}
+
+
+FAMILIES = (  # dense, windows and softcap, factors of logits, experts, hybrids, no causal mask
+    "causal/qwen3", "causal/gemma2", "causal/cohere", "causal/granite", "causal/minicpm3",
+    "causal/qwen3_moe", "causal/gpt_oss", "causal/qwen3_next", "causal/falcon_h1", "masked/bert",
+)  # fmt: skip
+
+
+@few_rows()
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lean_training_equals_the_plain_model(family, kind):
+    report = compare(build(family), hf.batch(kind))
+    assert tuple(report) == PARTS
+    assert all(report[part].saved_bytes > 0 for part in PARTS[:3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", exact())
+def test_every_family_trains_lean_or_is_refused_by_name(family):
+    """A family that adds a bias to its logits says so, and trains with the other parts."""
+    model, of = build(family), hf.batch("padded")
+    said = hf.refused(lambda: compare(model, of))
+    if said is not None:
+        assert re.search('must not include "loss": .* logits', said)
+        compare(model, of, memory=["tiles"])
+
+
+@pytest.mark.parametrize("memory", [["loss"], ["tiles"], ["checkpoints", "offload"], []])
+def test_each_part_is_exact_alone(memory):
+    report = compare(hf.tiny("LlamaForCausalLM"), hf.batch("padded"), memory=memory)
+    assert list(report) == [x for x in PARTS if x in memory]
+
+
+def test_checkpoints_wait_in_host_memory():
+    """On a CPU, offload copies only if it is simulated."""
+    simulated = partial(offload, least=0, simulate=True)
+    with mock.patch.object(blocks, "offload", simulated):
+        report = compare(hf.tiny("Qwen3ForCausalLM"), hf.batch("whole"))
+    tokens, layers = 22, 2  # of a rank
+    of_layer = tokens * 4 * (32 + 4 * 8 + 4)  # the input, and out and lse of 4 heads of 8
+    assert layers * of_layer <= report["offload"].saved_bytes <= layers * (of_layer + 64)
+
+
+def test_the_report_counts_the_bytes_of_logits():
+    tokens, words = 22, hf.VOCABULARY
+    report = compare(hf.tiny("LlamaForCausalLM"), hf.batch("whole"))
+    assert report["loss"].saved_bytes == words * (tokens * (4 + 4) - SHORT * 4)
+
+
+def test_the_report_is_printed():
+    def run(comm):
+        model = hf.tiny("LlamaForCausalLM")
+        sp = huggingface.enable(model, comm, memory="lean")
+        model(**sp.shard(hf.batch("packed"))).loss.backward()
+        return str(sp.report())
+
+    (text,) = virtual(1, run)
+    assert re.search(r"memory tiles: [\d,]+ bytes saved in 7 modules\n", text)
+
+
+@pytest.mark.parametrize("frozen", ["head", "all but a norm", "embeddings"])
+def test_frozen_parts_and_scaled_losses(frozen):
+    model = hf.tiny("Qwen3ForCausalLM")
+    for name, x in model.named_parameters():
+        x.requires_grad_(
+            {
+                "head": "lm_head" not in name,
+                "all but a norm": name == "model.layers.0.input_layernorm.weight",
+                "embeddings": "embed" not in name,
+            }[frozen]
+        )
+    of = hf.batch("padded")
+    expected = hf.unmodified(model, of)[2]
+
+    def run(comm):
+        enabled = copy.deepcopy(model)
+        sp = huggingface.enable(enabled, comm, memory="lean")
+        (2.0**10 * enabled(**sp.shard(of)).loss).backward()
+        sp.average_gradients()
+        return {name: x / 2.0**10 for name, x in hf.gradients(enabled).items()}
+
+    for found in virtual(2, run):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_a_tied_head_gets_the_gradients_of_both_uses():
+    model = build("causal/qwen3")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    compare(model, hf.batch("packed"))
+
+
+def test_hidden_states_may_be_used_again():
+    """A loss of hidden states is added to the loss of labels."""
+    model, of = hf.tiny("LlamaForCausalLM"), hf.batch("whole")
+    plain = copy.deepcopy(model)
+    outputs = plain(**of, output_hidden_states=True)
+    (outputs.loss + outputs.hidden_states[-1].square().mean()).backward()
+
+    def run(comm):
+        enabled = copy.deepcopy(model)
+        sp = huggingface.enable(enabled, comm, memory="lean")
+        outputs = enabled(**sp.shard(of), output_hidden_states=True)
+        (outputs.loss + sp.total(outputs.hidden_states[-1].square().mean() / comm.size)).backward()
+        sp.average_gradients()
+        return hf.gradients(enabled)
+
+    for found in virtual(2, run):
+        torch.testing.assert_close(found, hf.gradients(plain), rtol=2e-5, atol=2e-6)
+
+
+def test_calls_without_labels_and_disabled_models_have_logits():
+    model, of = hf.tiny("LlamaForCausalLM"), hf.batch("whole")
+    expected = model(**of).logits
+    inputs = {name: x for name, x in of.items() if name != "labels"}
+
+    def run(comm):
+        enabled = copy.deepcopy(model)
+        sp = huggingface.enable(enabled, comm, memory="lean")
+        logits = sp.unshard(enabled(**sp.shard(inputs))).logits
+        with sp.memory.keeping_logits():
+            kept = sp.unshard(enabled(**sp.shard(of))).logits
+        sp.disable()
+        assert not any("forward" in vars(x) for x in enabled.modules())
+        assert not any("gradient_checkpointing" in vars(x) for x in enabled.model.layers)
+        return logits, kept, enabled(**of).logits
+
+    for found in virtual(2, run):
+        for logits in found:
+            torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+
+
+def refusal(change, memory="lean", name="LlamaForCausalLM", call=False):
+    made = build(name) if "/" in name else hf.tiny(name)
+
+    def run(comm):
+        model = copy.deepcopy(made)
+        change(model)
+        sp = huggingface.enable(model, comm, memory=memory)
+        if call:
+            model(**sp.shard(hf.batch("whole")), **({} if call is True else call))
+
+    return hf.refusal(run)
+
+
+def with_loss(model):
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+
+
+def with_head(model):
+    model.lm_head = nn.Sequential(model.lm_head)
+
+
+def with_checkpoints(model):
+    model.gradient_checkpointing_enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (with_loss, {}, "loss_function must be the model's default"),
+        (with_head, {}, 'must not include "loss": its head is a Sequential'),
+        (with_checkpoints, {}, 'must not include "checkpoints": the model checkpoints its'),
+        (lambda _: None, {"memory": "much"}, "memory must be None, 'lean' or a list of parts"),
+        (lambda _: None, {"memory": ["loss", "speed"]}, "memory must be None, 'lean' or a list"),
+        (lambda _: None, {"memory": 3}, "memory must be None, 'lean' or a list"),
+        (lambda _: None, {"memory": ["offload"]}, 'must include "checkpoints" with "offload"'),
+        (
+            lambda model: setattr(model.config, "output_router_logits", True),
+            {"name": "MixtralForCausalLM"},
+            'output_router_logits must not be set with memory\'s "tiles"',
+        ),
+        (
+            lambda _: None,
+            {"name": "MixtralForCausalLM", "call": {"output_router_logits": True}},
+            'output_router_logits must not be set with memory\'s "tiles"',
+        ),
+        (lambda _: None, {"name": "BartForConditionalGeneration"}, "from its logits, which a"),
+        (
+            lambda _: None,
+            {"name": "masked/esm", "call": True},
+            "EsmForMaskedLM changes its logits in a way that a chunked loss does not know",
+        ),
+        (
+            lambda _: None,
+            {"name": "BertForTokenClassification", "memory": ["loss"]},
+            "must not include 'loss': BertForTokenClassification has no head of words",
+        ),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_name(change, options, said):
+    assert said in refusal(change, **options)
+
+
+def test_a_refused_model_stays_as_it_was():
+    model = hf.tiny("LlamaForCausalLM")
+    with_head(model)
+    before = [vars(x).keys() for x in model.modules()]
+    virtual(1, lambda comm: hf.refused(lambda: huggingface.enable(model, comm, memory="lean")))
+    assert [vars(x).keys() for x in model.modules()] == before
+    virtual(1, lambda comm: huggingface.enable(model, comm).disable())
+
+
+def test_compiling_a_lean_model_is_refused():
+    def run(comm):
+        huggingface.enable(hf.tiny("LlamaForCausalLM"), comm, memory="lean").compile()
+
+    assert "cannot be compiled whole: it was enabled with memory" in hf.refusal(run, 1)
