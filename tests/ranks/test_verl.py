@@ -6,6 +6,9 @@ import importlib
 import itertools
 import math
 import os
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tests.support import verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl's and transformers' own
 TEMPERATURE = 0.7
+ROOT = Path(__file__).parents[2]
 real = pytest.mark.skipif(not verl.INSTALLED, reason="verl is not installed")
 
 
@@ -179,3 +183,20 @@ def test_partitions_are_balanced_by_the_plan():
 def test_lengths_are_those_of_verls_workloads(length):
     workload = length**2 + 24576 * length
     assert verl.on_cpu().length_of_workload(workload) == length
+
+
+def test_the_entry_point_says_why_engines_are_not_registered(monkeypatch, caplog):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entry = project["entry-points"]["verl.plugins"]["seqpar"]
+    monkeypatch.setitem(sys.modules, "seqpar.integrations.verl", None)  # as if verl were missing
+
+    def load():
+        sys.modules.pop(entry, None)
+        return importlib.import_module(entry)
+
+    monkeypatch.delenv("VERL_ENGINE_DEVICE", raising=False)
+    load()
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "seqpar")
+    with pytest.raises(ImportError):
+        load()
+    assert "seqpar's engines for verl cannot be registered" in caplog.text
