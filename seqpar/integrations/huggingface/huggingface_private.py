@@ -81,6 +81,9 @@ TRL = PrivateNames(
     "trl",
     names={},
     attributes={
+        "_is_vlm": Use(
+            "1.16", "to refuse completions with images", named_in="trl.GRPOTrainer.__init__"
+        ),
         "_metrics": Use("1.16", "the metrics that an SFTTrainer logs"),
         "_total_train_tokens": Use("1.16", "the number of tokens among these metrics"),
     },

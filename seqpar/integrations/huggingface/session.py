@@ -23,7 +23,7 @@ from seqpar.core.compiling import outside_graphs
 from seqpar.core.torch_private import is_compiled, runs_compiled
 from seqpar.integrations.huggingface.attention import enabling
 from seqpar.integrations.huggingface.attention.attention import FeatureMap, LinearLayer, session_of
-from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
+from seqpar.integrations.huggingface.attention.call import NAME, EnabledModel, ModelCall, current
 from seqpar.integrations.huggingface.attention.compiling import CompiledForward, prepared_masks
 from seqpar.integrations.huggingface.attention.counting import track
 from seqpar.integrations.huggingface.attention.find_calls import find_calls
@@ -43,7 +43,7 @@ from seqpar.integrations.huggingface.batch.sharding import (
 )
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.generate.generating import Generation
-from seqpar.integrations.huggingface.huggingface_private import kept_implementations
+from seqpar.integrations.huggingface.huggingface_private import attention_of, kept_implementations
 from seqpar.integrations.huggingface.loss.gradients import ModelGradients, mark_total
 from seqpar.integrations.huggingface.loss.losses import (
     check_loss_function,
@@ -197,7 +197,7 @@ class SequenceParallel(EnabledModel):
             check_not_compiled(x)
         self.attention = make_attention(strategy, group, **options)
         self.comm = Comm.of(group)
-        self.strategy = strategy
+        self.strategy, self._settings = strategy, (group, strategy, layout, options)
         self.check_ranks, self.process = bool(options.get("check_ranks")), os.getpid()
         self._outside = OutsideText(self.inner)
         body = self._outside.body
@@ -360,6 +360,15 @@ class SequenceParallel(EnabledModel):
         self.agree(self._gradients.check_unchanged, dict)
         with self.comm.telling_errors():
             self._gradients.average()
+
+    def enable_alike(self, model: nn.Module) -> SequenceParallel:
+        """Enable another model with the ranks, the strategy and the options of this one."""
+        group, strategy, layout, options = self._settings
+        return SequenceParallel(model, group, strategy, layout, **options)
+
+    def has_attention_of_ranks(self, model: nn.Module) -> bool:
+        """Return whether another model's config names seqpar's attention."""
+        return attention_of(inner_model(model).config) == NAME
 
     def report(self) -> Report:
         """Return the calls and bytes of each attention layer since the model was enabled."""

@@ -117,7 +117,7 @@ class Generation(Uncopied):
 
         cache = self._session.agree(check, lambda: _settings(model, args, named))
         comm = self._session.comm
-        with comm.telling_errors(), _random_numbers_of_rank_0(comm):
+        with comm.telling_errors(), random_numbers_of_rank_0(comm):
             return own(*args, **kwargs | {"past_key_values": cache})
 
     def begin(
@@ -342,7 +342,7 @@ def _keep_cache(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
 
 
 @contextmanager
-def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
+def random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
     """Draw rank 0's random numbers on all ranks. Afterwards each rank continues with its own."""
     # `generate` draws tokens in many places, but the state of the generator is sent only once.
     # That suffices, since logits have the same bits on all ranks, and the check of the next call

@@ -7,8 +7,9 @@ group computes one batch.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any
@@ -70,6 +71,36 @@ class Groups:
             yield
         finally:
             self.evaluates = before
+
+    @contextmanager
+    def counted(self, trainer: Any) -> Iterator[None]:
+        """Let a trainer of TRL count groups in place of processes, and gather each group once."""
+        if isinstance(trainer.accelerator, _AcceleratorOfGroups):
+            yield
+            return
+        modules = {sys.modules[x.__module__] for x in type(trainer).__mro__ if _is_of_trl(x)}
+        functions = {"gather": self.gather_firsts, "gather_object": self.gather_objects}
+        with ExitStack() as stack:
+            view = _AcceleratorOfGroups(self._accelerator, self)
+            replaced: list[tuple[Any, str, Any]] = [(trainer, "accelerator", view)]
+            for module in modules:
+                names = functions.keys() & vars(module).keys()
+                replaced += [(module, name, functions[name]) for name in names]
+            for owner, name, value in replaced:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+            yield
+
+    def gather_firsts(self, x: Tensor) -> Tensor:
+        """Return the rows of the first process of each group."""
+        parts = self._gather_processes(x).chunk(self._accelerator.num_processes)
+        return torch.cat([parts[first] for first in self._firsts])
+
+    def gather_objects(self, x: list[Any]) -> list[Any]:
+        from accelerate.utils import gather_object
+
+        parts = gather_object([x]) if self._accelerator.use_distributed else [x]
+        return [value for first in self._firsts for value in parts[first]]
 
     def prepare_data_loader(
         self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -203,6 +234,21 @@ class Groups:
         )
 
 
+class _AcceleratorOfGroups:
+    """An Accelerator that counts each group as a process."""
+
+    def __init__(self, accelerator: Any, groups: Groups) -> None:
+        self._accelerator, self._groups = accelerator, groups
+        self.num_processes, self.process_index = groups.count, groups.index
+
+    def reduce(self, x: Tensor, reduction: str = "mean") -> Tensor:
+        rows = self._groups.gather_firsts(x[None])
+        return rows.sum(0) if reduction == "sum" else rows.mean(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
 class _Turn:
     """A turn of `batches` different batches, one per group; the last batch has `rows` rows."""
 
@@ -323,6 +369,10 @@ class _DispatchedBatches(IterableDataset[list[Any]]):
     def __len__(self) -> int:
         full, remaining = divmod(len(self._workers), self._batches)
         return full + bool(remaining and not self._workers.drop_last)
+
+
+def _is_of_trl(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "trl"
 
 
 def _options_of(loader: Any) -> dict[str, Any]:

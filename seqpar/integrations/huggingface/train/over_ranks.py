@@ -1,0 +1,194 @@
+"""The methods of transformers' Trainer that differ for models that run over ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.integrations.accelerate import sequence_mesh
+from seqpar.integrations.huggingface.attention.attention import session_of
+from seqpar.integrations.huggingface.batch.collator import COLUMNS, Collator
+from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.integrations.huggingface.huggingface_private import (
+    TRAINER,
+    forget_prepared,
+    is_prepared,
+)
+from seqpar.integrations.huggingface.model.layers import loss_shifts
+from seqpar.integrations.huggingface.session import SequenceParallel
+from seqpar.integrations.huggingface.train.groups import Groups
+from seqpar.integrations.huggingface.train.whole_batches import WholeBatches
+
+
+class OverRanks:
+    """The methods of a Trainer that differ over ranks. Its attributes are transformers'."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    model_wrapped: Any
+    data_collator: Any
+    gather_function: Any
+    label_smoother: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sp = session_in(self.model)
+        # For a few models, such as GPT-2, transformers also counts the first label of each row.
+        shifts = TRAINER.read(self, "_loss_shifts_labels")
+        self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
+        balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
+        refused = {
+            "compute_loss_func": getattr(self, "compute_loss_func", None) is not None,
+            "use_liger_kernel": bool(getattr(self.args, "use_liger_kernel", False)),
+            "dispatch_batches": bool(self.accelerator.dispatch_batches),
+            "train_sampling_strategy='batch_rebalance'": balanced,
+            "predict_with_generate": bool(getattr(self.args, "predict_with_generate", False)),
+        }
+        for name, given in refused.items():
+            if given:
+                raise ValueError(f"{name} must not be set for an enabled model")
+        self._check_sizes()
+        self._groups = Groups.of(self._sp.comm, self.accelerator)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _check_sizes(self) -> None:
+        """Let a `ParallelismConfig` have the enabled model's ranks as its `cp_size`."""
+        sizes = getattr(self.accelerator, "parallelism_config", None)
+        if sizes is None or not sizes.cp_enabled:
+            return
+        own, ranks = sequence_mesh(self.accelerator), self._sp.comm.processes
+        if own.mesh.tolist() != ranks:
+            what = f"cp_size must share sequences among the model's ranks, {ranks}"
+            how = "enable the model on parallelism_config.get_device_mesh(device)['cp']"
+            raise ValueError(f"{what}, got {own.mesh.tolist()}: {how}")
+
+    def get_cp_size(self) -> int:
+        """Return 1: transformers would divide by it what `OverRanks` counts once per group."""
+        return 1
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        return nullcontext, inputs  # `shard` cuts them
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        self._keep_columns()
+
+    def _keep_columns(self) -> None:
+        """Keep columns that a `Collator` reads. transformers drops them if forward lacks them."""
+        if isinstance(self.data_collator, Collator):
+            columns = TRAINER.read(self, "_signature_columns")
+            self._signature_columns = list(dict.fromkeys([*columns, *COLUMNS]))
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        with self._groups.evaluating(not is_training):
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # accelerate counts a model that was evaluated before as one that it has prepared, and would
+        # not wrap the model in DDP. Nothing would then average gradients.
+        if self.model_wrapped is self.model and is_prepared(self.model):
+            forget_prepared(self.model)
+        with self._sp.comm.telling_errors():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._groups.evaluating(), self._sp.comm.telling_errors():
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._groups.evaluating(), self._sp.comm.telling_errors():
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Count the samples of a step once for each group."""
+        total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return total // self._sp.comm.size
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Count the labels of a step; in training, those of all groups if tokens are averaged."""
+        if not self.model_accepts_loss_kwargs or not batch_samples:  # type: ignore[attr-defined]
+            return None
+        counts = [self._sp.count_labels(batch) for batch in batch_samples]
+        if None in counts:
+            return None
+        if self._counts_firsts:
+            firsts = [batch["labels"][:, 0] for batch in batch_samples if "labels" in batch]
+            counts += [int((x != -100).sum()) for x in firsts]
+        count = torch.tensor(sum(counts), device=device)
+        count = self.accelerator.gather(count).sum() if self._averages_tokens else count
+        # In training the count is at least 1, so a step without labels has the loss 0.
+        return count if self._groups.evaluates else count.clamp(min=1)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inner = model.model if isinstance(model, WholeBatches) else model
+        batch = self._labelled_shard(inputs)
+        wanted = return_outputs and not (isinstance(model, WholeBatches) and model.loss_only)
+        with self._sp.memory.keeping_logits() if wanted else nullcontext():
+            loss, outputs = self._loss_of(inner, batch, num_items_in_batch)
+        if not return_outputs:
+            return loss
+        return loss, self._sp.unshard(outputs, batch) if wanted else outputs
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        whole = WholeBatches(model, self._sp, prediction_loss_only)
+        with self._groups.evaluating():
+            return super().prediction_step(whole, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        found: int = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return found // self._sp.comm.size
+
+    @property
+    def _averages_tokens(self) -> bool:
+        """Whether a loss weighs the tokens of all groups equally; in an evaluation it does not."""
+        return bool(self.args.average_tokens_across_devices) and not self._groups.evaluates
+
+    def _labelled_shard(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        batch: dict[str, Any] = self._sp.shard(inputs)
+        if "labels" not in batch:
+            raise ValueError("inputs must have labels, from which the loss is computed")
+        return batch
+
+    def _loss_of(self, model: Any, batch: dict[str, Any], items: Any) -> tuple[Tensor, Any]:
+        given = {} if items is None else {"num_items_in_batch": items}
+        if self.label_smoother is None:
+            outputs = model(**batch, **given)
+            loss = outputs["loss"]
+        else:
+            labels = batch.pop("labels")  # this rank's labels, shifted already
+            outputs = model(**batch)
+            given = given or {"num_items_in_batch": max(1, batch[KEY].labels)}
+            loss = self._sp.total(self.label_smoother(outputs, labels, **given))
+        counted = batch[KEY].labels if items is None else items
+        if self._groups.evaluates and not counted:
+            loss = loss * torch.nan  # as on one process: the mean over batches leaves it out
+        return self._scaled(loss, items), outputs
+
+    def _scaled(self, loss: Tensor, items: Any) -> Tensor:
+        """Return a loss, times the number of groups if it was divided by the `items` of all."""
+        return loss * self._groups.count if items is not None and self._averages_tokens else loss
+
+
+def sessions_of(model: nn.Module) -> list[SequenceParallel]:
+    """Return the sessions of the enabled models in a module."""
+    found = dict.fromkeys(session_of(x) for x in model.modules())
+    return [x for x in found if isinstance(x, SequenceParallel)]
+
+
+def session_in(model: Any) -> SequenceParallel:
+    sessions = sessions_of(model)
+    if not sessions:
+        how = "huggingface.enable(model)"
+        raise ValueError(f"model must be enabled before the trainer is made: {how}")
+    return sessions[0]

@@ -1,0 +1,65 @@
+"""The methods of TRL's trainers for rewards and preferences that differ for models over ranks.
+
+TRL computes each of their losses from a few numbers per row or token, such as rewards and
+log-probabilities. The ranks exchange these numbers, and then all of them run TRL's own code for the
+loss, on the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from seqpar.integrations.huggingface.train.over_ranks import OverRanks, sessions_of
+from seqpar.integrations.huggingface.train.whole_batches import WholeBatches
+
+
+class OverRanksPreferences(OverRanks):
+    """The methods that differ, in addition to those of `OverRanks`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self, "aux_loss_enabled", False):
+            reason = "each rank would have another auxiliary loss"
+            raise ValueError(f"router_aux_loss_coef must be 0: {reason}")
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, nn.Module):
+            if self._sp.has_attention_of_ranks(reference) and not sessions_of(reference):
+                self._sp.enable_alike(reference)  # TRL loaded it with the attention of the model
+            self.ref_model = self._whole(reference)
+        elif hasattr(self, "ref_model") and not getattr(self, "precompute_ref_logps", True):
+            how = "give a ref_model, or set precompute_ref_log_probs"
+            raise ValueError(
+                f"ref_model must not be None for an enabled model with adapters: {how}"
+            )
+
+    def _whole(self, model: Any) -> Any:
+        """Return a model that takes whole batches, as one that is not enabled does already."""
+        if isinstance(model, WholeBatches) or not (sessions := sessions_of(model)):
+            return model
+        ranks, own = sessions[0].comm.processes, self._sp.comm.processes
+        if ranks != own:
+            raise ValueError(f"ref_model must be enabled on the model's ranks, {own}, got {ranks}")
+        return WholeBatches(model, sessions[0])
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        return None  # TRL's losses divide by counts of their own
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        with self._groups.counted(self):
+            found = super().compute_loss(
+                self._whole(model), inputs, return_outputs, num_items_in_batch
+            )
+        loss, *outputs = found if return_outputs else (found,)
+        # Every rank has computed the loss of all ranks, and `total` adds the losses up.
+        loss = self._sp.total(loss / self._sp.comm.size)
+        return (loss, *outputs) if return_outputs else loss
+
+    def compute_ref_log_probs(self, model: Any, *args: Any) -> Any:
+        return super().compute_ref_log_probs(self._whole(model), *args)  # type: ignore[misc]
+
+    def get_batch_loss_metrics(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().get_batch_loss_metrics(self._whole(model), *args, **kwargs)  # type: ignore[misc]

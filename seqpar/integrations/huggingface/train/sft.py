@@ -1,0 +1,78 @@
+"""The methods of TRL's SFTTrainer that differ for models that run over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.integrations.huggingface.huggingface_private import TRL
+from seqpar.integrations.huggingface.train.over_ranks import OverRanks
+
+
+class OverRanksSFT(OverRanks):
+    """The methods of TRL's SFTTrainer that differ over ranks, in addition to those of `OverRanks`.
+
+    The model returns a rank's log-probabilities by TRL's fused head, which accepts shifted labels.
+    TRL itself divides by counts of processes, and drops processes at the end of an epoch.
+    """
+
+    aux_loss_enabled: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.aux_loss_enabled:
+            reason = "each rank would have another auxiliary loss"
+            raise ValueError(f"router_aux_loss_coef must be 0: {reason}")
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()  # TRL's, which does not call that of OverRanks
+        self._keep_columns()
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        batch = self._labelled_shard(inputs)
+        smoothed = self.label_smoother is not None and self.args.loss_type == "nll"
+        if smoothed:  # smoothing needs logits
+            loss, _ = self._loss_of(model, dict(batch), num_items_in_batch)
+        labels = batch.pop("labels")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not smoothed):
+            outputs = model(**batch, shift_labels=labels, fused_lm_head=True)
+        if not smoothed:
+            losses = -outputs.log_probs  # 0 for tokens without a label
+            if self.args.loss_type == "dft":
+                losses = losses * outputs.log_probs.exp().detach()
+            count = batch[KEY].labels if num_items_in_batch is None else num_items_in_batch
+            count = torch.as_tensor(count).clamp(
+                min=1
+            )  # so the loss is 0 without labels, as in TRL
+            local = losses.sum() / count
+            loss = self._scaled(self._sp.total(local), num_items_in_batch)
+        self._note(outputs, inputs)
+        if not return_outputs:
+            return loss
+        with torch.no_grad():
+            return loss, self._sp.unshard(model(**batch))
+
+    def _note(self, outputs: Any, inputs: dict[str, Any]) -> None:
+        found = outputs.label_mask, outputs.is_top1, outputs.entropy.detach()
+        comm = self._sp.comm
+        local = torch.stack([x.sum().double() for x in found]).to(comm.device)
+        sums: Tensor = torch.stack(comm.all_gather(local, label="metrics")).sum(0)
+        mask = inputs.get("attention_mask")
+        tokens = inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        mode = "train" if self.model.training else "eval"
+        batches = self.accelerator.gather(torch.cat([sums, sums.new_tensor([tokens])])[None])
+        if mode == "train":
+            batches = batches.sum(0, keepdim=True)
+        metrics = TRL.read(self, "_metrics")[mode]
+        for labels, right, entropy, _ in batches.tolist():
+            metrics["entropy"].append(entropy / labels if labels else 0.0)
+            metrics["mean_token_accuracy"].append(right / labels if labels else 0.0)
+        total = TRL.read(self, "_total_train_tokens")
+        if mode == "train":
+            self._total_train_tokens = total = total + int(batches[0, 3])
+        metrics["num_tokens"] = [total]

@@ -1,0 +1,230 @@
+"""TRL's trainers for rewards, preferences and policies on real ranks: those of one process."""
+
+import contextlib
+import copy
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from seqpar.integrations import huggingface
+from tests.support import huggingface as hf
+from tests.support.examples import example
+from tests.support.ranks import device_mesh, hide_from_collector
+from tests.support.trl import tokenizer
+
+# before trl is imported
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+if importlib.util.find_spec("trl") is None:
+    pytest.skip("trl is not installed", allow_module_level=True)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore"),  # those of trl, transformers and accelerate
+]
+OF_TIME = {"epoch", "step_time", "train_runtime", "eval_runtime"}  # and what is counted per second
+EXPERIMENTAL = {"ORPO": "trl.experimental.orpo"}
+
+
+def kind_of(name):
+    module = importlib.import_module(EXPERIMENTAL.get(name, "trl"))
+    return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+
+
+def imported(group):
+    return [kind_of(name)[0].__name__ for name in ("Reward", "DPO", "KTO", "ORPO", "GRPO", "RLOO")]
+
+
+@pytest.fixture(scope="module")
+def ready(pool):
+    """The pool, of which all ranks have imported what they need."""
+    pool(4, imported)
+    pool(4, hide_from_collector)
+    return pool
+
+
+def words(count, generator):
+    return " ".join(
+        map(str, torch.randint(3, hf.VOCABULARY, (count,), generator=generator).tolist())
+    )
+
+
+def dataset(count, kto):
+    """Prompts, each with a chosen and a rejected completion of other lengths."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for i in range(count):
+        prompt, *answers = (words(n, generator) + " " for n in (4 + i % 5, 3 + i % 7, 9 - i % 6))
+        if kto:
+            rows.append({"prompt": prompt, "completion": answers[i % 2], "label": bool(i % 3)})
+        else:
+            rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+    return Dataset.from_list(rows)
+
+
+def folders(tmp_path, kto):
+    """Folders with the datasets, for one process and for ranks, which all read the same files."""
+    made = [tmp_path / "alone", tmp_path / "ranks"]
+    for folder in made:
+        dataset(16, kto).save_to_disk(folder / "train")
+        dataset(4, kto).save_to_disk(folder / "eval")
+    return map(str, made)
+
+
+def models(name):
+    """The model, and the reference model of trainers that have one."""
+    if name == "Reward":
+        return hf.tiny("LlamaForSequenceClassification", id2label={0: "reward"}), None
+    model = hf.tiny("LlamaForCausalLM")
+    reference = copy.deepcopy(model) if name in ("DPO", "KTO") else None
+    if reference is not None:
+        with torch.no_grad():
+            for i, x in enumerate(reference.parameters()):
+                x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i)), alpha=0.05)
+    return model, reference
+
+
+def settings(folder, rows, options):
+    common = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "optim": "sgd",  # AdamW would make much of gradients that are rounding alone
+        "learning_rate": 0.3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return common | options
+
+
+def train(group, folder, name, rows, options, ranks=1, reference_enabled=True):
+    """(what was logged in each step and in an evaluation, the weights)."""
+    base, config = kind_of(name)
+    model, reference = models(name)
+    if group is not None:
+        hf.launched(group)
+        mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
+        huggingface.enable(model, mesh["sp"])
+        if reference is not None and reference_enabled:
+            huggingface.enable(reference, mesh["sp"], "ulysses")
+        base = huggingface.trainer(base)
+    from datasets import load_from_disk
+
+    arguments = config(**settings(folder, rows, options))
+    given = {} if reference is None else {"ref_model": reference}
+    with contextlib.redirect_stdout(None):
+        trainer = base(
+            model=model,
+            args=arguments,
+            processing_class=tokenizer(),
+            train_dataset=load_from_disk(f"{folder}/train"),
+            eval_dataset=load_from_disk(f"{folder}/eval"),
+            **given,
+        )
+        trainer.train()
+        trainer.evaluate()
+    return logged(trainer), {key: x.detach().clone() for key, x in model.named_parameters()}
+
+
+def logged(trainer):
+    per_second = ("_per_second", "runtime")
+    return [
+        {key: x for key, x in row.items() if not key.endswith(per_second) and key not in OF_TIME}
+        for row in trainer.state.log_history
+    ]
+
+
+def assert_trained_alike(found, expected, left_out=()):
+    assert len(found[0]) == len(expected[0])
+    for row, other in zip(found[0], expected[0], strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() - {*left_out}:
+            assert row[key] == pytest.approx(other[key], rel=2e-4, abs=2e-5, nan_ok=True), key
+    for name, x in expected[1].items():
+        torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=2e-5)
+
+
+CASES = {
+    "reward": ("Reward", {"center_rewards_coefficient": 0.01}),
+    "DPO": ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "DPO, precomputed": ("DPO", {"precompute_ref_log_probs": True}),
+    "DPO, weighted": ("DPO", {"use_weighting": True, "loss_type": "ipo"}),
+    "KTO": ("KTO", {}),
+    "ORPO": ("ORPO", {}),
+}
+# ORPO's logits are means over padding too, which ranks do not compute.
+LEFT_OUT = {"ORPO": [f"{x}logits/{y}" for x in ("", "eval_") for y in ("chosen", "rejected")]}
+# FLOPs of padding depend on a batch's rows. Over processes, TRL weighs the tokens of all batches
+# alike, and not the mean of each batch.
+OF_BATCHES = ["total_flos", "eval_entropy", "eval_mean_token_accuracy"]
+OF_BATCHES += ["eval_logits/chosen", "eval_logits/rejected"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
+    name, options = CASES[case]
+    alone, ranks = folders(tmp_path, name == "KTO")
+    expected = train(None, alone, name, 4, options)
+    for found in ready(4, train, ranks, name, 4, options, 4):
+        assert_trained_alike(found, expected, LEFT_OUT.get(name, ()))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_groups_train_as_processes(ready, tmp_path, enabled):
+    """Two groups of two ranks, with rows of half as many samples; the reference enabled or not."""
+    alone, ranks = folders(tmp_path, kto=False)
+    expected = train(None, alone, "DPO", 4, {})
+    for found in ready(4, train, ranks, "DPO", 2, {}, 2, enabled):
+        assert_trained_alike(found, expected, OF_BATCHES)
+
+
+def curve(group, folder):
+    """The losses of the example's steps, on the group or on one process."""
+    if group is not None:
+        hf.launched(group)
+    program = example("huggingface_dpo")
+    with contextlib.redirect_stdout(None):
+        trainer = program.train(program.make_arguments(folder, steps=3), group)
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x]
+
+
+def test_the_examples_losses_are_those_of_one_process(ready, tmp_path):
+    expected = curve(None, str(tmp_path / "alone"))
+    for found in ready(4, curve, str(tmp_path / "ranks")):
+        assert len(found) == 3 and found == pytest.approx(expected, abs=2e-5)
+
+
+def refusals(group, folder):
+    """What is said of a reference on other ranks, and of a model of experts."""
+    hf.launched(group)
+    mesh = device_mesh(2, 2, names=("dp", "sp"))
+    (_, reference), (base, config) = models("DPO"), kind_of("DPO")
+    huggingface.enable(reference, group)
+    told = []
+    for model in (models("DPO")[0], hf.tiny("MixtralForCausalLM", output_router_logits=True)):
+        huggingface.enable(model, mesh["sp"])
+        make = lambda model=model: huggingface.trainer(base)(  # noqa: E731
+            model=model,
+            ref_model=reference,
+            args=config(**settings(folder, 2, {})),
+            processing_class=tokenizer(),
+            train_dataset=dataset(4, kto=False),
+        )
+        told.append(hf.refused(make))
+    return told
+
+
+def test_other_ranks_and_routers_are_refused(ready, tmp_path):
+    for ranks, routers in ready(4, refusals, str(tmp_path)):
+        assert ranks.startswith("ref_model must be enabled on the model's ranks")
+        assert routers.startswith("router_aux_loss_coef must be 0")
