@@ -16,7 +16,7 @@ PROMPTS = (3, 1, 4, 2)  # tokens without a loss, at the beginning of each sequen
 
 def on_cpu(settings="{}"):
     """Import seqpar's engines for verl, in a process without a GPU."""
-    os.environ |= {"VERL_ENGINE_DEVICE": "seqpar", "SEQPAR_VERL": settings}
+    os.environ["SEQPAR_VERL"] = settings
     if not INSTALLED:
         stand_in()
         from seqpar.integrations import verl
@@ -39,6 +39,8 @@ def on_cpu(settings="{}"):
 
     from seqpar.integrations import verl
 
+    # Not earlier: verl's plugins would import the engines before the platform is set.
+    os.environ["VERL_ENGINE_DEVICE"] = "seqpar"
     monkey_patch.is_trl_available = lambda: False  # verl imports names of TRL 0.27
     return verl
 
