@@ -649,7 +649,7 @@ def enable(
     tokens.
 
     It needs transformers 5: `pip install 'seqpar[hf]'`, and with TRL also `'seqpar[trl]'`. To train
-    with transformers' `Trainer` or `Seq2SeqTrainer`, or with TRL's `SFTTrainer`, see
+    with transformers' `Trainer` or `Seq2SeqTrainer`, or with a trainer of TRL, see
     `seqpar.integrations.huggingface.trainer`.
 
     Args:
