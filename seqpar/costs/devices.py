@@ -134,6 +134,8 @@ _FLASH_ATTENTION_4 = published_grid(
     FLASH_ATTENTION_4_FLOPS_PER_SECOND, FLASH_ATTENTION_4_BACKWARD_TO_FORWARD
 )
 
+# By the kind of a device, the kind with the rates of FlashAttention-4.
+WITH_FLASH_ATTENTION_4 = {"h100": "h100_fa4", "h200": "h200_fa4"}
 # NICs: a DGX H100 has 8 of 400 Gbit/s, a DGX A100 has 8 of 200. The NICs of A800, H800 and H200
 # come from the clusters in Zeppelin's evaluation.
 NODES = {

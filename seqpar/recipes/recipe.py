@@ -13,7 +13,7 @@ import numpy as np
 from seqpar.core.arguments import as_choice, as_int, as_lengths, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
-from seqpar.costs.devices import NODES
+from seqpar.costs.devices import NODES, WITH_FLASH_ATTENTION_4
 from seqpar.costs.flops import step_flops
 from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
@@ -158,11 +158,11 @@ def as_gpus(text: str) -> Cluster:
         if devices % 8:
             raise ValueError(f"{expected}: more than 8 GPUs must be a multiple of 8, got {devices}")
         nodes, devices = devices // 8, 8
-    kind = match[3] + "_fa4" if match[3] + "_fa4" in NODES else match[3]
+    kind = WITH_FLASH_ATTENTION_4.get(match[3], match[3])
     try:
         return Cluster.preset(f"{nodes}x{devices}-{kind}")
     except ValueError:
-        known = ", ".join(name for name in NODES if not name.endswith("_fa4"))
+        known = ", ".join(x for x in NODES if x not in WITH_FLASH_ATTENTION_4.values())
         raise ValueError(f"{expected}, of {known}, got {shown(text)}") from None
 
 
