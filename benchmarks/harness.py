@@ -130,10 +130,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def canary() -> float:
-    """Return the seconds of a fixed piece of work, which drift if the machine does other work."""
+    """Return the seconds of a fixed piece of work, which drift if the machine does other work.
+
+    It uses all cores, also if the program has set another number of threads since the last call.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(CORES)
     x = torch.randn(1024, 1024)
     median_time(lambda: x @ x, 400)  # let clocks and caches settle
-    return median_time(lambda: x @ x, 200)
+    seconds = median_time(lambda: x @ x, 200)
+    torch.set_num_threads(threads)
+    return seconds
 
 
 def drift(before: float, after: float) -> float:
