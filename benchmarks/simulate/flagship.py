@@ -1,8 +1,8 @@
 """Predict a step of Qwen3-8B with 1,048,576 tokens on 8 H100, with one lever after another.
 
-The levers are in the order of TRL's guide "Training Beyond 1M Tokens", and then those that it does
-not have. The last row is the script that `python -m seqpar recipe qwen3-8b --gpus 8xh100 --tokens
-1M --memory 40` prints.
+The first levers are in the order of TRL's guide "Training Beyond 1M Tokens". The levers after them
+are not in that guide. The last row has the settings that `python -m seqpar recipe qwen3-8b --gpus
+8xh100 --memory 40` chooses.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def tables(results: harness.Results) -> dict[str, str]:
     """Return the tables of docs/guides/million_tokens.md from the results."""
     one, packed = results["one document"], results["packed"]
     levers_table = [
-        [x["lever"], _seconds(x), _seconds(y), f"{x['bytes'] / 1e9:,.0f}"]
+        [x["lever"], _seconds(x), _gigabytes(x), _seconds(y), _gigabytes(y)]
         for x, y in zip(one["levers"], packed["levers"], strict=True)
     ]
     parts = [[name, f"{x / 1e9:.1f}"] for name, x in one["bytes_by_part"].items()]
@@ -105,7 +105,13 @@ def tables(results: harness.Results) -> dict[str, str]:
     ]
     return {
         "levers": harness.table(
-            ["with this lever too", "seconds, one document", "seconds, 32 documents", "GB"],
+            [
+                "with this lever too",
+                "seconds, one document",
+                "GB, one document",
+                "seconds, 32 documents",
+                "GB, 32 documents",
+            ],
             levers_table,
         ),
         "parts": harness.table(["part", "GB"], [*parts, ["all", f"{one['bytes'] / 1e9:.1f}"]]),
@@ -115,6 +121,10 @@ def tables(results: harness.Results) -> dict[str, str]:
 
 def _seconds(lever: dict[str, Any]) -> str:
     return "does not fit" if lever["seconds"] is None else f"{lever['seconds']:.0f}"
+
+
+def _gigabytes(lever: dict[str, Any]) -> str:
+    return f"{lever['bytes'] / 1e9:,.0f}"
 
 
 if __name__ == "__main__":
