@@ -1,6 +1,6 @@
 """Sums over ranks, and which parameters' gradients DDP or FSDP averages over ranks.
 
-`seqpar.huggingface` uses this file to check that gradients are averaged once.
+`seqpar.integrations.huggingface` uses this file to check that gradients are averaged once.
 """
 
 from __future__ import annotations

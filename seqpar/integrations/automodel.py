@@ -1,7 +1,7 @@
 """Attention over ranks in NeMo Automodel, as a model's own `ContextParallelSharder`.
 
-Automodel asks a model for its sharder by the method `prepare_model_inputs_for_cp`. `enable` gives
-this method to a transformers model. This module imports Automodel; it is tested with
+Automodel calls a model's method `prepare_model_inputs_for_cp` to get the model's sharder. `enable`
+adds this method to a transformers model. This module imports Automodel, and is tested with
 nemo-automodel 0.7.0.
 """
 
@@ -53,27 +53,27 @@ def enable(
     """Give a transformers model a `ContextParallelSharder` for a strategy of seqpar.
 
     Automodel then calls the model with this rank's tokens of the packed documents, and attention
-    covers the keys of all ranks. Losses and FSDP stay Automodel's. All ranks of the mesh's
-    dimension "cp" must call it, with equal weights.
+    covers the keys of all ranks. Automodel still computes the loss and wraps the model in FSDP. All
+    ranks of the mesh's dimension "cp" must call `enable`, with equal weights.
 
     Args:
-        model: a `PreTrainedModel`, also of Automodel's own classes, before or after Automodel wraps
-            it in FSDP2.
+        model: a `PreTrainedModel`, before or after Automodel wraps it in FSDP2. Its class may be
+            Automodel's own.
         device_mesh: Automodel's mesh. Its dimension "cp" is the group of the strategy.
         strategy: as in `seqpar.make_attention`.
         layout: the kind of the layouts, "zigzag", "striped" or "contiguous", with equal numbers of
-            tokens on all ranks; or a function that returns the layout of a batch from the
-            (documents + 1,) offsets of its documents.
+            tokens on all ranks; or a function that takes the (documents + 1,) offsets of a batch's
+            documents and returns the layout of the batch.
         options: the strategy's options, and `check_ranks`.
 
     Returns:
-        sp: as `huggingface.enable` returns it, with `sp.report()` and `sp.disable()`. Automodel
-            shards the batches.
+        sp: the session that `huggingface.enable` returns too, with `sp.report()` and
+            `sp.disable()`. Automodel shards the batches.
 
     Raises:
-        ValueError: if the mesh has no "cp" of at least two ranks, or more than one rank in "pp" or
-            "tp"; if the model has a sharder of its own, or takes no further keyword arguments; or
-            if a layer cannot be computed exactly on a part of the tokens.
+        ValueError: if the mesh has no dimension "cp" of at least two ranks, or more than one rank
+            in "pp" or "tp"; if the model has a sharder of its own, or its forward does not take
+            `**kwargs`; or if a layer cannot be computed exactly on a part of the tokens.
     """
     _check_mesh(device_mesh)
     if hasattr(model, _HOOK):

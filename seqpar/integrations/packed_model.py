@@ -1,7 +1,7 @@
-"""A transformers model on ranks whose loss a training framework computes: shared by integrations.
+"""A transformers model over ranks whose loss a training framework computes.
 
-Such a framework passes batches of one row without padding, computes its own loss of each rank's
-outputs, and adds up the gradients over the ranks itself.
+The integrations of Automodel and verl use it. Their batches are one row of packed documents. The
+framework computes the loss from each rank's outputs, and sums or averages gradients over the ranks.
 """
 
 from __future__ import annotations

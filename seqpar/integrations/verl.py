@@ -1,7 +1,8 @@
-"""Attention over ranks in verl's FSDP engines, in place of verl's patches for Ulysses.
+"""Attention over ranks in verl's FSDP engines, instead of verl's patches for Ulysses.
 
-`VERL_ENGINE_DEVICE=seqpar` selects these engines, and the variable `SEQPAR_VERL` has the strategy
-and its options. This module imports verl; it is tested with verl 0.9.1.
+The environment variable `VERL_ENGINE_DEVICE=seqpar` selects these engines, and the variable
+`SEQPAR_VERL` has the strategy and its options. This module imports verl, and is tested with verl
+0.9.1.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ class Settings(NamedTuple):
 
 
 class _OverRanks:
-    """What both engines do in another way than verl's.
+    """The methods in which both engines differ from verl's.
 
-    Sequences are divided by a layout of seqpar and not by Ulysses' rule. Log-probabilities, entropy
-    and values of all ranks are then gathered, as verl gathers them, so that losses stay verl's.
+    A layout divides the sequences. verl would divide them by the rule of Ulysses. The engines then
+    gather log-probabilities, entropies and values of all ranks, as verl does, so that verl computes
+    its losses from them.
     """
 
     ulysses_sequence_parallel_size: int
@@ -153,12 +155,12 @@ class _OverRanks:
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="seqpar")
 class LanguageModelEngine(_OverRanks, FSDPEngineWithLMHead):
-    """verl's engine for actors, reference models and supervised fine-tuning, by a strategy."""
+    """verl's engine for actors, reference models and fine-tuning, with attention over ranks."""
 
 
 @EngineRegistry.register("value_model", ["fsdp", "fsdp2"], device="seqpar")
 class ValueModelEngine(_OverRanks, FSDPEngineWithValueHead):
-    """verl's engine for critics, by a strategy."""
+    """verl's engine for critics, with attention over ranks."""
 
 
 def balanced_partitions(

@@ -1,8 +1,8 @@
 """Train with less memory.
 
-`checkpointing.py` recomputes, `offload.py` uses host memory, `cross_entropy.py` never holds the
-logits of all tokens, and `tiling.py` computes a module in chunks of tokens. `profiling.py` says
-which tensors a step holds.
+`checkpointing.py` recomputes blocks, and `offload.py` keeps saved tensors in host memory.
+`cross_entropy.py` never holds the logits of all tokens, and `tiling.py` computes a module in chunks
+of tokens. `profiling.py` lists the tensors that a step holds.
 """
 
 from seqpar.memory.cross_entropy import (

@@ -58,11 +58,11 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
     forward. This is the rematerialisation-aware checkpointing of Li et al., "DistFlashAttn:
     Distributed Memory-efficient Attention for Long-context LLMs Training" (2023).
 
-    Bytes kept per attention call in `function`, with b the bytes of an element and T the rank's
-    tokens (times the batch): out and lse, T·Hq·(Dv·b + 4) (8 for fp64). Ulysses also keeps q, k, v,
-    out and lse of the rank's heads over all tokens, as without checkpointing, unless it has
-    `keep="tokens"`. The arguments of `function` are kept as well. Within `seqpar.offload`, all of
-    these tensors are kept in host memory.
+    Each attention call in `function` keeps out and lse, T·Hq·(Dv·b + 4) bytes, where b is the bytes
+    of an element and T the rank's tokens (times the batch). With fp64, lse takes 8 bytes instead of
+    4. Ulysses also keeps q, k, v, out and lse of the rank's heads over all tokens, as without
+    checkpointing, unless it has `keep="tokens"`. The arguments of `function` are kept as well.
+    Within `seqpar.offload`, all of these tensors are kept in host memory.
 
     This is torch's non-reentrant selective checkpoint with `save_attention`, and its rules hold:
     all ranks make the same calls; `function` must run again in the same way (its random numbers are

@@ -56,27 +56,27 @@ def chunked_cross_entropy(
     `labels[i]` belongs to `hidden[i]`. Divide the sum by the number of labels of the whole batch.
 
     Backward recomputes each chunk's logits: with C channels and V words, a token takes 8·C·V FLOPs
-    instead of 6·C·V. Between the passes, `hidden` and two numbers per token are kept. Both passes
+    instead of 6·C·V. Between the passes, `hidden` and a few numbers per token are kept. Both passes
     hold at most four copies of one chunk's logits, 4·chunk·V bytes each. Backward also holds the
     weight's gradient in fp32.
 
     With `group`, the vocabulary is sharded by tensor parallelism: each rank of the group passes its
     rows of the weight, and all ranks pass the same `hidden` and `labels`. Every rank returns the
-    whole loss. The gradient of `hidden` is the sum over the ranks, and has the same bits on each of
-    them. Ranks first compare their arguments. Then a rank sends 20·(P − 1) bytes per token in
-    forward, and 8·C·(P − 1)/P bytes per token in backward (twice as many for fp64).
+    whole loss. Backward sums the gradient of `hidden` over the ranks, with the same bits on every
+    rank. Ranks first compare their arguments. Then each of P ranks sends 20·(P − 1) bytes per token
+    in forward, and 8·C·(P − 1)/P bytes per token in backward. With fp64, it sends twice as many.
 
     Args:
         hidden: (..., C), fp64, fp32, bf16 or fp16; under autocast it is cast like arguments of
             `torch.nn.functional.linear`.
         weight: (V, C), the head's weight, in hidden's dtype. It may be tied to the embedding. With
-            `group`, this rank's rows of it: ranks hold the rows in rank order, and may hold
-            different numbers of rows.
+            `group`, the rows of this rank's words: ranks hold the words in rank order, and may hold
+            different numbers of words.
         labels: (...), int32 or int64, from 0 to V − 1, or `ignore_index`. A label out of this range
             raises an error on a CPU. On a GPU it makes the loss NaN, because an error would have to
             wait for the GPU.
         chunk: the number of tokens whose logits are held at a time.
-        bias: (V,), added to the logits. With `group`, of this rank's words.
+        bias: (V,), added to the logits. With `group`, the bias of this rank's words.
         ignore_index: the label of tokens that are left out of the loss.
         token_weights: (...), the factor of each token's loss; it may have a gradient.
         softcap: a logit x becomes softcap·tanh(x/softcap), as in Gemma 2; 0 means none.
@@ -94,9 +94,9 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: a shape, dtype, label or number does not fit, or a tensor is a DTensor. The
-            message names the argument. With `group`, also if ranks have different arguments; all
-            ranks raise the same error. Labels that differ between ranks raise one on a CPU, and
-            make the loss NaN on a GPU.
+            message names the argument. With `group`, also if the arguments differ between ranks;
+            all ranks then raise the same error. Labels that differ between ranks raise the error on
+            a CPU, and make the loss NaN on a GPU.
     """
     smoothing, z_factor = as_float("label_smoothing", label_smoothing), as_float("z_loss", z_loss)
     if not 0 <= smoothing <= 1:

@@ -1,8 +1,8 @@
-"""Who holds what in a step of training, by module and tensor, without computing the step.
+"""The memory of a step of training, by module and tensor, without computing the step.
 
 The step runs on the meta device, where tensors have shapes but no numbers. `_Watch` sees each
-operator, and notes when the memory of its results is made and freed. The tensors that are alive
-when their bytes are the most are the profile.
+operator, and notes when the memory of its results is made and freed. The profile lists the tensors
+that are alive at the moment at which they take the most bytes together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Holding:
-    """Tensors that are held when a step holds the most bytes.
+    """Tensors of one module, operator and shape that are held when a step holds the most bytes.
 
     Attributes:
         module: the name of the module that made them, or that has the parameter.
@@ -56,7 +56,7 @@ class MemoryProfile:
     Attributes:
         tokens: the number of tokens of the batch.
         peak_bytes: the most bytes that the step holds at once, parameters included.
-        held: what it holds then, the largest first.
+        held: the tensors that it holds at the peak, the largest first.
         timeline: the bytes that are held after each operator.
         backward_begins: the index in `timeline` at which backward begins.
     """
@@ -69,7 +69,7 @@ class MemoryProfile:
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes by which the peak grows with each token: those of tensors over all tokens."""
+        """The bytes of the held tensors that grow with the batch, divided by the tokens."""
         return sum(x.bytes for x in self.held if x.grows) / max(1, self.tokens)
 
     def by_kind(self) -> dict[str, int]:
@@ -126,21 +126,22 @@ class MemoryProfile:
 
 
 def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
-    """Return who holds what when a step of training holds the most memory.
+    """Return which modules and tensors hold memory when a step of training holds the most.
 
     The step is `model(**batch)`, and the backward of its loss if the model returns one. It runs on
-    the meta device in the model's mode, so it takes no memory for tensors, and a model that fits on
-    no device can be profiled. Parameters may be on the meta device already. The model is unchanged
-    afterwards.
+    the meta device, in the model's training or evaluation mode. Its tensors take no memory, so a
+    model that fits on no device can be profiled. Parameters may be on the meta device already. The
+    model is unchanged afterwards.
 
-    A model of `seqpar.integrations.huggingface.enable` must be enabled on a group of one rank; give
-    it the batch that `sp.shard` returned. Its attention counts as one operator, without the
-    operator's own temporary tensors. Neither an optimizer's state nor the allocator's fragments are
-    counted. What `seqpar.offload` copies to the host counts as freed.
+    A model of `seqpar.integrations.huggingface.enable` must be enabled on a group of one rank; pass
+    the batch that `sp.shard` returned. Its attention counts as one operator, without the operator's
+    temporary tensors. Neither an optimizer's state nor fragmentation of the allocator is counted.
+    Tensors that `seqpar.offload` copies to the host count as freed.
 
     Args:
         model: the module, in the dtype of the step.
-        batch: the model's keyword arguments. Its first integer tensor tells the number of tokens.
+        batch: the model's keyword arguments. The elements of its first integer tensor are the
+            tokens.
 
     Raises:
         ValueError: if the batch has no integer tensor, or if an operator needs the numbers in a

@@ -1,9 +1,10 @@
 """The memory of a GPU in a step of a recipe's script, by part.
 
 The script keeps parameters, gradients and Adam's moments in fp32, sharded over all GPUs by FSDP2.
-It computes in bf16 and computes MLPs, norms and the loss in chunks of tokens. For backward it keeps
-the input of each layer and, unless they are computed again, the results of attention. Four moments
-of backward may need the most memory. At each of them, different temporary tensors exist.
+It computes in bf16. MLPs, norms and the loss are computed in chunks of tokens. For backward, the
+script keeps the input of each layer. It also keeps the results of attention, unless backward
+computes them again. The memory is largest at one of four moments of backward. At each of these
+moments, different temporary tensors exist.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Keeping(NamedTuple):
 
     Attributes:
         attention: whether the results of attention are kept. They are computed again otherwise.
-        offload: the fraction of what is kept that waits in host memory.
+        offload: the fraction of the kept tensors that is in host memory.
     """
 
     attention: bool

@@ -426,7 +426,8 @@ class SequenceParallel(EnabledModel):
         are calls in which seqpar checks code of your own. `model.compile(**options)` is this
         method too.
 
-        Raises a ValueError if the model has other layers than causal layers of text.
+        Raises a ValueError if the model has layers that are not causal layers of text, or was
+        enabled with `memory`.
         """
         self._check_compilable()
         if not self._handles:
@@ -668,9 +669,9 @@ def enable(
               and return no logits;
             * "tiles": MLPs, experts and norms compute 4,096 tokens at a time, by
               `seqpar.memory.tiled`;
-            * "checkpoints": in training mode, `seqpar.checkpoint` around each block;
-            * "offload": the inputs of these blocks, and out and lse of their attention, wait in
-              host memory, by `seqpar.offload`.
+            * "checkpoints": in training mode, `seqpar.checkpoint` recomputes each block;
+            * "offload", with "checkpoints": `seqpar.offload` keeps the inputs of these blocks, and
+              the out and lse of their attention, in host memory.
         options: the strategy's options.
 
     Returns:

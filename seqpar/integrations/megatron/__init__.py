@@ -1,11 +1,12 @@
 """Megatron-Core models over sequences too long for one device.
 
 `sequence_parallel(spec, "ring")` replaces the core attention of a layer spec. Megatron-Core builds
-the model from the result, and distributes tokens, as without seqpar. Nothing here imports
-Megatron-Core until a model is built. It is tested with Megatron-Core 0.19.2.
+the model from the result, and still distributes the tokens. Importing this package does not import
+Megatron-Core. It is tested with Megatron-Core 0.19.2.
 
 Start with `core_attention.py`. Megatron *deals* tokens to the ranks of its context-parallel group:
-it cuts a *sequence*, which may be a document or a row of a batch, into two chunks for each rank.
+it cuts each *sequence*, which is a document, a row of the batch or the whole pack, into two chunks
+for each rank.
 """
 
 from seqpar.integrations.megatron.scheduler import PlanScheduler

@@ -1,6 +1,6 @@
 """Layouts of the tokens that Megatron deals to the ranks of a context-parallel group.
 
-Of each sequence, rank r of P holds chunks r and 2P − 1 − r of 2P equal chunks.
+Megatron cuts each sequence into 2P equal chunks for P ranks. Rank r holds chunks r and 2P − 1 − r.
 """
 
 from __future__ import annotations

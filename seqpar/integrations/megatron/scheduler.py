@@ -16,12 +16,12 @@ from seqpar.layout.layout import Layout
 
 
 class PlanScheduler:
-    """The ranks of Megatron's hybrid context parallelism for each sample, from `balance.plan`.
+    """Assigns samples to ranks in Megatron's hybrid context parallelism, by `balance.plan`.
 
-    Assign it to `cp_balancing_scheduler` of a `HybridCPDataLoaderWrapper`; it has the methods of
-    Megatron's `BalancedCPScheduler`. Megatron has process groups only for aligned blocks of ranks
-    whose size is a power of two, and for all ranks. A sample goes to the smallest of these groups
-    that contains the ranks of the plan. All ranks compute shared samples in one order.
+    Assign the scheduler to `cp_balancing_scheduler` of a `HybridCPDataLoaderWrapper`; it has the
+    methods of Megatron's `BalancedCPScheduler`. Megatron has process groups only for aligned blocks
+    of ranks whose size is a power of two, and for all ranks. A sample goes to the smallest of these
+    groups that contains the ranks of the plan. All ranks compute shared samples in the same order.
 
     Args:
         max_seq_len_per_rank: the config's `max_seqlen_per_dp_cp_rank`, the most tokens of a sample
@@ -29,7 +29,7 @@ class PlanScheduler:
         dp_cp_group: Megatron's group of the ranks of data and context parallelism.
         cluster: the devices and links of these ranks, or a preset; as in `balance.plan`.
         model: the model, or a preset; as in `balance.plan`.
-        method: as in `balance.plan`. The default places samples on such groups already.
+        method: as in `balance.plan`. The default, "power_of_two", plans with such groups.
 
     Raises:
         ValueError: if an argument is wrong, or the cluster does not have the group's ranks.
@@ -57,13 +57,14 @@ class PlanScheduler:
     ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
         """Return the lengths and the ids of the samples of each rank, in the order of computation.
 
-        Both are lists with one entry, which has a list for each rank: Megatron needs no barrier
-        between samples, because ranks that share samples compute them in one order.
+        Each of the two results is a list with one entry, and the entry has a list for each rank.
+        One entry suffices, because ranks that share samples compute them in the same order and
+        therefore need no barrier between samples.
 
         Args:
-            sample_id_seqlens: the id and the number of tokens of each sample, which must be a
-                multiple of twice the number of ranks, as Megatron requires.
-            config: not read.
+            sample_id_seqlens: the id and the number of tokens of each sample. Megatron requires
+                that the number of tokens is a multiple of twice the number of ranks.
+            config: ignored.
 
         Raises:
             ValueError: if there is no sample, or a length is wrong.
