@@ -43,8 +43,8 @@ def trainer(base: type) -> type:
               `RLOOTrainer`, with the extra `trl`. A reference model may be enabled on the same
               ranks, or not at all.
 
-            TRL's other trainers do not work, such as the one for distillation. Write such a loop
-            yourself with `sp.shard` and `sp.total`.
+            TRL's other trainers are refused, such as the one for distillation. Write their training
+            loop yourself with `sp.shard` and `sp.total`.
 
     Raises:
         TypeError: if `base` is not a Trainer.

@@ -1,4 +1,4 @@
-"""A model that takes and returns whole batches, and is computed by the ranks of a group."""
+"""A model that takes and returns whole batches, and that the ranks of a group compute together."""
 
 from __future__ import annotations
 
