@@ -15,8 +15,9 @@ from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 def last_tokens(model: Any, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor:
     """Return each row's token that transformers classifies, (B,), among the B·S tokens.
 
-    This is the row's last token that is not the model's padding token. The attention mask is not
-    read. For embeddings, and for models without a padding token, it is the token of the last column.
+    This is the row's last token that is not the model's padding token. It need not be the last
+    token of the attention mask. For embeddings, and for models without a padding token, it is the
+    token of the last column.
 
     Raises a ValueError if this token of a row is padding, or if the batch has several rows and the
     model's config has no token of padding.
