@@ -19,6 +19,7 @@ from nemo_automodel.components.distributed.context_parallel.sharder import (
     ShardLayout,
 )
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from seqpar.core.arguments import Ints, parse_cu_seqlens
 from seqpar.integrations.automodel_private import DOCUMENT_NUMBERS, OWNS_ATTENTION
@@ -86,11 +87,11 @@ def enable(
         name = type(model).__name__
         raise ValueError(f"model must take **kwargs, without which {name} gets no sharded batch")
     packed = PackedModel(model, device_mesh["cp"], strategy, layout, options)
-    sharder = _BatchSharder(packed, set(parameters))
+    masks = _KeptMasks(model)
+    masks.register()
+    sharder = _BatchSharder(packed, masks, set(parameters))
     packed.sp.undo_on_disable(
-        Replaced(model, _HOOK, sharder.prepare),
-        Replaced(model, OWNS_ATTENTION, True),
-        *_keep_masks(model),
+        Replaced(model, _HOOK, sharder.prepare), Replaced(model, OWNS_ATTENTION, True), masks
     )
     return packed.sp
 
@@ -153,43 +154,58 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _keep_masks(model: nn.Module) -> list[Any]:
-    """Register hooks that undo Automodel's hooks, which take the mask from attention layers.
+class _KeptMasks:
+    """Hooks that undo Automodel's hooks, which take the mask from attention layers.
 
     Automodel's hooks replace the mask by `is_causal`, and would turn windows into full attention.
-    The first hook runs before Automodel's hook, and the second hook runs after it.
+    On each layer, one hook runs before all others and keeps the mask, and one hook runs after all
+    others and restores it. Automodel may register its hooks, and wrap layers, after `enable`, so
+    these hooks are registered again for each batch.
     """
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        if not name.endswith("self_attn"):
-            continue
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def register(self) -> None:
+        self.remove()
+        for name, module in self._model.named_modules():
+            if name.endswith("self_attn"):
+                self._register_on(module)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _register_on(self, layer: nn.Module) -> None:
         kept: list[dict[str, Any]] = []
 
-        def keep(module: Any, args: Any, kwargs: Any, kept: Any = kept) -> None:
+        def keep(module: Any, args: Any, kwargs: Any) -> None:
             kept[:] = [{x: kwargs[x] for x in ("attention_mask", "is_causal") if x in kwargs}]
 
-        def restore(module: Any, args: Any, kwargs: Any, kept: Any = kept) -> Any:
+        def restore(module: Any, args: Any, kwargs: Any) -> Any:
             others = {x: y for x, y in kwargs.items() if x not in ("attention_mask", "is_causal")}
             return args, others | kept.pop()
 
-        handles += [
-            module.register_forward_pre_hook(keep, with_kwargs=True, prepend=True),
-            module.register_forward_pre_hook(restore, with_kwargs=True),
+        self._handles += [
+            layer.register_forward_pre_hook(keep, with_kwargs=True, prepend=True),
+            layer.register_forward_pre_hook(restore, with_kwargs=True),
         ]
-    return handles
 
 
 class _BatchSharder:
     """The functions of a model's `ContextParallelSharder`."""
 
-    def __init__(self, packed: PackedModel, taken: set[str]) -> None:
-        self._packed, self._taken = packed, taken
+    def __init__(self, packed: PackedModel, masks: _KeptMasks, taken: set[str]) -> None:
+        self._packed, self._masks, self._taken = packed, masks, taken
 
     def prepare(self, batch: dict[str, Any], *, num_chunks: int = 1) -> dict[str, Any]:
         """Answer Automodel's call of the model's `prepare_model_inputs_for_cp`."""
         if num_chunks != 1:
             reason = "a pipeline's chunks would need a layout each"
             raise ValueError(f"num_chunks must be 1, got {num_chunks}: {reason}")
+        self._masks.register()
         return {
             "cp_sharder": ContextParallelSharder(
                 shard_batch=self.shard_batch, local_token_global_indices=_refuse_indices
@@ -206,10 +222,27 @@ class _BatchSharder:
         padding_token_id: int = 0,
     ) -> tuple[Any, dict[str, Any], ShardLayout]:
         """Return a context, this rank's part of a batch (B, S), and where its tokens are."""
-        names = [x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None]
-        if len(names) != 1 or batch[names[0]].dim() < 2:
+        with self._packed.sp.faults():
+            source, tokens, cu_seqlens = self._tokens(batch, loss_mask)
+        rows, columns = tokens["position_ids"].shape
+        flat = {name: x.reshape(1, -1, *x.shape[2:]) for name, x in tokens.items()}
+        inputs = {x: flat[x] for x in (source, "position_ids")}
+        part = self._packed.shard(inputs, cu_seqlens)
+        made = dict(part.inputs)
+        for name in sorted(flat.keys() - inputs.keys()):
+            # A model that does not know a key passes the key on to attention, which refuses it.
+            if name in self._taken or name in ("labels", "loss_mask"):
+                made[name] = part.cut(flat[name], _OF_PADDING.get(name, 0))
+        return nullcontext, made, _shard_layout(part, (rows, columns), flat[source].device)
+
+    def _tokens(
+        self, batch: dict[str, Any], loss_mask: Tensor | None
+    ) -> tuple[str, dict[str, Tensor], Ints]:
+        """Return the name of the model's input, tensors (B, S, …), and where documents begin."""
+        found = [x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None]
+        if len(found) != 1 or batch[found[0]].dim() < 2:
             raise ValueError("batch must have either input_ids (B, S) or inputs_embeds (B, S, D)")
-        shape = rows, columns = tuple(batch[names[0]].shape[:2])
+        shape = rows, columns = tuple(batch[found[0]].shape[:2])
         if loss_mask is not None:
             name = "loss_mask" if batch.get("labels") is not None else "labels"
             batch = {**batch, name: loss_mask}
@@ -221,14 +254,7 @@ class _BatchSharder:
             if tuple(x.shape[:2]) != shape:
                 expected = f"({rows}, {columns}, …), with a value for each token"
                 raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}")
-        flat = {name: x.reshape(1, -1, *x.shape[2:]) for name, x in tokens.items()}
-        part = self._packed.shard({x: flat[x] for x in (*names, "position_ids")}, cu_seqlens)
-        made = dict(part.inputs)
-        for name in sorted(flat.keys() - {*names, "position_ids"}):
-            # A model that does not know a key passes the key on to attention, which refuses it.
-            if name in self._taken or name in ("labels", "loss_mask"):
-                made[name] = part.cut(flat[name], _OF_PADDING.get(name, 0))
-        return nullcontext, made, _shard_layout(part, shape, batch[names[0]].device)
+        return found[0], tokens, cu_seqlens
 
 
 def document_numbers(batch: Mapping[str, Any], shape: tuple[int, int]) -> Ints:

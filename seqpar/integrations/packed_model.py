@@ -64,7 +64,8 @@ class PackedModel:
 
     def shard(self, inputs: Mapping[str, Tensor], cu_seqlens: Ints) -> PackedPart:
         """Return this rank's part of (1, T, …) `inputs`, whose documents are `cu_seqlens`."""
-        layout = None if isinstance(self._layout, str) else self._layout(cu_seqlens)
+        with self.sp.faults():
+            layout = None if isinstance(self._layout, str) else self._layout(cu_seqlens)
         offsets = torch.from_numpy(cu_seqlens)
         batch = {**inputs, **dict.fromkeys(CU_SEQLENS, offsets), "use_cache": False}
         made = dict(self.sp.shard(batch, layout))

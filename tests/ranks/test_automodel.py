@@ -1,5 +1,6 @@
 """transformers models under Automodel's contract of sharders: one process's numbers."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -106,23 +107,30 @@ def strip_masks(model):
             module.register_forward_pre_hook(strip, with_kwargs=True, prepend=True)
 
 
-def on_rank(group, name, options, kind, strategy, layout="zigzag", wrapped=False):
+def attach_hooks(model):
+    """Register Automodel's hooks on attention layers, or hooks with their effect."""
+    if not automodel.INSTALLED:
+        return strip_masks(model)
+    from nemo_automodel.components.distributed.context_parallel.utils import (
+        attach_context_parallel_hooks,
+    )
+
+    return attach_context_parallel_hooks(model)
+
+
+def on_rank(group, name, options, kind, strategy, layout="zigzag", wrapped=False, early=False):
     """The largest differences of logits and of gradients from one process."""
     _, integration = automodel.contract()
     model = hf.tiny(name, **options)
     expected, gradients = alone(model)
     mesh = device_mesh(2, 2, names=("dp", "cp"))
-    if automodel.INSTALLED:
-        from nemo_automodel.components.distributed.context_parallel.utils import (
-            attach_context_parallel_hooks,
-        )
-
-        attach_context_parallel_hooks(model)
-    else:
-        strip_masks(model)
+    if not early:
+        attach_hooks(model)
     if wrapped:
         fully_shard(model, mesh=mesh["cp"])
     sp = integration.enable(model, mesh, strategy, layout=layout)
+    if early:
+        attach_hooks(model)
     of = batch(kind)
     sharder, outputs, labels = automodel.forward(model, mesh, of)
     logits = sharder.gather_token_tensor(outputs.logits, trim=True).reshape(-1, COLUMNS, 64)
@@ -149,6 +157,15 @@ WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attent
 CASES = {
     "ring": ("LlamaForCausalLM", {}, "thd", "ring"),
     "windows": ("Qwen3ForCausalLM", {**WINDOW, "use_sliding_window": True}, "numbers", "ulysses"),
+    "enabled first": (
+        "Qwen3ForCausalLM",
+        {**WINDOW, "use_sliding_window": True},
+        "numbers",
+        "ring",
+        "zigzag",
+        False,
+        True,
+    ),
     "square mask": ("LlamaForCausalLM", {}, "square", "all_gather"),
     "FSDP": ("LlamaForCausalLM", {}, "numbers", "ring", "striped", True),
     "one row": ("LlamaForCausalLM", {}, "one row", "ring", "contiguous"),
@@ -218,6 +235,57 @@ def test_layouts_of_the_caller_may_be_uneven(pool):
     assert [x[0] for x in found] == [10, 12, 10, 12]
     for _, text, worst in found:
         assert "layout must give all ranks the same number of tokens" in text and worst < 2e-5
+
+
+class AttentionLayer(torch.nn.Module):
+    def forward(self, attention_mask=None, is_causal=None):
+        return attention_mask, is_causal
+
+
+def test_masks_survive_hooks_that_are_registered_later():
+    _, integration = automodel.contract()
+    model = torch.nn.ModuleDict({"self_attn": AttentionLayer()})
+    masks = integration._KeptMasks(model)
+    masks.register()
+    attach_hooks(model)
+    masks.register()
+    assert model["self_attn"](attention_mask="window") == ("window", None)
+    masks.remove()
+    assert model["self_attn"](attention_mask="window") == (None, True)
+
+
+def wrong_on_one(group):
+    """What this rank says if a batch, or the layout of the caller, is wrong on the first ranks."""
+    _, integration = automodel.contract()
+    mesh = device_mesh(2, 2, names=("dp", "cp"))
+    first = mesh["cp"].get_local_rank() == 0
+    model = hf.tiny("LlamaForCausalLM")
+
+    def layout(cu_seqlens):
+        if first:
+            raise ValueError("no layout")
+        return Layout.zigzag(cu_seqlens, 2, equal=True)
+
+    sp = integration.enable(model, mesh)
+    of = batch("thd")
+    if first:
+        of["seq_lens"] = of["seq_lens"] + 9
+    said = [hf.refused(lambda: automodel.forward(model, mesh, of))]
+    sp.disable()
+    integration.enable(model, mesh, layout=layout)
+    return *said, hf.refused(lambda: automodel.forward(model, mesh, batch("thd")))
+
+
+def test_all_ranks_raise_the_error_of_one(pool):
+    for of_batch, of_layout in pool(4, wrong_on_one):
+        assert "seq_lens_padded must be at least seq_lens" in of_batch
+        assert "no layout" in of_layout
+
+
+# What a sharder needs of the enabled model and of its masks until it shards.
+UNBOUND = types.SimpleNamespace(
+    sp=types.SimpleNamespace(faults=contextlib.nullcontext), register=lambda: None
+)
 
 
 class Mesh:
@@ -324,7 +392,7 @@ def test_documents_are_those_of_the_collator(kind):
 )
 def test_batches_that_cannot_be_cut_are_refused(keys, text):
     _, integration = automodel.contract()
-    prepare = integration._BatchSharder(None, set()).prepare
+    prepare = integration._BatchSharder(UNBOUND, UNBOUND, set()).prepare
     batch = of(**keys)
     with pytest.raises(ValueError, match=text):
         prepare(batch)["cp_sharder"].shard_batch(None, None, batch)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 
 class Replaced:
@@ -22,4 +21,7 @@ class Replaced:
             object.__setattr__(self._module, self._name, self._known)
 
 
-Removable = RemovableHandle | Replaced  # a change of a model, undone by `remove`
+class Removable(Protocol):
+    """A change of a model, undone by `remove`."""
+
+    def remove(self) -> None: ...
