@@ -190,6 +190,9 @@ def _checked(
 ) -> LayerCall:
     session, layer = enabled_layer(module)
     call, shape = call_and_shape(module, session, mask, scores.is_causal)
+    if mask is None and scores.sliding_window is not None:
+        lost = f"it has a window of {scores.sliding_window} keys and no mask"
+        raise ValueError(f"{lost}: a hook or other code took the mask away")
     refuse_unknown(others)
     if scores.dropout:
         p = scores.dropout

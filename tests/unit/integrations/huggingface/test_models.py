@@ -313,6 +313,21 @@ def test_layers_with_windows_cannot_become_linear():
     assert "model.layers.0.self_attn: it is linear and takes only a causal mask" in hf.refusal(run)
 
 
+def test_windows_whose_mask_a_hook_took_away_are_refused():
+    model = hf.tiny("MistralForCausalLM", sliding_window=5)
+
+    def without_mask(module, args, kwargs):
+        return args, kwargs | {"attention_mask": None}
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        layer = sp.model.model.layers[1].self_attn
+        layer.register_forward_pre_hook(without_mask, with_kwargs=True)
+        sp.model(**sp.shard(hf.batch()))
+
+    assert "layers.1.self_attn: it has a window of 5 keys and no mask" in hf.refusal(run)
+
+
 def test_saved_models_load_without_seqpar(llama, tmp_path):
     def run(comm):
         model = copy.deepcopy(llama)
