@@ -143,6 +143,7 @@ CONFIG = {
     "hierarchical_context_parallel_sizes": None,
     "init_method": None,
     "log_max_attention_logit": False,
+    "mtp_num_layers": None,
     "params_dtype": None,
     "perform_initialization": True,
     "qk_clip": False,

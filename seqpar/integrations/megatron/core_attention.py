@@ -51,6 +51,8 @@ class CoreAttention(nn.Module):
     It has the constructor, the call and the parameters of Megatron's core attention.
     """
 
+    softmax_offset: Tensor | None
+
     def __init__(
         self,
         config: Any,
@@ -73,14 +75,15 @@ class CoreAttention(nn.Module):
         self.group = _group(config, pg_collection, self.strategy)
         self._attentions: dict[Any, Attention] = {}  # by group; batches may have their own
         self._attention_on(self.group)  # raises if an option is wrong
+        self.shifts_labels = bool(config.mtp_num_layers)
         self.reports_logits = bool(config.qk_clip or config.log_max_attention_logit)
         self.current_max_attn_logits: Tensor | None = None  # Megatron reads and resets it
         self._make_sinks(config)
 
     def _make_sinks(self, config: Any) -> None:
         self.has_sinks = config.softmax_type == "learnable"
-        self.softmax_offset: Tensor | None = None
         if config.softmax_type == "vanilla":
+            self.softmax_offset = None
             return
         on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
         heads = config.num_attention_heads // _size_of(self.pg_collection, "tp")
@@ -90,7 +93,7 @@ class CoreAttention(nn.Module):
             device="cpu" if on_cpu else torch.cuda.current_device(),
         )
         if not self.has_sinks:
-            self.softmax_offset = sinks
+            self.register_buffer("softmax_offset", sinks, persistent=False)
             return
         self.softmax_offset = nn.Parameter(sinks)
         if config.perform_initialization:
@@ -129,6 +132,7 @@ class CoreAttention(nn.Module):
             else:
                 rows = (1, query.shape[0]) if thd else (query.shape[1], query.shape[0])
                 by_sequence = self.choice.per_sequence_balancing
+                self._check_shifts(not thd or (by_sequence and attn.ranks > 1))
                 layout = layout_of_packed(packed, rows, attn.ranks, by_sequence)
         out = attn(
             *operands,
@@ -184,6 +188,15 @@ class CoreAttention(nn.Module):
             found = shown(packed.qkv_format)
             raise ValueError(f"packed_seq_params.qkv_format must be 'thd' or 'sbhd', got {found}")
         return causal
+
+    def _check_shifts(self, by_rows: bool) -> None:
+        """Raise a ValueError if Megatron would shift labels in other sequences than it dealt."""
+        if self.shifts_labels and by_rows:
+            reason = "multi-token prediction shifts labels as if each document had been dealt"
+            way_out = "pass qkv_format='thd' without per_sequence_balancing"
+            raise ValueError(
+                f"mtp_num_layers must be None with documents in rows: {reason}; {way_out}"
+            )
 
     def _attention_of(self, packed: Any) -> Attention:
         """Return the attention on the group of a batch: its own group, no group, or the model's."""

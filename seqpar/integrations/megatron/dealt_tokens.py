@@ -6,6 +6,7 @@ Megatron cuts each sequence into 2P equal chunks for P ranks. Rank r holds chunk
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,15 @@ def layout_of_packed(
         per_sequence_balancing: whether Megatron dealt the rows and not the documents.
     """
     given = [getattr(packed, name) for name in _FIELDS]
-    versions = [None if x is None else (id(x), version_of(x)) for x in given]
+    versions = [None if x is None else version_of(x) for x in given]
     key = rows, ranks, per_sequence_balancing, versions
-    found: tuple[Any, Layout] | None = getattr(packed, _KEY, None)
-    if found is None or found[0] != key:
-        found = key, _layout(packed, rows, ranks, per_sequence_balancing)
-        setattr(packed, _KEY, found)
-    return found[1]
+    kept: tuple[list[Any], Any, Layout] | None = getattr(packed, _KEY, None)
+    if kept is not None and kept[1] == key and all(map(is_, kept[0], given)):
+        return kept[2]
+    layout = _layout(packed, rows, ranks, per_sequence_balancing)
+    # It holds the tensors, because the id of a tensor that is freed may be that of another one.
+    setattr(packed, _KEY, (given, key, layout))
+    return layout
 
 
 def _layout(packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balancing: bool) -> Layout:

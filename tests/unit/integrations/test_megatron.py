@@ -262,6 +262,38 @@ def test_documents_are_read_once_and_again_after_a_change():
     assert layout_of_packed(packed, (1, 16), 1, False).cu_seqlens.tolist() == [0, 8, 16]
 
 
+def test_documents_are_read_again_after_tensors_are_replaced():
+    from seqpar.integrations.megatron.dealt_tokens import layout_of_packed
+
+    packed = packed_of([16])
+    for end in range(1, 16):
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = None  # the next tensor may have the same id
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = cu(end, 16)
+        found = layout_of_packed(packed, (1, 16), 1, False)
+        assert found.cu_seqlens.tolist() == [0, end, 16]
+
+
+def test_sinks_that_are_not_learned_move_with_the_model():
+    core = core_attention(ONE, softmax_type="off-by-one").to("meta")
+    assert core.softmax_offset.device.type == "meta"
+
+
+def test_labels_of_more_tokens_need_documents_that_are_dealt_one_by_one():
+    def on_rank(comm):
+        q, k, v = (x[dealt([16], 2, comm.rank)] for x in operands(16)[0])
+        rows = [x[:, None] for x in (q, k, v)]
+        core = core_attention(comm, "ring", mtp_num_layers=1)
+        core(q, k, v, None, packed_seq_params=packed_of([16]))
+        with pytest.raises(ValueError, match="mtp_num_layers must be None with documents in rows"):
+            core(*rows, None, packed_seq_params=packed_of([9, 16], "sbhd"))
+        balanced = {"per_sequence_balancing": True}
+        core = core_attention(comm, "ring", options=balanced, mtp_num_layers=1)
+        with pytest.raises(ValueError, match="mtp_num_layers must be None with documents in rows"):
+            core(q, k, v, None, packed_seq_params=packed_of([9, 16]))
+
+    virtual(2, on_rank)
+
+
 SET_UP = {
     "attention_dropout must be 0, got 0.1": {"attention_dropout": 0.1},
     "attention_dropout must be 0, got 0.2": {"made": {"attention_dropout": 0.2}},
