@@ -37,6 +37,8 @@ _REPLACED = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v",
     "kimi_vl",
 )  # fmt: skip
+# Arguments of the model in verl's batches of text; the layout describes the documents.
+_OF_TEXT = {"input_ids", "position_ids", "attention_mask", "cu_seqlens", "cu_seqlens_cpu"}
 # verl's workload of a sequence is s² + 24576·s.
 _LINEAR = 24576
 _verls_partitions = seqlen_balancing.get_seqlen_balanced_partitions
@@ -126,6 +128,9 @@ class _OverRanks:
             raise ValueError(f"distillation_use_topk must be False: {reason}")
         with self._whole_sequences():
             inputs, outputs = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
+        if beside := sorted(inputs.keys() - _OF_TEXT):
+            reason = "only text is divided among ranks"
+            raise ValueError(f"multi_modal_inputs must have nothing, got {beside}: {reason}")
         cu_seqlens = micro_batch["input_ids"].offsets().cpu().numpy().astype(np.int64)
         if outputs["pad_size"]:  # of verl's `pad_to_length`
             cu_seqlens = np.r_[cu_seqlens, cu_seqlens[-1] + outputs["pad_size"]]

@@ -129,6 +129,16 @@ def test_log_probabilities_and_gradients_with_the_stand_in(pool):
         assert max(found) < 2e-5, found
 
 
+@pytest.mark.skipif(verl.INSTALLED, reason="the package takes the stand-in's place")
+def test_batches_of_more_than_text_are_refused():
+    integration = verl.on_cpu()
+    engine = integration.LanguageModelEngine(*verl.configs(2))
+    ids = torch.nested.as_nested_tensor(sequences(), layout=torch.jagged)
+    batch = {"input_ids": ids, "position_ids": ids, "multi_modal_inputs": {"input_features": 1}}
+    with pytest.raises(ValueError, match=r"multi_modal_inputs must have nothing.*input_features"):
+        engine.prepare_model_inputs(batch)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

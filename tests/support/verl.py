@@ -136,7 +136,8 @@ class Engine:
         }
         temperature = torch.full(ids.shape, 0.7)
         rolled = {"input_ids_rmpad_rolled": ids.roll(-1), "temperature_rmpad": temperature}
-        return inputs | {"attention_mask": None}, rolled | {"pad_size": 0}
+        inputs |= {"attention_mask": None, **micro_batch.get("multi_modal_inputs", {})}
+        return inputs, rolled | {"pad_size": 0}
 
     def _gather_and_unpad_packed(self, tensor, pad_size):
         return tensor
