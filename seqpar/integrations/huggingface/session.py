@@ -515,6 +515,7 @@ class SequenceParallel(EnabledModel):
         if self._compiled is not None or compiled:
             kwargs["attention_mask"] = prepared_masks(call)
         self._gradients.begin_call(averaging)
+        self.memory.begin_call()
         self._outer_calls.append(current.set(call))
         self.mixing.begin(call)
         if compiled and self._compiled is None and self.mixing.watches:
@@ -579,6 +580,8 @@ class SequenceParallel(EnabledModel):
 
     def _check_items(self, kwargs: dict[str, Any], sharding: Sharding) -> None:
         labels, items = kwargs.get("labels"), kwargs.get("num_items_in_batch")
+        if sharding.last_tokens is not None:
+            return  # all ranks have the labels of all rows
         if labels is None or items is None or (isinstance(items, Tensor) and not items.is_cpu):
             return  # reading the number from a GPU would synchronise
         if int(items) in (1, sharding.labels):

@@ -179,6 +179,11 @@ class Generation(Uncopied):
         if inner.training and any(most_dropped(x) > 0 for x in inner.modules()):
             reason = "its dropout or jitter would differ between ranks"
             raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
+        if inner.training and any(
+            getattr(x, "gradient_checkpointing", False) for x in inner.modules()
+        ):
+            reason = "transformers gives no cache to blocks that are checkpointed"
+            raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
         if isinstance(kwargs.get("logits_to_keep"), Tensor):
             raise ValueError("logits_to_keep must be an int with past_key_values, got a tensor")
         if kwargs.get(KEY) is not None:

@@ -46,12 +46,20 @@ class Checkpoints:
                 how = "call model.gradient_checkpointing_disable() first"
                 reason = "the model checkpoints its blocks already"
                 raise ValueError(f'memory must not include "checkpoints": {reason}; {how}')
-        for x in blocks:
-            run = partial(self._run, x)
+        self._functions = {x: partial(self._run, x) for x in blocks}
+        for x, run in self._functions.items():
             self.handles += [
                 Replaced(x, "gradient_checkpointing", True),
                 Replaced(x, "_gradient_checkpointing_func", run),
             ]
+
+    def begin_call(self) -> None:
+        """Set the blocks' function again, which `gradient_checkpointing_enable` replaces.
+
+        Trainers call this method, those of TRL by default, and TRL after each generation.
+        """
+        for x, run in self._functions.items():
+            object.__setattr__(x, "_gradient_checkpointing_func", run)
 
     @property
     def saved_bytes(self) -> int:

@@ -58,19 +58,20 @@ class ChunkedHead:
         if call.chunked_loss is None:
             return None
         loss, call.chunked_loss = call.chunked_loss, None
-        if not self._is_checked and not logits.is_meta:
-            self._check(logits)
-            self._is_checked = True
-        joined: Tensor = _Joined.apply(loss, logits)
+        joined: Tensor = _Joined.apply(self._checked(loss, logits), logits)
         return joined
 
     def _forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         call, head = current.call, self._head
         chunks = call is not None and call.session is self._session and call.labels is not None
+        chunks = chunks and not self._session.silent  # a check of the user's code has other tokens
         if not chunks or call is None or call.cache is not None or self.keeps_logits:
             out: Tensor = type(head).forward(head, hidden, *args, **kwargs)
             return out
         assert call.labels is not None
+        if call.chunked_loss is not None:
+            reason = f"{type(self._session.inner).__name__} calls its head twice"
+            raise ValueError(f'memory must not include "loss": {reason}; {_INSTEAD}')
         labels = call.labels.to(hidden.device)
         if hidden.shape[:-1] != labels.shape:
             found = f"{tuple(hidden.shape[:-1])} of {tuple(labels.shape)}"
@@ -98,15 +99,27 @@ class ChunkedHead:
         numbers = (of_token - (_PROBES - 1) / 2) * (2 * reach / (_PROBES - 1))
         return numbers.to(like.dtype).view(*shape, 1)
 
-    def _check(self, logits: Tensor) -> None:
+    def _checked(self, loss: Tensor, logits: Tensor) -> Tensor:
+        """Return the loss if the model, its hooks and adapters changed the probe as is assumed.
+
+        Otherwise raise a ValueError. Where that would wait for a GPU, it is raised in the first
+        call only, and later the loss is NaN.
+        """
         scale, softcap = self._rule
-        assumed = self._probe(logits, logits.shape[:-1]).float() * scale
-        if softcap:
-            assumed = softcap * torch.tanh(assumed / softcap)
-        if logits.shape[-1:] == (1,):
-            error = (logits.detach().float() - assumed).abs().max() if logits.numel() else 0
-            if not error > 0.02 * max(4 * abs(scale), softcap):  # half precision rounds
-                return
+        is_probe = logits.shape[-1:] == (1,)
+        if is_probe and logits.is_meta:
+            return loss
+        if is_probe:
+            assumed = self._probe(logits, logits.shape[:-1]).float() * scale
+            if softcap:
+                assumed = softcap * torch.tanh(assumed / softcap)
+            bound = 0.02 * max(4 * abs(scale), softcap)  # half precision rounds
+            differs = ((logits.detach().float() - assumed).abs() > bound).any()
+            if self._is_checked and not logits.is_cpu:
+                return torch.where(differs, torch.nan, loss)
+            if not differs:
+                self._is_checked = True
+                return loss
         raise ValueError(
             f'memory must not include "loss": {type(self._session.inner).__name__} changes its '
             f"logits in a way that a chunked loss does not know; {_INSTEAD}"

@@ -75,6 +75,10 @@ class LeanMemory:
         if self._tiles is not None:
             _check_routers(self._model, wants_routers)
 
+    def begin_call(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.begin_call()
+
     def handles(self) -> list[Removable]:
         found: list[Removable] = []
         for x in (self._checkpoints, self._tiles):

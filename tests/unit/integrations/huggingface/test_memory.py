@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from seqpar.integrations import huggingface
@@ -179,6 +180,68 @@ def test_calls_without_labels_and_disabled_models_have_logits():
     for found in virtual(2, run):
         for logits in found:
             torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+
+
+class Own(transformers.LlamaForCausalLM):
+    """A class of the user's, whose forward runs on samples of tokens too, to find mixed tokens."""
+
+
+def test_a_users_class_trains_from_its_first_step():
+    model = hf.tiny("LlamaForCausalLM")
+    model.__class__ = Own
+    compare(model, hf.batch("padded"))
+
+
+def trained(sp, model):
+    """Train a step. Return the bytes that all layers sent in both passes."""
+    before = sp.report().bytes
+    model(**sp.shard(hf.batch("whole"))).loss.backward()
+    sp.average_gradients()
+    return sp.report().bytes - before
+
+
+def test_changes_of_logits_are_refused_after_the_first_step_too():
+    made = build("causal/gemma2")
+
+    def run(comm):
+        model = copy.deepcopy(made)
+        sp = huggingface.enable(model, comm, memory="lean")
+        trained(sp, model)
+        told = []
+        hook = model.lm_head.register_forward_hook(lambda _, args, logits: 2 * logits)
+        told.append(hf.refused(lambda: trained(sp, model)))
+        hook.remove()
+        trained(sp, model)
+        model.config.final_logit_softcapping = None
+        told.append(hf.refused(lambda: trained(sp, model)))
+        return told
+
+    for told in virtual(2, run):
+        assert all("changes its logits in a way that a chunked loss" in x for x in told)
+
+
+def test_generating_in_training_mode_is_refused_with_checkpoints():
+    def run(comm):
+        model = hf.tiny("LlamaForCausalLM")
+        huggingface.enable(model, comm, memory="lean")
+        model.generate(hf.batch("whole")["input_ids"], max_new_tokens=2)
+
+    assert "transformers gives no cache to blocks that are checkpointed" in hf.refusal(run)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_checkpoints_stay_if_a_trainer_enables_its_own():
+    """Backward would otherwise send the bytes of forward again."""
+
+    def run(comm):
+        model = hf.tiny("LlamaForCausalLM")
+        sp = huggingface.enable(model, comm, memory="lean")
+        sent = [trained(sp, model)]
+        model.gradient_checkpointing_enable()
+        return [*sent, trained(sp, model)]
+
+    for first, second in virtual(2, run):
+        assert second == first > 0
 
 
 def refusal(change, memory="lean", name="LlamaForCausalLM", call=False):

@@ -77,6 +77,21 @@ def test_a_packed_row_has_the_result_of_its_last_document():
         torch.testing.assert_close(logits, expected.logits, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("items", [12, torch.tensor(12)])
+def test_labels_may_be_counted_over_several_batches(items):
+    """As by a Trainer that accumulates gradients: three rows with four labels each, four times."""
+    model, of = classifier(4), rows("padded", LABELS["several"][1])
+    expected = hf.unmodified(model, of)[0]
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        part = huggingface.enable(own, comm).shard(of)
+        return own(**part, num_items_in_batch=items).loss.detach()
+
+    for loss in virtual(2, run):
+        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=2e-5)
+
+
 def own_loss(comm, model, of, divided=True):
     """The gradients of a loss that each rank makes of all rows."""
     model = copy.deepcopy(model)
