@@ -1,4 +1,4 @@
-"""The options of a decoding step."""
+"""The options of `ServerCache.attend`, which computes one layer of a decoding step."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class AttendOptions(NamedTuple):
         sinks: Tensor | None,
         return_lse: bool,
     ) -> AttendOptions:
-        """Check the options of a step; raise a ValueError that names an option that is wrong.
+        """Return the checked options, or raise a ValueError that names a wrong option.
 
-        `shape` is the shape of the step's operands.
+        `shape` is the shape of q, k and v.
         """
         heads = shape.heads
         if heads > MAX_HEADS:

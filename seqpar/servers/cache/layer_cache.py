@@ -1,11 +1,13 @@
-"""One layer of a `ServerCache`: which server stores which keys and values, and attention over them.
+"""The keys and values of one layer of a `ServerCache`, and attention over them.
 
 * A *row* is the key and the value of one token, in all sequences of the batch.
-* A *segment* is a range of consecutive rows of a layer. One server stores a segment. This process
-  keeps a copy of the segment's rows or computes them again, so any other server can get them.
-* A *step* is a request for one segment. It appends the rows that the server lacks, and computes
-  attention of some queries over the segment.
-* A *place* is a server, and the session of this process on that server.
+* A *segment* is a range of consecutive rows of a layer. One server stores the segment. This process
+  keeps a copy of the segment's rows or computes the rows again. If the server is lost, this process
+  can therefore send the segment to another server.
+* A *step* is a request for one segment. The step sends the rows that the server lacks, and some
+  queries. The server appends the rows to the segment, and computes attention of the queries over
+  the segment.
+* A *place* is a server together with the session of this process on this server.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ Source = Callable[[int, int], object]  # (start, stop): returns k and v of rows 
 
 
 class RecomputedRows:
-    """The rows of a segment that this process does not keep, because it can compute them again.
+    """The rows of a segment that this process computes again instead of keeping a copy.
 
-    The class has the methods of `Pages`, which keeps all rows. This class keeps only the rows that
-    were written last, and only until `settle` is called.
+    The class has the same methods as `Pages`, which keeps all rows. `RecomputedRows` keeps only the
+    rows of the last `write`, and drops these rows in `settle`.
     """
 
     def __init__(self, shape: RowShape, source: Source) -> None:
-        """`source` computes rows of finished steps: k (B, rows, Hkv, D), v (B, rows, Hkv, Dv)."""
+        """`source` is a function that returns k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
         self.shape, self.nbytes = shape, 0  # nbytes: of the pages that a server needs for the rows
         self._source = source
         self._recent: tuple[int, Tensor, Tensor] | None = None
@@ -106,7 +108,7 @@ class RecomputedRows:
 
 
 class Query(NamedTuple):
-    """A step's queries (B, T, Hq, D), the rows that they attend to, and the scale and softcap."""
+    """The queries (B, T, Hq, D) of a step, the rows they attend to, the scale and the softcap."""
 
     q: Tensor
     seen: Seen
@@ -123,7 +125,7 @@ class Held(NamedTuple):
 
 
 class BegunStep(NamedTuple):
-    """A step that has no answer yet. Once it is answered, the server has the first `stop` rows."""
+    """A step without an answer. After the answer, the server has the first `stop` rows."""
 
     held: Held
     stop: int
@@ -141,7 +143,7 @@ class SegmentServers:
     closed: bool = False  # whether the cache was closed, so that servers store nothing for it
 
     def hold(self, nbytes: int) -> Held | None:
-        """Reserve `nbytes` for an empty segment on the server with the most free memory.
+        """Reserve `nbytes` for a new segment on the server with the most free memory.
 
         Returns None if no server has enough memory, or if the cache was closed. If the cache was
         closed and the pool has `home=False`, this raises a ServersError.
@@ -166,7 +168,7 @@ class SegmentServers:
             self.pool.forget_cache(place, number)
 
     def forget_all(self) -> None:
-        """Free all segments on their servers, and place no segment from now on."""
+        """Free all segments on their servers, and never store a segment on a server again."""
         self.closed = True
         for number in list(self.placed):
             self.forget(number)
@@ -179,13 +181,13 @@ class Segment:
     """A range of consecutive rows of a layer, stored by one server.
 
     `write` and `truncate` change the rows in this process. `begin` sends a step to the server, and
-    `finish` returns the result. While a step has no answer, this process assumes that the server
-    has no rows. If the step fails, the process therefore never relies on rows that the server may
-    have lost.
+    `finish` returns the result of the step. While the server has not answered a step, this process
+    assumes that the server has no rows. If the step fails, this process therefore sends all rows
+    again, and never relies on rows that the server may have lost.
     """
 
     def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
-        """`own_rows` provides the rows that are sent to a server."""
+        """`own_rows` is the object from which the rows for a server are read."""
         self.length = 0
         self._servers, self._own_rows = servers, own_rows
         self._held: Held | None = None
@@ -215,7 +217,7 @@ class Segment:
 
     @property
     def lacks(self) -> bool:
-        """Whether the server is not known to have all rows."""
+        """Whether the server may lack some rows."""
         return self.length > (0 if self._held is None else self._held.rows)
 
     def forget(self) -> None:
@@ -224,7 +226,7 @@ class Segment:
             self._held = None
 
     def drop(self, begun: BegunStep) -> None:
-        """Cancel a step, and free the rows on the server."""
+        """Cancel a step, and free the segment's rows on the server."""
         begun.answer.cancel()  # before the rows are freed, so that no step is sent after that
         self._servers.forget(begun.held.number)
 
@@ -242,8 +244,9 @@ class Segment:
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
         """Return out and lse of a step, in fp32 (fp64 for fp64).
 
-        If `begun` is None or its step was lost, a server first gets the rows that it lacks and then
-        computes the step. If no server can, this process computes the step.
+        If `begun` is None or its step was lost, this process sends a server the rows that the
+        server lacks, and then repeats the step. If no server can compute the step, this process
+        computes the step.
         """
         result = self._result(query, begun)
         self._own_rows.settle()
@@ -272,7 +275,9 @@ class Segment:
             time.sleep(0.0 if options.has_home else _RETRY_SECONDS)
 
     def _fill(self, held: Held, query: Query) -> tuple[Tensor, ...]:
-        """Send all rows that a server lacks, in one or several steps, and return the result."""
+        """Send all rows that a server lacks, in one or several steps, and return the result of the
+        last step.
+        """
         nothing = query._replace(q=query.q[:, :0])
         most = self._rows_at_once(held.place)
         while self.length - held.rows > most:
@@ -332,7 +337,9 @@ class LayerCache:
         batched: bool,
         source: Source | None,
     ) -> None:
-        """`source` computes rows again. If it is None, this process keeps a copy of all rows."""
+        """`source` is a function that computes rows again. If `source` is None, this process keeps
+        a copy of all rows.
+        """
         self.shape = shape
         self.length = 0
         self.batched = batched  # whether the caller's tensors have a batch dimension
@@ -449,7 +456,9 @@ class ServerAnswer:
 def _drop(
     layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[BegunStep | None]
 ) -> None:
-    """Allow a layer to start its next answer, and cancel the steps that were not waited for."""
+    """Cancel the steps of an answer that nobody waited for, so that the layer can start another
+    answer.
+    """
     for (segment, _), each in zip(queries, begun, strict=False):
         if each is not None:
             segment.drop(each)

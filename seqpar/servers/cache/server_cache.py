@@ -32,22 +32,25 @@ class ServerCache:
     """The keys and values of a model's layers, stored by attention servers.
 
     `put` stores the keys and values of the prefill. A step begins with `extend`. Then, for each
-    layer, `attend` sends the queries, keys and values of the new tokens and returns attention over
-    all keys. It sends B·T·(Hq·D + Hkv·(D + Dv)) elements and receives B·T·Hq·(Dv + 1) fp32 (fp64
-    for fp64) numbers, however long the sequences are.
+    layer, `attend` sends the queries, keys and values of the new tokens, and returns attention over
+    all keys. Each call of `attend` sends B·T·(Hq·D + Hkv·(D + Dv)) elements, and receives
+    B·T·Hq·(Dv + 1) numbers in fp32 (fp64 for fp64). These sizes do not depend on the length of the
+    sequences.
 
-    The server with the most free memory stores a layer. With `segment`, a layer is cut into
-    segments of that many tokens, and each segment is stored by the server with the most free memory
-    at that time. This process keeps a copy of all keys and values in its memory. A server may lose
-    what it stores because it dies, hangs, leaves or is restarted. Then this process sends the copy
-    to any server or, if there is no server, computes the step. The result has the same bits on the
-    same hardware. If the pool has `home=False`, this process does not compute, and a step that no
-    server computes in time raises a `seqpar.ServersError`.
+    A layer is stored by the server that has the most free memory. With `segment`, a layer is cut
+    into segments of `segment` tokens. Each segment is stored by the server that has the most free
+    memory when the segment begins. This process keeps a copy of all keys and values in its own
+    memory. A server that dies, hangs, leaves or is restarted may lose its keys and values. Then
+    this process sends the copy to any other server. If there is no other server, this process
+    computes the step. The result has the same bits on the same hardware. If the pool has
+    `home=False`, this process does not compute, and a step that no server computes in time raises a
+    `seqpar.ServersError`.
 
-    All sequences of a batch have the same length. Use one cache for each length; `post` lets the
-    steps of several caches run at the same time. A cache has no gradients. Use a cache in one
-    thread only. Close a cache, or use it as a context, to free the servers' memory. The memory is
-    also freed when Python's garbage collector collects the cache.
+    All sequences of a batch have the same length. If sequences have different lengths, use one
+    cache for each length. `post` lets the steps of several caches run at the same time. A cache
+    computes no gradients. Use a cache in one thread only. Close a cache, or use it as a context, to
+    free the servers' memory. The memory is also freed when Python's garbage collector collects the
+    cache.
 
     Chen et al., "Efficient Heterogeneous Large Language Model Decoding with Model-Attention
     Disaggregation" (2024, Lamina); StepFun, "Step-3 is Large yet Affordable" (2025).
@@ -57,10 +60,10 @@ class ServerCache:
         length: the number of tokens of each sequence in the prefill.
         segment: the largest number of tokens of a layer in one segment. Several servers then store
             a long layer, and all of them compute simultaneously. By default there is no limit.
-        rebuild: a function (layer, start, stop) that returns (k, v) of the tokens
-            start … stop − 1 of a layer. They must have the same bits as the tensors that `put` and
-            `attend` got. With this function, this process keeps no copy. When a server has lost
-            tokens of finished steps, the methods of the cache call the function.
+        rebuild: a function (layer, start, stop) that returns (k, v) of the tokens start … stop − 1
+            of a layer. k and v must have the same bits as the tensors that `put` and `attend` got.
+            With `rebuild`, this process keeps no copy. If a server has lost tokens of finished
+            steps, the methods of the cache call `rebuild`.
 
     Raises:
         ValueError: if an argument is wrong, here and in all methods. The message names the
@@ -203,11 +206,12 @@ class ServerCache:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> ServerAnswer:
-        """Start what `attend` does, and return at once an answer whose `result()` waits.
+        """Start the computation of `attend`, and return a `ServerAnswer` at once.
 
-        The steps of several caches, and other work of the model, can therefore run at the same
-        time. This method copies the tensors, so you may change them afterwards. Call `result()` of
-        a layer's answer before you call `attend` or `post` for this layer again.
+        `result()` of the answer waits for the result. The steps of several caches, and other work
+        of the model, can therefore run at the same time. This method copies the tensors, so you may
+        change them afterwards. Call `result()` of a layer's answer before you call `attend` or
+        `post` for this layer again.
         """
         self._check_open()
         kept = self._layers.get(layer)
@@ -244,7 +248,7 @@ class ServerCache:
         return kept.ask(q.detach().clone(), options, heads)
 
     def close(self) -> None:
-        """Free the servers' memory. Afterwards the cache cannot be used."""
+        """Free the memory on the servers. After `close`, the cache cannot be used."""
         self._close()
         self._layers.clear()
 

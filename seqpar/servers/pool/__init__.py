@@ -1,7 +1,7 @@
-"""The trainer's side of attention servers: it chooses a server for each task, and repeats a task
-that a server has failed to compute.
+"""The client of attention servers, which runs in the trainer. The client chooses a server for each
+task. If the server fails, the client sends the task to another server.
 
-Start with `pool.py`, the public class. `dispatcher.py` gets the requests and runs in the event loop
-of `transport/event_loop.py`. `known_servers.py` chooses a server, and `connection.py` sends the
-request to the server.
+Start with `pool.py`, the public class. `dispatcher.py` receives the requests from the trainer's
+threads, and runs in the event loop of `transport/event_loop.py`. `known_servers.py` chooses a
+server. `connection.py` sends a request to the chosen server.
 """

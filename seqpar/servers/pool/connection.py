@@ -1,12 +1,16 @@
 """A pool's connection to one server.
 
-* *Work* is a task, or a step of a cache. An *attempt* is work that was sent to one server.
-* A *session* is a gRPC call during which the server knows the pool. In a session, the server sends
-  an *event* with its state several times per second. A session begins with a handshake, in which
-  the pool says who it is and the server answers with a *welcome*.
-* A *payload* is the bytes of a request's tensors. Payloads and results travel in gRPC messages.
-  With NIXL, each side writes them into an *arena*, a block of the other side's memory.
-* A call *rests* between two tasks: it stays open, and neither side sends anything.
+* *Work* is a request to a server: either a task of attention, or a decoding step that appends
+  tokens to a cache on the server and computes attention over the cache.
+* An *attempt* is work that was sent to one server.
+* A *session* is a gRPC call that registers the pool with the server. The server forgets the pool
+  when the call ends. The call begins with a handshake: the pool identifies itself, and the server
+  answers with a *welcome*. Afterwards the server sends an *event* with the server's state several
+  times per second.
+* A *payload* is the bytes of a request's tensors. Payloads and results are sent in gRPC messages.
+  With NIXL, the sender writes them into an *arena* instead. An arena is a block of the receiver's
+  memory.
+* A call *rests* between two tasks: the call stays open, and neither side sends anything.
 """
 
 from __future__ import annotations
@@ -62,16 +66,17 @@ _WRITE_FAILED = "Internal error from Core"  # gRPC's text for a write to a call 
 
 
 def smoothed_rate(rate: float | None, work: int, seconds: float) -> float:
-    """Return a new mean rate in work per second, to which the last work contributes 30%.
+    """Return the mean rate in work per second, after a request with this work took this time.
 
-    `rate` is the mean before this work, or None if this is the first work.
+    The new rate contributes 30% to the mean. `rate` is the mean before the request, or None if
+    there was no request before.
     """
     last = max(work, 1) / max(1e-6, seconds)
     return last if rate is None else rate + _RATE_SMOOTHING * (last - rate)
 
 
 class CachePlace(NamedTuple):
-    """The server that stores a cache, and the session in which it does."""
+    """The server that stores a cache, and the session to which the cache belongs."""
 
     address: str
     session: bytes  # the secret of the session; a server that was restarted has other sessions
@@ -101,7 +106,9 @@ class PendingWork:
 
     @classmethod
     def of(cls, request: Request) -> PendingWork:
-        """Pack a task. Packing takes a while, so the caller's thread does it."""
+        """Pack a task. Packing takes a while, so the caller's thread packs the task, and not the
+        event loop.
+        """
         return cls(request, pack(request), request.q.device, request.work)
 
     @property
@@ -126,7 +133,9 @@ class Attempt:
     late: bool = False  # whether another server was asked, because no answer came in time
 
     def cancel(self) -> None:
-        """End the call, and then the attempt: a call that has not begun would not end it."""
+        """Cancel the call and the attempt. Cancelling a call that has not begun would not end the
+        attempt.
+        """
         if self.call is not None:
             self.call.cancel()
         self.connection.finish(self)
@@ -148,7 +157,7 @@ class ConnectionEvents(Protocol):
         """Handle a new state of the connection."""
 
     def on_error(self, error: BaseException) -> None:
-        """Handle an error in one of these methods, or in the connection itself."""
+        """Handle an error in a method of this class, or in the connection itself."""
 
 
 class Failure(NamedTuple):
@@ -176,7 +185,7 @@ class _UnknownVersionError(Exception):
 
 
 class TaskCall:
-    """A gRPC call that sends one task after another, and rests between two tasks."""
+    """A gRPC call that sends one task after another. Between two tasks, the call rests."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self._since = stream, time.monotonic()
@@ -215,7 +224,7 @@ class TaskCall:
         return is_new and self._early is not None and not self._early.done()
 
     def resume(self) -> bool:
-        """End the rest, and return whether the call may send another task."""
+        """Stop resting, and return whether the call may send another task."""
         self._rests = False
         return self.may_go_on()
 
@@ -226,10 +235,10 @@ class TaskCall:
 
 
 class ServerConnection:
-    """A session on one server, and the calls that send work to the server.
+    """The connection to one server: a session, and the calls that send work.
 
-    The session's call and the calls with payloads use two network connections, so that payloads do
-    not delay events. If the session ends, another session begins after a pause.
+    The connection has two network connections, one for the session and one for payloads, so that
+    payloads do not delay events. If the session ends, a new session begins after a pause.
 
     Not thread-safe: the event loop's thread makes every call.
     """
@@ -279,7 +288,9 @@ class ServerConnection:
 
     @property
     def place(self) -> CachePlace | None:
-        """The place for a new cache on this server, or None if the server is not ready."""
+        """The server and its session, in which a new cache can be stored, or None if the server is
+        not ready.
+        """
         # Any thread may read this: the event loop sets the welcome before the state becomes ready,
         # and removes the welcome after the state has changed.
         if self.state != "ready" or (welcome := self._welcome) is None:
@@ -293,12 +304,16 @@ class ServerConnection:
 
     @property
     def allowance(self) -> float:
-        """How many seconds the deadlines of this server's tasks are extended for their payloads."""
+        """The seconds by which the payloads of this server's tasks extend the deadlines of the
+        tasks.
+        """
         nbytes = sum(attempt.payload_bytes for attempt in self.attempts.values())
         return _PAYLOAD_MARGIN * nbytes / max(self._bytes_per_second, LEAST_RATE)
 
     def is_free(self, depth: int, now: float) -> bool:
-        """Return whether the server may get another task now. It has at most `depth` at a time."""
+        """Return whether the server has fewer than `depth` tasks, so that it may get another task
+        now.
+        """
         if self.state != "ready" or now < self.blocked_until:
             return False
         return len(self.attempts) < min(depth, self._welcome.requests)
@@ -311,13 +326,15 @@ class ServerConnection:
         return rows <= self._welcome.tokens and nbytes <= self._welcome.bytes
 
     def waited(self, attempt: Attempt, now: float) -> float:
-        """Return the seconds since the attempt began or, if that is later, the last result came."""
+        """Return the seconds since the attempt began, or since the last result arrived if that was
+        later.
+        """
         return now - max(attempt.started, self.last_result)
 
     # --- Requests and results ---
 
     def start(self, work: PendingWork) -> None:
-        """Begin to send work. Its result or its failure goes to the pool as an event."""
+        """Begin to send work. `ConnectionEvents` gets the result or the failure."""
         self._last_number += 1
         attempt = Attempt(work, self, self._last_number)
         self.attempts[attempt.number] = attempt
@@ -428,7 +445,8 @@ class ServerConnection:
     # --- Payloads that NIXL moves ---
 
     def _take_places(self, packed: Packed) -> Places | None:
-        """Reserve memory for a payload in the server's arena, and for its result in this pool's.
+        """Reserve memory for a payload in the server's arena, and for the result in this pool's
+        arena.
 
         Returns None if the memory is not free in one of the arenas.
         """
@@ -446,8 +464,8 @@ class ServerConnection:
     ) -> tuple[ReplyHeader, list[Bytes]]:
         """Write a payload into the server's arena, and return the result that the server writes.
 
-        If this fails or is cancelled, the server may still write into the arena of this pool. The
-        memory in both arenas therefore stays reserved until the session ends.
+        After a failure or a cancellation, the server may still write into the arena of this pool.
+        The memory in both arenas therefore stays reserved until the session ends.
         """
         direct, server_arena, own_arena = (
             self._endpoint.direct,
@@ -506,7 +524,9 @@ class ServerConnection:
             self._run(self._quietly, free, request.SerializeToString())
 
     async def _quietly(self, call: Callable[..., Any], request: bytes) -> None:
-        """Make a call that may fail: if a cache is not freed now, it ends with its session."""
+        """Make a call that frees a cache, and ignore a failure: the server frees the cache anyway
+        when the session ends.
+        """
         with suppress(Exception):
             await call(request, timeout=self._silence_seconds)
 
@@ -519,7 +539,7 @@ class ServerConnection:
     # --- The session ---
 
     async def _keep_session(self, after: float = 0.0) -> None:
-        """Wait `after` seconds, begin a session, and begin another one whenever a session ends."""
+        """Wait `after` seconds, and begin a session. When a session ends, begin a new session."""
         await asyncio.sleep(after)
         while True:
             refused = False
@@ -632,7 +652,7 @@ class ServerConnection:
         self._events.on_change()
 
     def lose(self, reason: str) -> None:
-        """End the session, and let its attempts fail."""
+        """End the session. All attempts of the session fail."""
         self.lost += self.is_welcome
         self.state, self.reason, self._welcome = "connecting", reason, None
         unanswered = list(self.attempts.values())
@@ -653,13 +673,13 @@ class ServerConnection:
             self._resting.pop().cancel()
 
     def restart(self, reason: str) -> None:
-        """End the session, and begin another one after a short pause."""
+        """End the session, and begin a new session after a short pause."""
         self._keeping.cancel()
         self.lose(reason)
         self._keeping = self._run(self._keep_session, _RETRY_SECONDS)
 
     def distrust(self, reason: str) -> None:
-        """End the session, and never begin another one."""
+        """End the session, and never begin a new session."""
         self._keeping.cancel()
         self.lose(reason)
         self.state = "refused"

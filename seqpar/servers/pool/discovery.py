@@ -1,4 +1,4 @@
-"""Finds the addresses of a pool's servers: in a list, in files, and in DNS."""
+"""The addresses of a pool's servers, which come from a list, from files and from DNS."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def expand(addresses: Sequence[str]) -> list[str]:
 
 
 class Discovery(threading.Thread):
-    """Looks up the servers' addresses every 2 s, and calls `on_change` when they have changed."""
+    """A thread that looks up the addresses every 2 s, and calls `on_change` after a change."""
 
     def __init__(
         self, addresses: Sequence[str], has_keys: bool, on_change: Callable[[Sequence[str]], None]
@@ -87,8 +87,8 @@ class Discovery(threading.Thread):
     def look(self) -> None:
         """Look up the addresses once.
 
-        If this fails, the pool keeps its servers. The reason is logged, but not again while it
-        stays the same.
+        If the look-up fails, the pool keeps its servers, and the reason is logged once. The reason
+        is logged again only after it has changed.
         """
         try:
             servers = expand(self._addresses)

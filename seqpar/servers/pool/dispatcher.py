@@ -1,9 +1,12 @@
-"""The core of a pool: it sends tasks and steps of caches to servers until each has a result.
+"""The dispatcher of a pool, which sends each request to servers until the request has a result.
 
-* *Work* is a task, or a step of a cache. An *attempt* is work that was sent to one server.
+* *Work* is a request to a server: either a task of attention, or a decoding step that appends
+  tokens to a cache on the server and computes attention over the cache.
+* An *attempt* is work that was sent to one server.
 * Work is *settled* when it has a result or an error, or was cancelled.
-* A *retry* sends work again after an attempt has failed or was too late.
-* A *hedge* sends a task that takes unusually long to a second server. The first result counts.
+* A *retry* sends work again, after an attempt has failed or has missed its deadline.
+* A *hedge* sends a task to a second server, because the first server takes unusually long. The pool
+  uses the result that arrives first.
 * *Home* is this process. With the option `home`, it computes tasks that no server computes.
 * A *beat* is a check of all deadlines.
 """
@@ -84,7 +87,9 @@ def start_dispatcher(
 
 
 class Inbox:
-    """Work and calls that any thread hands to the pool, which runs in the event loop."""
+    """A queue of work and of function calls. Any thread may add to the queue, and the pool's event
+    loop empties the queue.
+    """
 
     def __init__(self, look: Callable[[], None]) -> None:
         """The event loop calls `look` when something was put into the inbox."""
@@ -94,7 +99,7 @@ class Inbox:
         self._look, self._lock = look, threading.Lock()
 
     def wake(self) -> None:
-        """Let the event loop look into the inbox soon."""
+        """Make the event loop empty the inbox soon."""
         event_loop().call_soon_threadsafe(self._look)
 
     def put(self, work: PendingWork) -> Answer:
@@ -107,20 +112,24 @@ class Inbox:
         return work.future
 
     def call(self, call: Callable[[], None]) -> None:
-        """Queue a function, which the pool calls the next time that it looks into the inbox."""
+        """Queue a function. The event loop calls the function when it empties the inbox next."""
         # This must take no lock. The garbage collector may call this method at any moment, in a
         # thread that holds the lock and would then wait for itself.
         self.calls.append(call)
 
     def end(self, reason: str) -> None:
-        """Accept nothing from now on. If `end` was called before, the earlier reason is kept."""
+        """Refuse all further work, for this reason. A second call of `end` does not change the
+        reason.
+        """
         with self._lock:
             self.ended = self.ended or reason
         self.wake()
 
 
 class StepLostError(Exception):
-    """A server has lost a cache, or did not answer a step. `layer_cache.py` catches this error."""
+    """A server has lost a cache, or did not answer a decoding step. `layer_cache.py` catches the
+    error.
+    """
 
     def __init__(self, reason: str, blame: bool) -> None:
         super().__init__(reason)
@@ -128,11 +137,11 @@ class StepLostError(Exception):
 
 
 class Dispatcher:
-    """Sends the work that other threads submit, and makes all calls of the connections.
+    """The part of a pool that runs in the event loop: it sends the work that other threads submit.
 
-    Only the server that stores a cache can compute a step of the cache. If this server loses the
-    cache, the future of the step raises a StepLostError. The thread that waits for the future can
-    then build the cache again on any server.
+    A decoding step can be computed only by the server that stores the step's cache. If this server
+    loses the cache, the future of the step raises a StepLostError. The thread that waits for the
+    future can then build the cache again on any server.
     """
 
     discovery: Discovery | None = None
@@ -188,7 +197,7 @@ class Dispatcher:
         self.inbox.call(partial(self.local_worker.count, cost))
 
     def serve_at(self, addresses: Sequence[str]) -> None:
-        """From now on, use only the servers at these addresses."""
+        """Connect to the servers at these addresses, and leave all other servers."""
         self.inbox.call(partial(self._use, tuple(addresses)))
         self.inbox.wake()
 
@@ -198,7 +207,7 @@ class Dispatcher:
         return PoolReport.of(list(self.servers), self.local_worker, *counts)
 
     def close(self) -> None:
-        """End all sessions and the pool. The futures of work without a result raise."""
+        """End all sessions and the pool. Futures without a result raise an error."""
         if self.discovery is not None:
             self.discovery.end()
         self.inbox.end("the pool was closed")
@@ -228,7 +237,9 @@ class Dispatcher:
         await self.servers.close()
 
     def _turn(self) -> None:
-        """Process the inbox, the local worker's results and due deadlines, and send work."""
+        """Process the inbox, the results of the local worker, and the deadlines that have passed.
+        Then send work.
+        """
         if self.inbox.ended is not None:
             self._ended.set()
             return
@@ -420,8 +431,9 @@ class Dispatcher:
     def _leave_servers(self, work: PendingWork) -> bool:
         """Handle a task that no ready server can compute.
 
-        With `home`, this process computes the task. Otherwise the task fails after too many failed
-        attempts; before that, this returns False, and all servers are tried again.
+        With `home`, this process computes the task. Without `home`, the task fails after too many
+        failed attempts. Before that, this method returns False, and the pool tries all servers
+        again.
         """
         if self.options.has_home:
             self.local_worker.take(work)
@@ -464,7 +476,7 @@ class Dispatcher:
             self._lose_step(work)
 
     def _end_late_attempts(self, work: PendingWork, now: float) -> bool:
-        """Mark attempts as late that have waited too long.
+        """Mark each attempt that has missed its deadline as late.
 
         Returns True if an attempt was marked and all attempts of the work are late now.
         """
@@ -480,7 +492,7 @@ class Dispatcher:
         return any_ended and all(attempt.late for attempt in work.attempts)
 
     def _hedge(self, work: PendingWork, now: float) -> None:
-        """Ask a second, idle server for a task that takes unusually long."""
+        """Send a task that takes unusually long to a second server, which is idle."""
         if work.hedged or len(work.attempts) != 1 or work.at_home or self._unsent:
             return
         (attempt,) = work.attempts
@@ -495,14 +507,15 @@ class Dispatcher:
 
 
 class StragglerDetector:
-    """Finds tasks that take more than `factor` times as long as a quantile of the last 256 tasks.
+    """A detector of tasks that take more than `factor` times as long as a quantile of the last 256
+    tasks.
 
     Tasks of different sizes are compared by their pace:
 
         pace = seconds / (work + 1 + median work)
 
-    Even a task without work takes some time. How much is not known, so the time of the median work
-    stands for it.
+    Even a task without work takes some time. This time is not known, so the time of the median work
+    is used instead.
     """
 
     _KEPT_TASKS = 256

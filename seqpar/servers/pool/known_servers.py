@@ -25,7 +25,7 @@ class KnownServers:
     """
 
     def __init__(self, endpoint: PoolEndpoint, depth: int) -> None:
-        """`depth` is the largest number of tasks that a server has at a time."""
+        """`depth` is the largest number of tasks that one server may have at a time."""
         self.endpoint = endpoint
         self._depth = depth
         self._connections: dict[str, ServerConnection] = {}
@@ -38,9 +38,9 @@ class KnownServers:
         return self._connections.get(address)
 
     def use(self, addresses: Sequence[str], events: ConnectionEvents) -> list[ServerConnection]:
-        """Connect to the servers at these addresses.
+        """Connect to the servers at these addresses, and forget all other servers.
 
-        Returns the connections to all other servers, which this object no longer has.
+        Returns the connections to the forgotten servers.
         """
         dropped = [self._connections.pop(x) for x in set(self._connections) - set(addresses)]
         for address in addresses:
@@ -53,9 +53,8 @@ class KnownServers:
             self._changed.notify_all()
 
     def wait_for_any(self, timeout: float) -> None:
-        """Wait until a server is ready or all servers have refused this client.
-
-        The wait ends after `timeout` seconds in any case.
+        """Wait until a server is ready or all servers have refused this client, but at most
+        `timeout` seconds.
         """
 
         def settled() -> bool:
@@ -66,9 +65,9 @@ class KnownServers:
             self._changed.wait_for(settled, timeout)
 
     def allowance(self, work: PendingWork) -> float:
-        """Return how many seconds the deadlines of a task are extended for payloads on the network.
+        """Return the seconds by which payloads on the network extend the deadlines of a task.
 
-        A task that was not sent to a server yet may wait for the payloads of any server's tasks.
+        A task that was not sent yet gets the longest extension of all servers.
         """
         connections = [attempt.connection for attempt in work.attempts] or list(self)
         return max([work.passing, *(connection.allowance for connection in connections)])
@@ -113,7 +112,7 @@ class KnownServers:
     def place(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
         """Reserve `nbytes` for a cache on the server with the most free memory for caches.
 
-        Servers whose addresses are in `avoid` are left out. Returns None if no server has enough.
+        No server whose address is in `avoid` is used. Returns None if no server has enough memory.
         """
         able = [x for x in self if x.address not in avoid and x.cache_room > nbytes]
         able = [x for x in able if x.place is not None]

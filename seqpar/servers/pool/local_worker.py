@@ -1,4 +1,4 @@
-"""Computes in the trainer's process: tasks that no server computes, and checks of results."""
+"""A thread of the trainer, which computes tasks that no server computes, and checks results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Outcome = list[Tensor] | Exception | None  # None: the task was settled before i
 
 
 class ExitingError(Exception):
-    """The interpreter is about to exit, and starts no more threads."""
+    """Python is about to exit, and starts no more threads."""
 
 
 class LocalWorker:
     """Computes tasks one after another in one thread."""
 
     def __init__(self, on_done: Callable[[], None], depth: int) -> None:
-        """While servers are ready, the worker helps them with at most `depth` tasks at a time.
+        """While servers are ready, the worker takes at most `depth` tasks at a time.
 
         The worker calls `on_done` whenever it has computed a task or checked a result.
         """
@@ -50,7 +50,7 @@ class LocalWorker:
             self._submit(self._compute, work)
 
     def helps(self, work: PendingWork, servers: Iterable[ServerConnection]) -> bool:
-        """Return whether this process should finish a task before any ready server does."""
+        """Return whether this process is expected to finish a task before any ready server."""
         if len(self._unfinished) >= self._depth or work.at_home:
             return False
         ready = [server for server in servers if server.state == "ready"]
@@ -74,7 +74,9 @@ class LocalWorker:
         return work, outcome
 
     def examine(self, attempt: Attempt, tensors: list[Tensor], rows: int) -> None:
-        """Queue a check of `rows` rows of a server's result. The answer appears in `examined`."""
+        """Queue a check of `rows` rows of a server's result. The outcome of the check is appended
+        to `examined`.
+        """
         with suppress(ExitingError):
             self._submit(self._examine, attempt, tensors, rows)
 
@@ -89,7 +91,7 @@ class LocalWorker:
         self.work += cost
 
     def close(self) -> None:
-        """End after the current task."""
+        """End the thread after its current task."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _compute(self, work: PendingWork) -> None:

@@ -34,10 +34,10 @@ class _OnlyRank(Comm):
 class ServerPool:
     """Attention servers that compute tasks for this process. Make a pool with `connect`.
 
-    Servers may die, hang, slow down, leave and join. A task then goes to another server, or this
-    process computes the task if no server can. The result has the same bits if the servers and this
-    process have the same hardware and, on CPUs, the same number of threads. Close the pool or use
-    it as a context.
+    Servers may die, hang, slow down, leave and join. If a server does not compute a task, the pool
+    sends the task to another server. If no server can compute the task, this process computes it.
+    The result has the same bits if the servers and this process have the same hardware and, on
+    CPUs, the same number of threads. Close the pool, or use the pool as a context.
 
     Attributes:
         comm: a group in which this process is the only rank and stores all tokens.
@@ -65,8 +65,8 @@ class ServerPool:
     ) -> ServerPool:
         """Connect to servers, and wait until a server is ready.
 
-        The wait takes at most as long as the deadline `connect`. If no server is ready by then, the
-        pool is returned all the same, and continues to connect.
+        The wait ends at the deadline `connect`. If no server is ready by this deadline, the pool is
+        returned nevertheless, and continues to connect.
 
         Args:
             addresses: one address or several. ipc://PATH and tcp://HOST:PORT are each the address
@@ -90,8 +90,9 @@ class ServerPool:
             home: whether this process computes tasks that no server computes. If not, the futures
                 of such tasks raise a ServersError.
             home_depth: the largest number of tasks that this process computes at a time while
-                servers are ready. It takes such a task if it should finish the task before any
-                server does. With 0, this process computes only tasks that no server computes.
+                servers are ready. This process takes a task if it is expected to finish the task
+                earlier than any server. With 0, this process computes only tasks that no server
+                computes.
             sample: the number of rows of each server's result that this process computes again. A
                 server whose answer is wrong is never used again. With 0, results are not checked.
 
@@ -152,7 +153,7 @@ class ServerPool:
     def close(self) -> None:
         """End the sessions on all servers. The futures of tasks without a result raise.
 
-        In a forked process this does nothing, because the pool belongs to the parent process.
+        In a forked process, `close` does nothing, because the pool belongs to the parent process.
         """
         if os.getpid() == self._process:
             self._dispatcher.close()

@@ -1,4 +1,4 @@
-"""The report of a pool: which servers computed its attention, and in which state they are."""
+"""The report of a pool: the state of each server, and how many tasks the server computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks a server's result: this process computes a few rows of the task again, and compares.
+"""A check of servers' results: this process computes a few rows again, and compares them.
 
-The *terms* of a result are the numbers that it adds up. For example, a row of out adds up the rows
-of v, each weighted by a probability.
+A result is a sum of *terms*. For example, a row of out is the sum of the rows of v, each multiplied
+by a probability.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) 
     pass, `rows` consecutive query rows of dq and `rows` consecutive key rows of dk and dv are
     compared. `seed` chooses the rows.
 
-    A kernel that computes only a part of a task adds up the terms in a different order. Numbers may
-    therefore differ by
+    A kernel that computes only a part of a task may add up the terms in a different order. A number
+    of the server and the same number of this process may therefore differ by
 
         16·((ε + (√n + s)·ε')·m + ε'·t)
 
@@ -93,10 +93,11 @@ def _terms(part: Request) -> list[float]:
 
 
 def _random_walk(part: Request) -> float:
-    """Return a bound of √Σp², and at least 1. The p are the probabilities of one key, over queries.
+    """Return a bound of √Σp², or 1 if the bound is below 1.
 
-    Because p is at most 1, √Σp is such a bound. Σp is dv if all elements of dout are 1. The
-    probabilities of one query, over keys, need no such factor, because their sum is 1.
+    The sum runs over all queries, and p is the probability that a query gives to one key. p is at
+    most 1, so √Σp is a bound. Σp is equal to dv if all elements of dout are 1. No such factor is
+    needed for a sum over keys, because the probabilities of one query add up to 1.
     """
     assert part.output is not None
     ones = replace(part.output, dout=torch.ones_like(part.output.dout), prepared=None)
