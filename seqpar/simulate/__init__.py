@@ -5,8 +5,8 @@
     outcome = simulate.step("ring", layout, cluster, model)
 
 A *program* is the list of what one rank computes, sends and waits for. `recording/` turns code into
-programs, `playback/` plays programs on a cluster, `steps/` simulates training steps and
-`recommendations/` ranks ways to train. Start with `recording/recording.py`.
+programs. `playback/` plays programs on a cluster. `steps/` simulates training steps.
+`recommendations/` ranks training configurations. Start with `recording/recording.py`.
 """
 
 from seqpar.auto.choosing import Choice, choose

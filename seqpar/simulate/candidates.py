@@ -1,4 +1,4 @@
-"""The strategies to choose from, with their mesh shapes."""
+"""The strategies that a search can choose from, with the shapes of their meshes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def candidates(
 ) -> list[Candidate]:
     """Return the candidates among these strategies, simplest first.
 
-    A row of a USP mesh lies within a node: its length divides the node's devices or, on a single
-    node, the number of ranks. The rows of a "mesh" are at most about as long as its columns,
-    because a query has at least as many bytes as a key.
+    A row of a USP mesh lies within a node. The length of the row divides the number of devices per
+    node or, on a single node, the number of ranks. A row of a "mesh" has at most about as many
+    ranks as a column, because a query has at least as many bytes as a key.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     made = []

@@ -17,10 +17,11 @@ FILE = "validated.json"  # written by `benchmarks.simulate.validation`
 def error_of(cluster: Cluster) -> float:
     """Return the relative error of simulated seconds on a cluster, one standard deviation.
 
-    It is the root of the sum of two squares. The first is the RMS error of simulated steps against
-    measured steps: on cores, or on links whose messages are sent while devices compute. The second
-    is the RMS error of the cluster's costs for measured calls that the costs were not fitted to.
-    Presets have no measurements, so their error leaves out whatever their data sheets leave out.
+    The error is the root of the sum of two squares. The first term is the RMS error of simulated
+    steps against measured steps: on cores, or on links whose messages are sent while devices
+    compute. The second term is the RMS error of the cluster's costs for measured calls that the
+    costs were not fitted to. Presets have no measurements, so the error of a preset does not
+    include what its data sheet leaves out.
     """
     steps = validated()["links" if cluster.overlaps else "cores"]
     return float(np.hypot(steps, _error_of_costs(cluster)))

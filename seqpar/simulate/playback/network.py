@@ -1,4 +1,4 @@
-"""Messages in transit: when exchanges begin and end, by a backend's rules and a cluster's links."""
+"""Simulate messages: when exchanges begin and end, for a backend and a cluster's links."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import simpy
 
 # The size of the buffer of a connection on Linux (tcp_wmem), measured. A sender on gloo is done
-# when this buffer holds the rest of its message. Without the buffer, the simulation of rings of
-# four ranks with uneven halves was a sixth too fast.
+# when this buffer holds the rest of the message.
 _SOCKET_BUFFER_BYTES = 2**22
 
 
@@ -26,19 +25,18 @@ class Hardware:
     """The cores, ports and NICs of a cluster that run a number of ranks.
 
     If messages are sent while devices compute, each device has one port to the other devices of its
-    node. Each NIC of a node carries one message at full rate in each direction, and so does each
-    link of a torus. The uplinks of a leaf switch carry messages up to the sum of their rates.
+    node. Each NIC of a node carries one message at full rate in each direction. Each link of a
+    torus does the same. The uplinks of a leaf switch carry messages up to the sum of their rates.
 
     Otherwise one core of the sender and one core of the receiver are busy for the whole time of a
-    message, latency included. The ranks of a node share its cores: the operating system moves
-    threads to idle cores.
+    message, latency included. All ranks of a node share the cores of the node, because the
+    operating system moves threads to idle cores.
 
-    Each device has a link to its host's memory, which copies in both directions share.
+    Each device has one link to the memory of its host. Copies in both directions share this link.
 
-    On cores, a message has no separate delay. On four ranks on two cores, messages took 20 to 28 ms
-    of a core per step, not the 14 ms that a fixed delay and idle cores predict. The reason is that
-    during computation a message costs 0.4 ms more and is split further. Profiles therefore measure
-    exchanges during computation, by process time.
+    If cores move messages, a message has no separate delay. During computation, a message costs 0.4
+    ms more than without computation. Profiles therefore measure exchanges during computation, by
+    process time.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -59,11 +57,11 @@ class Hardware:
         self._fabric_links: dict[Hashable, Resource] = {}
 
     def core(self, rank: int) -> Resource | None:
-        """Return the cores that a rank computes on, or None if no other rank uses its device."""
+        """Return the cores that a rank computes on, or None if the rank has its device alone."""
         return None if self.cluster.overlaps else self._cores[self.nodes[rank]]
 
     def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
-        """Return the seconds of a copy between a device and its host, and the resources it uses."""
+        """Return the seconds and the resources of a copy between a device and its host."""
         core = self.core(rank)
         seconds = float(self.cluster.host.seconds(nbytes))
         return seconds, [self._hosts[rank], *([] if core is None else [core])]
@@ -71,9 +69,10 @@ class Hardware:
     def way(
         self, source: int, target: int, nbytes: float, played_end: str = "both"
     ) -> tuple[float, float, list[Resource]]:
-        """Return a message's latency, the seconds of its bytes, and the resources it uses.
+        """Return the latency of a message, the seconds of its bytes, and its resources.
 
-        With `played_end` "source" or "target", only the resources of that end are returned.
+        With `played_end` "source" or "target", only the resources of the source or target are
+        returned.
         """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
@@ -105,7 +104,7 @@ class Hardware:
         return [self._fabric_link((way, x), uplinks) for way, x in zip("ud", leaves, strict=True)]
 
     def _leaf(self, fabric: FatTree, rank: int) -> tuple[int, int]:
-        """Return the key of a rank's leaf switch: its group of nodes, and its rail."""
+        """Return the group of nodes and the rail that identify a rank's leaf switch."""
         return self.nodes[rank] // fabric.nodes_per_leaf, self.rail(rank)
 
     def rail(self, rank: int) -> int:
@@ -122,13 +121,13 @@ class Hardware:
 
 
 class Flight:
-    """An exchange of one rank, from the time at which the rank posts it."""
+    """An exchange that one rank has posted."""
 
     __slots__ = ("done", "following", "left", "messages", "post", "posted", "rank")
 
     def __init__(self, rank: int, post: Post, posted: float, done: simpy.Event) -> None:
         self.rank, self.post, self.posted, self.done = rank, post, posted, done
-        self.left = 0  # how many messages, or ranks, the exchange still waits for
+        self.left = 0  # number of messages, or of ranks, that the exchange still waits for
         self.messages: list[_Message] = []
         self.following: Flight | None = None
 
@@ -152,17 +151,19 @@ class _Message:
 class Network:
     """All messages of a simulation.
 
-    A message starts when both of its ends have begun their exchanges. It takes the link's latency,
-    then its bytes divided by the link's rate, or longer if other messages share the link.
+    A message starts when sender and receiver have begun their exchanges. The message takes the
+    link's latency plus its bytes divided by the link's rate. The message takes longer if other
+    messages share the link.
 
     On gloo, two ranks have one connection in each direction. Messages of a rank to the same peer
-    are sent one after another. The notice that the rank has posted a receive is sent on the same
-    connection: it waits for all that the rank is already writing to that peer. Two exchanges in
-    opposite directions therefore alternate, unless the receive was posted first. A sender is done
-    when the connection's buffer holds the remaining bytes.
+    are sent one after another. When a rank posts a receive, gloo sends a notice to the peer on this
+    connection. The notice waits until the rank has written all earlier messages to that peer. Two
+    exchanges in opposite directions therefore alternate, unless the receive was posted first. A
+    sender is done when the connection's buffer holds the remaining bytes.
 
-    A peer that is not played begins an exchange when its stand-in begins the exchange of the same
-    number. The message then uses only the resources of the end that is played.
+    If a peer is not played, its stand-in (`stand_ins.py`) is played in its place. The peer begins
+    exchange number n when the stand-in begins its exchange number n. A message to or from this peer
+    uses only the resources of the end that is played.
     """
 
     def __init__(
@@ -182,8 +183,8 @@ class Network:
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
         # Gloo only, by (source, target): pending writes, of which the first is being written.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
-        # By channel and rank: the exchanges that are part of a `ShardExchange`, which begins when
-        # all of its ranks have posted one.
+        # By channel and rank: the parts of a `ShardExchange`. The `ShardExchange` begins when all
+        # of its ranks have posted their parts.
         self._gathering: dict[str, dict[int, Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
@@ -207,7 +208,7 @@ class Network:
         return flight
 
     def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
-        """Find the end of a message that the peer has posted, or keep this end until then."""
+        """Start a message if the peer has posted its end; otherwise keep this rank's end."""
         source, target = (rank, peer) if sending else (peer, rank)
         waiting = self._open.setdefault((source, target, flight.post.channel), deque())
         if waiting and waiting[0][1] != sending:
@@ -296,8 +297,8 @@ class Network:
     ) -> None:
         """Send messages of equal size from all senders to all receivers, over the same links.
 
-        `played` has the flights of the ranks that are played. Either all senders are played or
-        none, and either all receivers or none.
+        `played` has the flights of the ranks that are played. Either all senders are played or no
+        sender is. Either all receivers are played or no receiver is.
         """
         flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"
@@ -324,7 +325,7 @@ class Network:
             self._set_out(message)
 
     def _write(self, source: int, target: int, write: Callable[[], None]) -> None:
-        """Start a write when all earlier writes of this rank to this peer have ended."""
+        """Start a write when all earlier writes from `source` to `target` have ended."""
         queue = self._writing.setdefault((source, target), deque())
         queue.append(write)
         if len(queue) == 1:

@@ -28,7 +28,8 @@ def computes(programs: Iterable[Program]) -> list[Compute]:
 def price(device: Device, calls: list[Compute]) -> dict[int, float]:
     """Return the seconds of each computation, by the computation's `id`.
 
-    Softmax attention is looked up in the device's measured grid, all calls of one kind at once.
+    The seconds of softmax attention come from the device's measured grid. One lookup serves all
+    calls of one kind.
     """
     seconds: dict[int, float] = {}
     alike: dict[tuple[int, int, bool], list[Compute]] = defaultdict(list)

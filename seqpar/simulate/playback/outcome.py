@@ -1,4 +1,4 @@
-"""The outcome of playing programs: when each rank did what."""
+"""The outcome of playing programs: the times at which ranks compute, send and wait."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ AS_FAST = "as fast"
 
 
 class Outcome:
-    """When each rank computed, sent and waited, in seconds from the start of the step.
+    """The times at which ranks computed, sent and waited, in seconds from the start of the step.
 
     Attributes:
-        seconds: when the last rank ended.
-        ends: (ranks,) when each rank ended.
+        seconds: the time at which the last rank ended.
+        ends: (ranks,) the time at which each rank ended.
         busy: (ranks,) seconds of computation.
         waiting: (ranks,) seconds of waiting for messages.
         sent_bytes: (ranks,) bytes sent.
         peak_bytes: (ranks,) the most bytes held at once by tensors that the step creates.
-        stand_ins: (ranks,) the rank that was played in place of each rank, usually itself.
+        stand_ins: (ranks,) the rank that was played in place of each rank, usually the rank itself.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """What takes the most time: "compute", "imbalance" or "communication"."""
+        """The largest part of the time: "compute", "imbalance" or "communication"."""
         busy = float(self.busy.max())
         mean = float(self.busy.mean())
         return limit_of(mean, busy - mean, self.seconds - busy)

@@ -1,7 +1,7 @@
 """Play programs on a cluster: compute when each rank computes, sends and waits.
 
-simpy keeps the clock. 1,024 ranks with 64 steps, forward and backward, are 200,000 messages and
-took one busy core 27 seconds.
+simpy keeps the clock. Playing 1,024 ranks with 64 steps, forward and backward, means 200,000
+messages, which took 27 seconds on one core.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ if TYPE_CHECKING:
 def play(
     programs: Sequence[Program], cluster: Cluster | str, *, pricing: Pricing | None = None
 ) -> Outcome:
-    """Return when each rank computes, sends and waits if these programs run on a cluster.
+    """Return the times at which ranks compute, send and wait, if a cluster runs these programs.
 
     Args:
         programs: one program per rank, in order, as `record` returns them. A cluster of cores that
             move messages themselves (`overlaps` is False) can run more ranks than it has cores.
-        cluster: the devices and their links, or the name of a preset. `Cluster` defines on which
-            device each rank runs.
+        cluster: the devices and their links, or the name of a preset. The docstring of `Cluster`
+            says on which device each rank runs.
         pricing: a function from the list of all `Compute`s to the seconds of each, by its `id`.
             None: the device's measured costs.
 
     A message starts when both ends have posted it. If the programs were recorded `ordered`, the
-    exchanges of a communicator run one after another, as on NCCL. Otherwise only messages from one
-    rank to the same peer do, as on gloo. Jobs that use the same link, NIC or core at the same time
-    get equal fractions of it. Posting takes no time. Equal arguments give equal outcomes.
+    exchanges of a communicator run one after another, as on NCCL. Otherwise only messages from the
+    same sender to the same receiver run one after another, as on gloo. Jobs that use the same link,
+    NIC or core at the same time get equal fractions of it. Posting takes no time. Equal arguments
+    give equal outcomes.
 
     Raises:
         ValueError: if `pricing` omits a `Compute`; if there are more ranks than devices; if the two
-            ends of a message differ in size; or if ranks wait for each other forever, which the
-            message lists.
+            ends of a message differ in size; or if ranks wait for each other forever (the message
+            lists these ranks).
         ImportError: without simpy, which the extra "plan" installs.
     """
     programs = as_sequence("programs", programs, "Program, one for each rank")
@@ -68,8 +69,9 @@ def play_with_stand_ins(
 ) -> Outcome:
     """Play the programs of some ranks in place of all ranks.
 
-    `stand_ins[rank]` is the rank whose program is played for `rank`: the rank itself, if it has a
-    program. If some ranks have none, programs must be ordered, and `exchange_alike` must hold.
+    `stand_ins[rank]` is the rank whose program is played for `rank`. A rank with a program is
+    played itself. If some ranks have no program, all programs must be `ordered`, and
+    `exchange_alike` must hold.
     """
     calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)
@@ -101,7 +103,7 @@ def require_simpy() -> ModuleType:
 
 
 class _Run:
-    """Plays all programs once; `events` has each rank's actions in the order in which they end."""
+    """Plays all programs once. `events` has each rank's actions in the order in which they end."""
 
     def __init__(
         self,

@@ -1,18 +1,19 @@
 """Divide resources among the jobs that use them at the same time.
 
-A job has an amount of work, in seconds of undisturbed progress, and resources: a core, the two ends
-of a link, NICs. A resource divides its capacity equally among its jobs; a job's *share* of a
-resource is at most 1. A job's *pace* is the smallest of its shares. If a job cannot use all of a
-share, because another resource is slower, no other job gets the rest.
+A job is a computation, a copy or a message. The work of a job is the seconds that the job takes
+alone. A job uses resources: a core, the two ends of a link, or NICs. A resource divides its
+capacity equally among its jobs; a job's *share* of a resource is at most 1. A job's *pace* is the
+smallest of its shares. If a job cannot use all of a share, because another resource is slower, no
+other job gets the rest.
 
-A job that starts or ends therefore changes only the paces of jobs on the same resources. With
-max-min fairness, which gives the rest to other jobs, one ending job could change all 4,032 jobs of
-an all-to-all on 64 ranks. The busiest port, which decides when a step ends, is shared exactly in
-both cases.
+A job that starts or ends therefore changes only the paces of jobs on the same resources. Max-min
+fairness would give the rest to other jobs, so one job that ends could change all 4,032 jobs of an
+all-to-all on 64 ranks. The busiest port decides when a step ends, and both rules share this port in
+the same way.
 
-Jobs with the same resources have the same pace, so they are one group with one timer. All messages
-from one node to another are such a group. On 8 nodes of 8 ranks, a message that starts or ends
-changes the pace of at most 13 groups instead of 832 jobs.
+Jobs with the same resources have the same pace, so these jobs form one group with one timer. For
+example, all messages from one node to another node form a group. On 8 nodes of 8 ranks, a message
+that starts or ends changes the pace of at most 13 groups instead of 832 jobs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 class Resource:
     """A resource that serves `capacity` jobs at full pace.
 
-    With more than `capacity` jobs, its total capacity drops to the fraction `shared`.
+    With more than `capacity` jobs, the total capacity of the resource drops to the fraction
+    `shared`.
     """
 
     __slots__ = ("capacity", "groups", "load", "shared")
@@ -51,7 +53,7 @@ class JobGroup:
     """The jobs that use the same resources.
 
     `progress` is the work, in seconds, that each job of the group has done since the group began.
-    `jobs` has each job with the progress at which it ends.
+    `jobs` has each job with the progress at which the job ends.
     """
 
     __slots__ = ("jobs", "next_end", "pace", "progress", "resources", "since", "version")
@@ -82,9 +84,9 @@ class ActiveJobs:
         end: Callable[[], object],
         jobs: int = 1,
     ) -> None:
-        """Start a number of equal jobs; call `end()` once, when they have ended.
+        """Start a number of equal jobs. Call `end()` once, when all of these jobs have ended.
 
-        A resource that is listed twice is used twice.
+        A job uses a resource twice if `resources` lists the resource twice.
         """
         key, now = tuple(resources), self._env.now
         group = self._groups.get(key)

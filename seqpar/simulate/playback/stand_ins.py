@@ -1,9 +1,10 @@
-"""Choose ranks that are simulated in place of other ranks with the same work.
+"""Choose some ranks to simulate in place of all ranks that have the same work.
 
 If all ranks of a group exchange with all other ranks, the number of messages grows with the square
 of the number of ranks. If all ranks also have the same work, only some nodes are recorded and
-played. Every rank of another node has a *stand-in*: the rank with the same index in the nearest
-played node. The rank does what its stand-in does, at the same times.
+played. Every rank of the remaining nodes has a *stand-in*: the rank with the same index in the
+nearest played node. The simulation assumes that a rank does what its stand-in does, at the same
+times.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from seqpar.layout.geometry import Geometry
 from seqpar.simulate.recording.program import Post, Program
 
 MAX_RANKS_PLAYED_WHOLE = 128
-_MAX_RANKS_OF_FOUR_NODES = 4096  # up to so many ranks, four nodes are played; then two
+_MAX_RANKS_OF_FOUR_NODES = 4096  # four nodes are played up to this number of ranks, else two
 _MIN_PLAYED_RANKS = 16  # if nodes are small, more nodes are played, to reach this number
-_TOLERANCE = 0.02  # fraction by which ranks may differ; see `has_even_work`
+_TOLERANCE = 0.02  # fraction by which ranks may differ in `has_even_work`
 # Softmax strategies, and transports of linear layers, whose ranks begin each exchange together.
 # With other strategies and transports, ranks wait for each other in turn, or have different work.
 _IN_STEP = ("ulysses", "ring", "all_gather", "usp", "mesh")
 
 
 def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Ints:
-    """Return (ranks,) each rank's stand-in: the rank itself, unless a large group has even work.
+    """Return (ranks,) each rank's stand-in, which is the rank itself if all ranks are played.
 
-    `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played in any
-    of these cases:
+    `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played if the
+    group is small, if the ranks have uneven work, and in these cases:
 
     * Ranks of this strategy do not begin exchanges together.
     * There are few nodes, or ranks do not fill them.
@@ -89,8 +90,8 @@ def has_even_work(geometry: Geometry) -> bool:
 def exchange_alike(programs: Iterable[Program]) -> bool:
     """Return whether programs post the same exchanges in order, except for peers and bytes.
 
-    This is required because a message to or from a rank that is not played waits for the exchange
-    of the same number of that rank's stand-in.
+    Stand-ins are possible only then: a rank that is not played begins its exchange number n when
+    its stand-in begins exchange number n.
     """
     orders = {
         tuple((x.number, x.channel, x.what, x.step) for x in program.each() if isinstance(x, Post))

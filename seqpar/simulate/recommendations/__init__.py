@@ -1,7 +1,10 @@
 """Rank the ways to train a model on a cluster.
 
-A *way* is a strategy with its layout and its division of the devices (`Recommendation`). Start with
-`recommending.py`. `ways.py` lists the ways, `divisions.py` the divisions of devices, `searching.py`
-simulates ways in the order of their lower bounds, and `predicting.py` simulates one way.
-`recommendation.py` is the result.
+A *way* is one configuration for training: a strategy with a layout and a division of the devices
+(`Recommendation`). Start with `recommending.py`.
+
+* `ways.py` lists the ways, and `divisions.py` lists the divisions of the devices.
+* `predicting.py` simulates one way.
+* `searching.py` simulates ways in the order of their lower bounds.
+* `recommendation.py` has the result.
 """

@@ -1,7 +1,7 @@
-"""Divide devices into data, pipeline, tensor and context ranks, and documents between them.
+"""Divide devices into data, pipeline, tensor and context ranks, and divide documents too.
 
-A *data group* is all devices that compute the same documents. Its documents are divided into
-micro-batches, and each micro-batch is laid out over a group of context ranks.
+A *data group* is the set of all devices that compute the same documents. Its documents are divided
+into micro-batches, and each micro-batch is laid out over a group of context ranks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,11 @@ class Division:
 
     @property
     def least_seconds(self) -> float:
-        """A lower bound on a step's seconds: even work, and exchanges of tensors and parameters."""
+        """A lower bound on a step's seconds, which assumes equal work on all context ranks."""
         return self.least_seconds_with(self.attending / self.parallelism.context)
 
     def least_seconds_with(self, micro_batch: float) -> float:
-        """Return the least seconds of a step.
-
-        Its largest micro-batch takes at least `micro_batch` seconds.
-        """
+        """Return a lower bound on a step whose largest micro-batch takes `micro_batch` seconds."""
         costs = self.divided.context
         layers = costs.model.layers
         tokens = float(self.lengths[[*self.largest]].sum()) / self.parallelism.context
@@ -79,9 +76,12 @@ def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
     """Yield the ways to divide a cluster's devices.
 
     For up to 128 devices, the division with one group and one micro-batch is left out. Tensor ranks
-    are in one node and divide the heads. Pipeline ranks divide the layers. A group of context ranks
-    fills nodes or divides them, and has at most 2,048 ranks. A data group has one micro-batch, or
-    two or four for each stage, or the fewest that fit into memory with as little recomputation as
+    are in one node and split the heads between them. Pipeline ranks divide the layers. A group of
+    context ranks has at most 2,048 ranks. The group either consists of whole nodes, or is one of
+    several equal groups in a node.
+
+    Several numbers of micro-batches per data group are tried: one, two for each stage, four for
+    each stage, and the smallest number that fits into memory with as little recomputation as
     possible. Each micro-batch has at least one document.
     """
     devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
@@ -132,14 +132,13 @@ def _divisors(n: int) -> list[int]:
 
 
 def _aligned(ranks: int, per_node: int) -> bool:
-    """Return whether groups of this number of devices fill nodes or divide them."""
     return ranks % per_node == 0 or per_node % ranks == 0
 
 
 def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -> list[int]:
-    """Return the numbers to try, at most `most`.
+    """Return the numbers of micro-batches to try, each at most `most`.
 
-    If the parameters alone do not fit, return none.
+    If the parameters alone do not fit into memory, return no numbers.
     """
     parallelism = divided.parallelism
     free = divided.costs.cluster.device.memory - divided.parameter_bytes()
@@ -190,9 +189,10 @@ class NamedLayout(NamedTuple):
 def layouts(
     lengths: Ints, costs: Costs, documents: Sequence[int] | None = None
 ) -> Iterator[NamedLayout]:
-    """Yield layouts over all ranks: zigzag, contiguous, and that of a plan if it differs from both.
+    """Yield layouts over all ranks: zigzag, contiguous, and a plan's layout if it is a third one.
 
-    They have the documents with these indices, in this order, or by default all documents.
+    The layouts have the documents with the given indices, in the given order. By default, the
+    layouts have all documents.
     """
     order = tuple(range(lengths.size) if documents is None else documents)
     edges = np.r_[0, np.cumsum(lengths[[*order]])]
@@ -207,7 +207,7 @@ def layouts(
 
 
 def planned(lengths: Ints, costs: Costs, documents: Sequence[int]) -> NamedLayout | None:
-    """Return the layout of `balance.plan` for these documents; None if it refuses them."""
+    """Return the layout of `balance.plan` for these documents; None if `plan` refuses them."""
     cluster, lengths = costs.cluster, lengths[[*documents]]
     if cluster.ranks == 1:
         return None

@@ -1,7 +1,8 @@
 """Predict the time and memory of one way to train.
 
-A *manner* is how activations are kept for backward: in device memory, recomputed, or in host
-memory.
+A *way* is one configuration for training (`Recommendation`). A *manner* is one of the possibilities
+for activations until backward: to keep them in device memory, to recompute them, or to keep them in
+host memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from seqpar.simulate.steps.training_step import Step, step
 
 
 def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return the way with the memory that it lacks, or None if it may fit.
+    """Return the way with the reason why memory is too small, or None if the way may fit.
 
     Attention's temporary tensors are not counted, since only a simulation knows them.
     """
@@ -31,7 +32,7 @@ def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
 def predicted(way: Recommendation, costs: Costs) -> Recommendation:
     """Return a way with its predictions, in the fastest manner that fits into memory.
 
-    If no manner fits, the predictions are of the manner that needs the least memory.
+    If no manner fits, the predictions are those for the manner that needs the least memory.
     """
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
     manners = _manners(way)
@@ -94,8 +95,11 @@ def _parameter_bytes(way: Recommendation, costs: Costs) -> int:
 def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
     """Return the bytes of activations that can be offloaded: those of all layers but two.
 
-    It is 0 in three cases. With checkpointing, the remaining activations are few or in use. With
-    servers, host memory already carries the tasks. With stages, several micro-batches are in use.
+    The result is 0 in three cases:
+
+    * With checkpointing, few activations remain, or the remaining activations are in use.
+    * With servers, the copies of tasks already use the link to host memory.
+    * With pipeline stages, the activations of several micro-batches are in use.
     """
     division, layers = way.division, len(costs.model.layers)
     has_stages = way.parallelism.pipeline > 1
@@ -145,14 +149,14 @@ def _stepped(
 
 
 def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
-    """Return how many tokens fit, if memory other than that of the parameters grows with tokens."""
+    """Return how many tokens fit, if all memory except parameters grows with them."""
     fixed, division = _parameter_bytes(way, costs), way.division
     tokens = way.layout.tokens if division is None else int(division.lengths.sum())
     return int(tokens * max(0.0, costs.cluster.device.memory - fixed) / max(memory - fixed, 1.0))
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return the way with activations in host memory, or None if it still does not fit.
+    """Return the way with activations in host memory, or None if the way still does not fit.
 
     Activations are copied out during forward and back during backward.
     """
@@ -176,6 +180,6 @@ def _limit(simulated: Step, has_stages: bool) -> str:
     layers = simulated.seconds - simulated.head - simulated.optimizer
     mean = float(busy.mean())
     idle = layers - float(busy.max())
-    if has_stages:  # stages wait for each other more than for messages
+    if has_stages:  # with stages, waiting is mostly for other stages, not for messages
         return limit_of(mean, float(busy.max()) - mean + idle, 0.0)
     return limit_of(mean, float(busy.max()) - mean, idle)

@@ -1,4 +1,4 @@
-"""Recommendation: one way to train a model, and its predicted time and memory."""
+"""Recommendation: one way to train a model, with its predicted time and memory."""
 
 from __future__ import annotations
 
@@ -32,36 +32,39 @@ _MAX_REASON_CHARACTERS = 80  # the table cuts reasons; `why_not` has the whole t
 
 @dataclass(frozen=True, eq=False)
 class Recommendation:
-    """One way to train, with its predicted time and memory, or the reason why it is impossible.
+    """One way to train, with predicted time and memory, or the reason why it is impossible.
 
     Attributes:
-        strategy: its name, for `make_attention`.
-        options: further arguments of `simulate.step`: "mesh" as (rows, ranks per row), "transport"
-            of linear layers, and with attention servers "servers" (their number) and "tasks" (per
-            call). Empty if none applies.
-        division: how devices and documents are divided; None if all devices are context ranks, or
-            some are attention servers.
-        layout: which context rank holds which tokens; its documents are in the order of
-            `documents`. With a `division` it is the layout of the micro-batch with most work.
-        layout_name: "zigzag", "contiguous" or a method of `balance.plan`. With servers it is
-            "whole": the ranks are trainers of whole documents.
+        strategy: the name of the strategy, for `make_attention`.
+        options: further arguments of `simulate.step`: "mesh" is (rows, ranks per row), and
+            "transport" is the transport of linear layers. With attention servers, "servers" is the
+            number of servers and "tasks" the number of tasks per call. Empty without any of these
+            arguments.
+        division: the division of devices and documents; None if all devices are context ranks, or
+            if some devices are attention servers.
+        layout: which context rank holds which tokens, with documents in the order of `documents`.
+            With a `division`, this is the layout of the micro-batch with the most work.
+        layout_name: "zigzag", "contiguous" or a method of `balance.plan`. With servers, the name is
+            "whole": the ranks are trainers, and each trainer has whole documents.
         device: the type of the devices, "cuda" or "cpu".
         documents: (documents,) indices into the given lengths, in the layout's order.
         checkpointing: "none", "attention" or "full".
-        offload: the fraction of activations that waits in host memory, for `seqpar.offload`.
-        seconds: the time of a step; ∞ if it is impossible.
-        excluded: whether the way was not simulated, because a lower bound of its time is above the
-            time of the best step. `seconds` is then this bound, and memory is unknown.
+        offload: the fraction of activations to keep in host memory until backward, for
+            `seqpar.offload`.
+        seconds: the time of a step; ∞ if the way is impossible.
+        excluded: whether the way was not simulated, because a lower bound on its time exceeds the
+            time of the best step. If so, `seconds` is the lower bound, and the memory is unknown.
         error: the relative error of `seconds`, one standard deviation.
-        memory: the bytes of the rank that needs most.
-        longest: tokens of the longest batch that fits, with documents in the same proportions; 0 if
-            the way was not simulated.
-        bytes: the bytes sent by attention on the rank that sends most.
-        limit: what takes the most time: "compute", "communication" or "imbalance"; "memory" if the
-            step does not fit.
-        why_not: why another way is better, or why this one is impossible; None for the best.
+        memory: the bytes of memory on the rank that needs the most.
+        longest: the number of tokens in the longest batch that fits, if all documents grow in
+            proportion; 0 if the way was not simulated.
+        bytes: the bytes that attention sends, on the rank that sends the most.
+        limit: the largest part of the time: "compute", "communication" or "imbalance"; "memory" if
+            the step does not fit.
+        why_not: the reason why another way is better, or why this way is impossible; None for the
+            best way.
         step: the simulated step.
-        recurrence: the kind of linear layers; None if there are none.
+        recurrence: the kind of linear layers; None for a model without linear layers.
     """
 
     strategy: str
@@ -93,12 +96,12 @@ class Recommendation:
 
     @property
     def batches(self) -> Batches:
-        """By data group and micro-batch, the indices of its documents in the given lengths."""
+        """By data group and micro-batch: the indices of the documents in the given lengths."""
         return ((self.documents,),) if self.division is None else self.division.batches
 
     @property
     def name(self) -> str:
-        """Strategy, layout and division, for example "usp 4x2, zigzag, data 2, context 8"."""
+        """The strategy, layout and division, for example "usp 4x2, zigzag, data 2, context 8"."""
         mesh, transport = self.options.get("mesh"), self.options.get("transport")
         shape = "" if mesh is None else f" {mesh[0]}x{mesh[1]}"
         if self.servers:
@@ -118,7 +121,7 @@ class Recommendation:
 
     @property
     def keeping(self) -> str:
-        """A short description of how activations are kept for backward; "" if it is unknown."""
+        """A short description of how activations are kept for backward; "" if unknown."""
         if self.excluded:
             return ""
         if self.offload:
@@ -127,10 +130,11 @@ class Recommendation:
 
     @property
     def code(self) -> str:
-        """Program lines that create the layout and the modules; they run under torchrun.
+        """Lines of a program for torchrun, which create the layout and the modules.
 
-        With servers, each process is a trainer. Its documents are in `layouts`: one nano-batch, or
-        two that alternate.
+        With servers, each process is a trainer. A trainer with several documents divides them into
+        two parts, called nano-batches: the servers compute attention for one nano-batch while the
+        trainer computes with the other nano-batch. `layouts` has one layout per nano-batch.
         """
         if self.servers:
             lines = self._served_lines()
@@ -169,7 +173,7 @@ class Recommendation:
         return [*lines, f"layout = {made}"]
 
     def _divided_lines(self, division: Division) -> list[str]:
-        """Return lines for one device of a division, which has a mesh of all devices."""
+        """Return lines that each device of a division runs, with a mesh of all devices."""
         data, pipeline, tensor, context = self.parallelism
         mesh = self.options.get("mesh") or (context,)
         names = ("rows", "columns") if len(mesh) == 2 else ("context",)
@@ -212,7 +216,7 @@ class Recommendation:
         return lines
 
     def _laid_out(self, documents: tuple[int, ...]) -> NamedLayout:
-        """Return the planned layout of a micro-batch; without a plan, the first of `layouts`."""
+        """Return the planned layout of a micro-batch or, without a plan, the first of `layouts`."""
         assert self.division is not None
         batch = self.division.lengths, self.division.divided.context, documents
         return planned(*batch) or next(layouts(*batch))
@@ -255,7 +259,7 @@ class Recommendation:
 
 
 class Recommendations(list[Recommendation]):
-    """A ranked list, printed as a table.
+    """A list of ways to train, best first, which prints as a table.
 
     Attributes:
         partial: whether `recommend` was interrupted before it had simulated all ways.

@@ -1,4 +1,4 @@
-"""Recommend: simulate the ways to train a model on a cluster, and rank them."""
+"""Recommend: simulate the ways to train a model on a cluster, and rank these ways."""
 
 from __future__ import annotations
 
@@ -43,44 +43,47 @@ def recommend(
     Each strategy that the model's heads allow is simulated with three layouts: zigzag, contiguous,
     and the layout of `balance.plan`. By default all documents form one packed batch over all ranks.
     Parameters are sharded over all ranks and updated by Adam. Linear layers use the fastest
-    transport for the layout. With attention servers, the remaining devices are trainers of whole
-    documents; the number of servers follows from the fraction of the work that is attention.
+    transport for the layout. With attention servers, the remaining devices are trainers, each with
+    whole documents. The number of servers follows from the fraction of the work that is attention.
 
     With `parallelism="all"`, devices are also divided into data, pipeline, tensor and context
     ranks, as `Recommendation.parallelism` says, and documents into data groups and micro-batches of
-    similar work. Attention of the micro-batch with most work is simulated on its context ranks;
-    formulas add the rest (`simulate.steps.divided`). Groups have at most 2,048 context ranks.
-    Groups of more than 128 ranks are tried with USP. A division is left out if its work takes
-    longer than the fastest step even when its context ranks share it evenly.
+    similar work. Only the attention of the micro-batch with the most work is simulated, on its
+    context ranks. Formulas give the time of all other work (`simulate.steps.divided`). Groups have
+    at most 2,048 context ranks. Groups of more than 128 ranks are tried with USP. A division is
+    left out if its work would take longer than the fastest step even with equal work on all context
+    ranks.
 
-    Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
-    the messages of one of them take longer than the fastest step, the way is `excluded`: it is not
-    simulated. Without divisions, it must take longer by more than the error. With servers, the
-    bound is the matrix products of the trainer with the most tokens.
+    A *way* is one strategy with one layout and one division. Before a way is simulated, a lower
+    bound on its time is computed: first one rank is recorded, then a few ranks. If the computation
+    or the messages of a recorded rank take longer than the fastest step, the way is `excluded`,
+    which means that the way is not simulated. Without divisions, a way is excluded only if its
+    bound exceeds the fastest step by more than the error. With servers, the bound is the time of
+    the matrix products on the trainer with the most tokens.
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
-    whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
-    come last. `why_not` says how much memory is missing, and ways that lack the least memory come
-    first among them. They are not simulated if their parameters and activations alone are too
-    large; `memory` is then the memory of parameters and activations.
+    whichever is faster and fits. With servers, activations are recomputed. Ways that still do not
+    fit come last, ordered by the memory that is missing, least first. `why_not` says how much
+    memory is missing. If parameters and activations alone are too large, the way is not simulated,
+    and `memory` is the memory of parameters and activations.
 
-    After 3 seconds, and then about every 10 seconds, the log gets a line with the number of
-    simulated ways and the fastest of them. Ctrl-C ends the search after the current way if a
-    simulated way fits, otherwise after the first way that fits. `partial` is then True, and ways
-    that were not simulated come last. A second Ctrl-C ends the current way too. If no simulated way
-    fits, the second Ctrl-C raises a KeyboardInterrupt.
+    After 3 seconds, and then about every 10 seconds, a line is logged with the number of simulated
+    ways and the fastest way. If a simulated way fits, Ctrl-C ends the search after the current way.
+    Otherwise, Ctrl-C ends the search after the first way that fits. `partial` is then True, and
+    ways that were not simulated come last. A second Ctrl-C ends the current way too. If no
+    simulated way fits, the second Ctrl-C raises a KeyboardInterrupt.
 
     Args:
         model: the model, or the name of a preset, such as "llama-8b".
         cluster: the number and the speed of the ranks, or the name of a preset, such as "4x8-h100".
         lengths: (documents,) the tokens of each document.
         parallelism: "context", or "all" to choose data, pipeline, tensor and context parallelism.
-        simulate_all: whether to simulate also the ways that would be excluded or left out.
+        simulate_all: whether to simulate the ways that would otherwise be excluded or left out.
 
     Raises:
-        ValueError: if `lengths` has no tokens; if `parallelism` is "all" and the devices are cores
-            that move messages themselves, or their nodes a torus, or if no division of more than
-            128 devices holds the parameters and is simulated in time.
+        ValueError: if `lengths` has no tokens. With `parallelism="all"`: if the devices are cores
+            that move messages themselves; if the nodes form a torus; or if there are more than 128
+            devices, and no division that can be simulated holds the parameters.
         ImportError: without simpy, which the extra "plan" installs.
     """
     model, cluster = as_model(model), as_cluster(cluster)
@@ -97,8 +100,8 @@ def recommend(
     costs = Costs(cluster, model)
     divided = list(divisions(lengths, costs)) if parallelism == "all" else []
     as_one = parallelism == "context" or cluster.ranks <= MAX_RANKS_AS_ONE
-    # Among divisions, only the fastest way counts. Otherwise, ways within the error of the fastest
-    # count too.
+    # With divisions, only the fastest way is needed. Without divisions, ways within the error of
+    # the fastest way are needed too.
     search = Search(costs, simulate_all, 1.0 if divided else 1.0 + error_of(cluster))
     search.run(ways_in_one_group(lengths, costs) if as_one else [], divided)
     ways = search.results()
@@ -115,10 +118,11 @@ def recommend(
 
 
 def _rank(x: Recommendation) -> tuple[bool, bool, bool, float, bool, float]:
-    """Return the key by which ways are sorted.
+    """Return the sort key of a way to train. The best way has the smallest key.
 
-    The fastest ways that fit come first. Among the ways that do not fit, simulated ways, which have
-    a longest batch, come before the others; then those that lack the least memory.
+    Ways that fit come first, in the order of their seconds. Excluded ways come next. Among the ways
+    that do not fit, ways with a known `longest` precede all others, and less missing memory
+    precedes more. Ways that were left out after an interrupt come last.
     """
     impossible = x.seconds == np.inf
     lacking = x.memory if impossible and not np.isnan(x.memory) else np.inf

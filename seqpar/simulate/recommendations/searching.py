@@ -23,20 +23,29 @@ from seqpar.simulate.recommendations.ways import ways_of
 from seqpar.simulate.steps.training_step import least_step_seconds, least_trainer_seconds
 
 # If no way fits, the way that lacks the least memory is simulated to find its longest batch, unless
-# it has more tokens than this. The tables of the simulation need up to 65 bytes per token.
+# the way has more tokens than this limit. The tables of the simulation need up to 65 bytes per
+# token.
 MAX_TOKENS_FOR_LONGEST = 2**22
 _log = logging.getLogger("seqpar")
 
 
 class Search:
-    """Simulates the ways to train, the way with the least lower bound first.
+    """The search for the fastest way to train.
 
-    A way's bound is tightened before the way is simulated. When the bound of a division is the
-    least, the division's ways with a few strategies are added. When all bounds are above the time
-    of the fastest step, the other strategies of the fastest way's division are added, and the
-    search ends when their bounds are above that time too. Ways whose parameters and activations
-    cannot fit are not simulated. If nothing fits, the way that lacks the least memory is simulated,
-    unless it has too many tokens.
+    A *way* is one configuration for training (`Recommendation`). A division of the devices has many
+    ways. Ways and divisions have lower bounds on their time, and the search takes the one with the
+    least bound next:
+
+    * From a division, the search adds the ways with a few strategies.
+    * A way with a first, quick bound gets a tighter bound.
+    * A way with a tight bound is simulated.
+
+    When all bounds are above the time of the fastest step, the search adds the other strategies of
+    the fastest way's division. The search ends when the bounds of these ways are above that time
+    too.
+
+    A way is not simulated if its parameters and activations cannot fit. If no way fits, the way
+    that lacks the least memory is simulated, unless this way has too many tokens.
 
     Attributes:
         ways: all ways so far.
@@ -58,7 +67,7 @@ class Search:
         self._completed: set[int] = set()  # divisions whose ways are all known, by id
 
     def run(self, ways: Iterable[Recommendation], divided: Iterable[Division]) -> None:
-        """Search until the best way is known, or until an interrupt once a way fits.
+        """Search until the best way is known, or until the user interrupts and a way fits.
 
         Raise the KeyboardInterrupt if no way fits.
         """
@@ -86,7 +95,7 @@ class Search:
                 self.interrupted = True
 
     def results(self) -> list[Recommendation]:
-        """Return the ways with their predictions, or with the reason why they have none."""
+        """Return the ways, each with predictions or with the reason why it was not simulated."""
         return [
             self.simulated.get(number)
             or self.too_large.get(number)
@@ -148,10 +157,10 @@ class Search:
 
 
 def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
-    """Yield seconds that a step of this way takes at least: quickly, then tighter; 0 if refused.
+    """Yield lower bounds on the seconds of a step of this way, the quickest bound first.
 
-    The first bound is that of the one rank that probably computes longest, the second that of a few
-    such ranks.
+    The first bound comes from the rank that probably computes longest, and the second bound from a
+    few such ranks. A bound is 0 if the strategy refuses the layout.
     """
     if way.servers:
         yield least_trainer_seconds(way.layout, costs)
@@ -175,8 +184,9 @@ def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
 def _busy_ranks(layout: Layout) -> tuple[int, ...]:
     """Return the ranks that probably compute longest.
 
-    They have the most (query, key) pairs, or hold the ends of documents. Strategies send either
-    keys or queries, so pairs are counted by the rank of the query and by the rank of the key.
+    These ranks have the most (query, key) pairs, or hold the ends of documents. Some strategies
+    send keys and others send queries. Pairs are therefore counted twice: by the rank that holds the
+    query, and by the rank that holds the key.
     """
     lengths = np.diff(layout.cu_seqlens)
     pairs_of_queries, pairs_of_keys = np.zeros(layout.ranks), np.zeros(layout.ranks)
@@ -191,7 +201,7 @@ def _busy_ranks(layout: Layout) -> tuple[int, ...]:
 
 @contextmanager
 def stop_on_interrupt(work: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether the user has interrupted `work` in this context.
+    """Yield a function that returns True after the user has interrupted `work`.
 
     The first Ctrl-C only logs a line, so the current step of the work can end. A second Ctrl-C
     raises a KeyboardInterrupt. Outside the main thread, and if the program handles SIGINT itself,

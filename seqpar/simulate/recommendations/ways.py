@@ -1,4 +1,4 @@
-"""The ways to train: strategies on the layouts of one group or of a division, or with servers."""
+"""The ways to train (`Recommendation`), in one group, in a division, or with servers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from seqpar.simulate.steps.recorded_layers import ranks_alike
 from seqpar.simulate.steps.training_step import step
 from seqpar.strategies.recurrent import TRANSPORTS
 
-# The strategies that are tried with each division. Others are tried only with the best division.
+# The strategies that are tried with each division. Other strategies are tried only with the best
+# division.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# With more than 128 ranks, a mesh is tried if at most this many messages are recorded in each
-# direction: if all ranks are recorded, or only a few. USP 64x8 has 4,608 messages if all ranks are
-# recorded, and USP 256x8 has 1,056 if a few are. More messages would make a search too slow.
+# With more than 128 ranks, a mesh is tried if at most this many messages are recorded in forward,
+# and as many in backward. The first limit applies if all ranks are recorded, and the second if only
+# a few are. For example, USP 64x8 has 4,608 messages if all ranks are recorded, and USP 256x8 has
+# 1,056 messages if a few ranks are recorded. More messages would make a search too slow.
 _MAX_MESSAGES, _MAX_MESSAGES_OF_FEW = 5000, 1500
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
 
 
 def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
-    """Yield the ways to train in one group of all devices; equally fast ways keep this order."""
+    """Yield the ways to train in one group of all devices."""
     cluster = costs.cluster
     for named in layouts(lengths, costs):
         yield from _in_place(candidates(cluster, cluster.ranks), named, costs, costs, None)
@@ -47,7 +49,7 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 
 
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
-    """Yield the ways of a division, by the strategies that are most often best, or by all others.
+    """Yield the ways of a division, with the usually best strategies or with all others.
 
     With more than 128 ranks only USP is tried, on meshes with few recorded messages.
     """
@@ -119,10 +121,10 @@ def _way(
 
 
 def transport_of(layout: Layout, costs: Costs) -> str | None:
-    """Return the fastest transport of linear layers on a layout; None if none is needed.
+    """Return the fastest transport of linear layers; None for a model without linear layers.
 
-    It does not depend on the strategy of softmax layers. Transports that exceed the device's memory
-    come after all transports that fit.
+    The strategy of softmax layers does not affect the choice. A transport that fits into memory is
+    preferred to any transport that does not.
     """
     linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
     if not linear or layout.ranks == 1:
@@ -141,9 +143,11 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
 def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
     """Return the numbers of servers to try.
 
-    They are softmax attention's fraction of the ranks, and half of that. With two alternating
-    nano-batches, trainers and servers are always busy if devices are divided in proportion to
-    softmax attention and all other work. Every trainer has a document.
+    One number is the softmax attention's fraction of the work times the number of ranks, and the
+    other is half of that number. A trainer alternates between two parts of its documents, called
+    nano-batches, so that servers compute for one nano-batch while the trainer computes with the
+    other. Trainers and servers are then always busy if devices are divided in proportion to softmax
+    attention and all other work. Every trainer has at least one document.
     """
     ranks, model = costs.cluster.ranks, costs.model
     softmax = tuple(x for x in model.layers if x.kind != "linear")
@@ -174,8 +178,8 @@ def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
 def tasks_of(layout: Layout, servers: int) -> int:
     """Return the number of tasks per call on servers, about four for each server.
 
-    With this number tasks are equally large if the trainer with the most attention has a
-    proportional number of them.
+    The number is chosen such that tasks have equal size, if the number of tasks of the trainer with
+    the most attention is proportional to its attention.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]

@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 # target at the selected indices.
 _GATHER = {_aten.index_select, _aten.index, _aten.gather, _aten.embedding}
 _SCATTER = {_aten.index_add_, _aten.index_copy_, _aten.index_put_, _aten.scatter_add_}
-# Fills write only their result; they do not read the tensor whose shape they copy.
+# A fill writes only its result, and does not read the tensor whose shape it copies.
 _FILL = {
     *(_aten.zeros, _aten.new_zeros, _aten.zeros_like, _aten.zero_, _aten.ones, _aten.new_ones),
     *(_aten.ones_like, _aten.full, _aten.new_full, _aten.full_like, _aten.fill_),
@@ -32,7 +32,7 @@ _UNTOUCHED = {
 
 
 class Operations(dispatch_mode()):  # type: ignore[misc]
-    """Passes the cost of each operator that runs in this context to `add`.
+    """A context that passes the cost of each operator in it to `add`.
 
     The bytes of consecutive operators are summed until `flush`.
 
@@ -41,7 +41,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
     """
 
     def __init__(self, add: Callable[[Compute], None], counts: bool) -> None:
-        """Without `counts`, this context only replaces operators of seqpar by their code."""
+        """Without `counts`, the context only runs the code of seqpar's operators in their place."""
         super().__init__()
         self._add = add
         self._counts = counts
@@ -66,7 +66,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             if operator is _aten.isnan.default and isinstance(args[0], Tensor):
                 return torch.empty_like(args[0], dtype=torch.bool)
             if operator.overloadpacket is is_any_true():
-                return torch.zeros((), dtype=torch.bool, device="cpu")  # it has no data
+                return torch.zeros((), dtype=torch.bool, device="cpu")  # a meta tensor has no data
         tensors: list[Tensor] = []
         form = operator, _form(args, tensors), _form(kwargs, tensors)
         known = _known.get(form)
@@ -93,7 +93,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         tensors: list[Tensor],
         form: object,
     ) -> object:
-        """Run and count an operator; remember its result and cost for arguments of this form."""
+        """Run and count an operator; cache its result and cost by the form of the arguments."""
         result = operator(*args, **kwargs)
         inputs = [x for x in tensors if x.is_meta]
         if tensors and not inputs:
@@ -132,7 +132,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         self._bytes += cost.bytes
 
     def _hold(self, results: Iterable[Tensor], input_memory: Collection[int]) -> None:
-        """Track the memory of results, except of results that are views of inputs."""
+        """Track the memory of results that are not views of inputs."""
         for x in results:
             key = memory_of(x)
             if key in self._known or key in input_memory:
@@ -151,19 +151,19 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
 
 
 # Torch derives the results of many operators on meta tensors in Python, in 0.1 to 1 ms. A recording
-# often calls the same operators with arguments of the same form, so results and costs are
-# remembered by operator and form of the arguments. A remembered result is the form of a new tensor,
-# or the index of the input that is returned, or None for a view of an input. The cost of a view is
-# None.
+# often calls the same operators with arguments of the same form, so results and costs are cached by
+# operator and form of the arguments. A cached result is one of three values: the form of a new
+# tensor, the index of the input that is returned, or None for a view of an input. The cost of a
+# view is None.
 _NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _known: dict[object, tuple[_NewTensor | int | None, Operators | None]] = {}
 _MAX_KNOWN = 2**14
 
 
 def _form(x: object, tensors: list[Tensor]) -> object:
-    """Return an argument with each tensor replaced by its form; append its tensors to `tensors`.
+    """Replace each tensor of an argument by its form; append the tensors to `tensors`.
 
-    If a tensor occurs again, its form is its index in `tensors`.
+    A tensor that occurs again is replaced by its index in `tensors`.
     """
     if isinstance(x, Tensor):
         number = next((i for i, other in enumerate(tensors) if other is x), None)
@@ -201,7 +201,7 @@ def operator_cost(
 
 
 def _result_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None:
-    """Return the form of a new tensor, the index of the returned input, or None for neither."""
+    """Return the form of a new tensor, or the index of an input, or else None."""
     if type(result) is not Tensor or not result.is_meta:
         return None
     for number, x in enumerate(tensors):
@@ -222,7 +222,7 @@ def _tensors(x: object) -> list[Tensor]:
 
 
 def _nbytes(x: Tensor) -> int:
-    """Return the bytes of memory that a tensor covers; an expanded dimension counts once."""
+    """Return the bytes of memory that a tensor covers, without repeats by expanded dimensions."""
     size = x.element_size()
     for length, stride in zip(x.shape, x.stride(), strict=True):
         size *= length if stride else 1

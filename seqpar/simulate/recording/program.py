@@ -1,4 +1,4 @@
-"""Programs: what one rank computes, posts and waits for, in the rank's own order."""
+"""Programs: the actions of one rank, in order. The rank computes, posts messages and waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Sizes = tuple[tuple[int, int], ...]  # (peer, bytes) of each message
 class SoftmaxCompute(NamedTuple):
     """One call of softmax attention on a number of query heads.
 
-    `head_dim` is the mean, rounded up, of the head dim of q and k and the head dim of v.
+    `head_dim` is the mean of two head dims, rounded up: the head dim of q and k, and the head dim
+    of v.
     """
 
     tasks: Tasks
@@ -24,9 +25,9 @@ class SoftmaxCompute(NamedTuple):
 
 
 class LinearCompute(NamedTuple):
-    """A part of one forward or backward of linear attention.
+    """A part of one forward or backward pass of linear attention.
 
-    It has a number of tokens and of KV heads, and head dims (D, Dv).
+    The fields are the number of tokens, the number of KV heads, and the head dims (D, Dv).
     """
 
     share: float
@@ -39,8 +40,8 @@ class LinearCompute(NamedTuple):
 class Operators(NamedTuple):
     """Operators of torch.
 
-    `flops` counts matrix products, `bytes` what all other operators read and write, `new_bytes` the
-    memory allocated for results, and `calls` the operators.
+    `flops` are the FLOPs of matrix products. `bytes` are the bytes that all other operators read
+    and write. `new_bytes` is the memory allocated for results. `calls` is the number of operators.
     """
 
     flops: int
@@ -85,11 +86,12 @@ class Post:
 
 @dataclass(slots=True)
 class ShardExchange(Post):
-    """A collective in which ranks 0, 1, … gather the shards of all ranks, or reduce to shards.
+    """A collective of ranks 0, 1, …: an all-gather of the ranks' shards, or a reduce-scatter.
 
-    It begins when all of these ranks have posted it. As in NCCL's rings, a shard is sent to each
-    other node once, to one NIC, and is passed on inside that node. Equal messages between two nodes
-    are played together, so P ranks cost about P messages per node instead of P².
+    The collective begins when all of these ranks have posted it. As in NCCL's rings, a shard is
+    sent once to each other node, to one NIC, and is then passed on inside the node. Equal messages
+    between two nodes are played together. Playing the collective on P ranks therefore costs about P
+    messages per node instead of P².
 
     Attributes:
         sends, recvs: (peer, the bytes of a shard) for each other rank.
@@ -98,7 +100,7 @@ class ShardExchange(Post):
 
 @dataclass(slots=True)
 class Wait:
-    """The rank waits until the exchange of this number has ended."""
+    """The rank waits until the exchange with this number has ended."""
 
     number: int
 
@@ -129,10 +131,10 @@ class End:
 class Serve:
     """The rank runs programs in the order in which the exchanges that they wait for end.
 
-    These exchanges were posted before.
+    These exchanges have been posted before.
 
     Attributes:
-        programs: by the number of the exchange.
+        programs: the programs, by the number of the exchange that each program waits for.
     """
 
     programs: dict[int, Program]
@@ -147,8 +149,8 @@ class Program:
 
     Attributes:
         actions: in order.
-        ordered: whether the exchanges of a communicator run one after another, as on NCCL; on gloo,
-            only messages from one rank to the same peer do.
+        ordered: whether the exchanges of a communicator run one after another, as on NCCL. On gloo,
+            only messages from the same sender to the same receiver run one after another.
         peak_bytes: the most bytes held at once by tensors that the program creates.
     """
 

@@ -47,32 +47,32 @@ def record(
     ordered: bool = True,
     operators: bool = True,
 ) -> list[Program]:
-    """Return each rank's program: what it computes, sends and waits for in `step(comm)`.
+    """Return each rank's program: what the rank computes, sends and waits for in `step(comm)`.
 
     The step runs once for each rank, in this process. It creates modules of seqpar on `comm`, the
     rank's group, and runs them forward and backward on tensors of the meta device. `comm.rank` and
     `comm.size` identify the rank; the step's result is ignored. No numbers are computed and no data
     is sent.
 
-    The step begins with gradients enabled and without the caller's modes, such as `torch.no_grad`,
-    anomaly mode, `FlopCounterMode` and `use_backend`: the step enters the modes that it needs.
-    Other threads may simulate or compute attention at the same time.
+    The step begins with gradients enabled and without the modes of the caller, such as
+    `torch.no_grad`, anomaly mode, `FlopCounterMode` and `use_backend`. The step itself enters the
+    modes that it needs. Other threads may simulate or compute attention at the same time.
 
     Args:
-        step: one rank's code; it may also run linear modules, losses and whole models on meta
-            tensors.
+        step: the code of one rank, which may also run linear modules, losses and whole models on
+            meta tensors.
         ranks: the number of ranks.
         mesh: the shape of a mesh, (rows, ranks per row), for `MeshAttention` and `USPAttention`.
         only: the ranks whose programs to return; None: all.
         ordered: whether the ranks use NCCL, which runs the exchanges of a communicator one after
-            another; otherwise gloo.
+            another. Otherwise the ranks use gloo.
         operators: whether to record torch's operators in addition to attention's kernels: the FLOPs
             of matrix products, the bytes that other operators read and write, and the memory that
             is held. This takes about a third of the recording time.
 
     Raises:
         ValueError: if a call in the step is refused; if the step sends tensors with data, as
-            `check_ranks` does; or if it waits for an exchange that it did not post.
+            `check_ranks` does; or if the step waits for an exchange that it did not post.
     """
     check_function("step", step)
     ranks, ordered = as_ranks("ranks", ranks), as_bool("ordered", ordered)
@@ -91,7 +91,7 @@ def record(
 
 
 def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
-    """Return the program that a step records, whatever modes and backend the caller has set."""
+    """Record a step without the modes and the backend that the caller has set."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -112,7 +112,7 @@ def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
 
 
 class ProgramRecorder:
-    """Builds a program from the events of a rank's code (a `seqpar.core.hooks.Recorder`)."""
+    """A `seqpar.core.hooks.Recorder` that makes a program of the events of a rank's code."""
 
     def __init__(self, ordered: bool, counts: bool) -> None:
         self.program = Program(ordered=ordered)
@@ -120,7 +120,7 @@ class ProgramRecorder:
         self._label, self._posted, self._computes = "", count(), count()
 
     def add(self, action: Action) -> None:
-        """Record an action after the operators before it."""
+        """Record an action, after all earlier operators."""
         self.operations.flush()
         self.program.actions.append(action)
 
@@ -174,7 +174,7 @@ class RecordingComm(Comm):
         self._recorder, self._ordered, self._through = recorder, ordered, ""
 
     def channel(self, name: str) -> Comm:
-        """Return these ranks on the named communicator; gloo has only one."""
+        """Return the same group on the named communicator; gloo has only one."""
         if not self._ordered:
             return self
         channel = copy(self)

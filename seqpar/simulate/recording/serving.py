@@ -44,18 +44,19 @@ def record_served(
 
     The step runs once for each trainer, in this process, with `DisaggregatedAttention(pool)`,
     layouts of one rank, and tensors of the meta device. `pool.trainer` identifies the trainer. Work
-    submitted by `attn.begin` runs on servers while the trainer continues, until `attn.finish`; two
-    nano-batches can alternate that way. No numbers are computed and no data is sent.
+    submitted by `attn.begin` runs on servers while the trainer continues, until `attn.finish`. In
+    this way a trainer can alternate between two parts of its documents, called nano-batches. No
+    numbers are computed and no data is sent.
 
     Task i of trainer t is sent to server (t + i) mod `servers`, as with servers of equal speed. A
-    server runs the code of real servers. It computes tasks in order of arrival, one at a time, and
-    holds one task with its result; real servers may compute several at once. On a cluster the
-    trainers are the first ranks and the servers the next ranks. Each task and each result is one
-    message.
+    server runs the code of real servers. The recorded server computes tasks in order of arrival,
+    one at a time, and holds one task with its result. Real servers may compute several tasks at
+    once. On a cluster, the first ranks are the trainers, and the next ranks are the servers. Each
+    task and each result is one message.
 
     Args:
         step: the code of a trainer.
-        trainers, servers: the number of each.
+        trainers, servers: the number of trainers, and the number of servers.
         operators: as in `record`.
         copies: whether devices copy through host memory everything that they send and receive, as
             GPUs do. A device does no other work during a copy.
@@ -109,7 +110,7 @@ class RecordedPool(ServerPool):
         self._recorder.add(Compute(Operators(flops, 0)))
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
-        """Record a task; return a future of its result, which has no data."""
+        """Record a task, and return a future of its result. The result has no data."""
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         if not request.q.is_meta:

@@ -1,18 +1,20 @@
 """Simulate a step on devices that are divided into data, pipeline, tensor and context ranks.
 
-A *stage* is the layers of one pipeline rank. Attention runs its strategy's code on one group of
-context ranks; all such groups do the same. The other exchanges have formulas:
+A *stage* consists of the layers of one pipeline rank. The strategy's code for attention runs on one
+group of context ranks, and all other groups of context ranks take the same time. Formulas give the
+time of all other exchanges:
 
-* Tensor ranks divide a layer's matrices and heads between them, and the activations by tokens. Each
-  half of a layer gathers its input and reduces its result, in forward and in backward, and no
-  computation hides these exchanges (Korthikanti et al., "Reducing Activation Recomputation in Large
-  Transformer Models", 2022, section 4.2.2).
+* Tensor ranks divide a layer's matrices and heads between them, and they divide the activations by
+  tokens. Each half of a layer gathers its input and reduces its result, in forward and in backward.
+  No computation hides these exchanges (Korthikanti et al., "Reducing Activation Recomputation in
+  Large Transformer Models", 2022, section 4.2.2).
 * Without pipeline ranks, parameters are sharded over all data and context ranks, as in FSDP. Each
   micro-batch gathers a layer's parameters twice and reduces its gradients once, while the layer
   computes.
-* Pipeline ranks each have an equal number of consecutive layers, in 1F1B order. A rank holds its
-  stage's parameters and gradients; Adam's state is sharded over the data and context ranks, as in
-  ZeRO's stage 1. Gradients are reduced and parameters gathered once, at the end.
+* All pipeline ranks have the same number of consecutive layers, and they follow the schedule 1F1B.
+  A rank holds its stage's parameters and gradients; Adam's state is sharded over the data and
+  context ranks, as in ZeRO's stage 1. Gradients are reduced and parameters gathered once, at the
+  end.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _TENSOR_EXCHANGES = 8  # per layer: 2 gathers and 2 reductions in forward, as ma
 _RECOMPUTED_TENSOR_EXCHANGES = 4
 _SHARDING_PASSES = 3  # parameters gathered twice, gradients reduced once
 T = TypeVar("T")
-_BACKWARD_SHARE = 2 / 3  # of a stage's time; the total of 1F1B depends only on forward + backward
+_BACKWARD_SHARE = 2 / 3  # of a stage's time; 1F1B's total depends only on forward + backward
 
 
 class MicroBatches(NamedTuple):
@@ -52,8 +54,8 @@ class MicroBatches(NamedTuple):
 class Parallelism(NamedTuple):
     """The number of ranks in each dimension into which the devices are divided.
 
-    Devices are numbered as in Megatron-LM: tensor ranks are next to each other, then come context,
-    data and pipeline ranks.
+    Devices are numbered as in Megatron-LM: the tensor rank changes fastest, then the context rank,
+    the data rank and the pipeline rank.
     """
 
     data: int = 1
@@ -113,8 +115,8 @@ class DividedCosts:
     def sharded_seconds(self, parameters: float, passes: int) -> float:
         """Return the seconds to gather or reduce parameters, as NCCL's rings do.
 
-        Each parameter is sent over the ports inside a node, and once over the NICs into each other
-        node. `parameters` is the number of parameters on one tensor rank.
+        Each parameter is sent over the ports inside a node, and is sent once over the NICs into
+        each of the other nodes. `parameters` is the number of parameters on one tensor rank.
         """
         cluster, ranks = self.costs.cluster, self.sharding_ranks
         nbytes = passes * parameters * self.costs.itemsize
@@ -132,22 +134,22 @@ class DividedCosts:
         return seconds
 
     def least_seconds(self, micro_batch: float, shares: Floats) -> float:
-        """Return the least seconds of a step, however layers and head are divided into stages.
+        """Return a lower bound on the seconds of a step, for any division of layers into stages.
 
-        The largest micro-batch takes `micro_batch` seconds in all layers and the head. The time of
-        each micro-batch is its share, (micro_batches,), of that time. Let w₁, w₂, … be the seconds
-        of the largest micro-batch in each stage, a the sum of the shares and b the least share. For
-        each stage s, a step takes at least
+        The largest micro-batch takes `micro_batch` seconds, in all layers and the head together.
+        `shares` (micro_batches,) has the time of each micro-batch divided by the time of the
+        largest. Let w₁, w₂, … be the seconds of the largest micro-batch in each stage, a the sum of
+        the shares and b the least share. For each stage s, a step takes at least
 
             a·wₛ + b·(w₁ + … + wₛ₋₁)
 
-        since stage s computes all micro-batches, and the stages before it compute one micro-batch
-        before stage s begins and after it ends. If none of these times exceeds t, the sum of the
-        stages is at most
+        because stage s computes all micro-batches, and the earlier stages compute the forward of
+        one micro-batch before stage s begins, and the backward of one micro-batch after stage s
+        ends. If t is the largest of these times, the sum w₁ + … + w_S is at most
 
             t/b·(1 − (1 − b/a)^S)
 
-        A second bound is that the largest micro-batch is computed by all stages in turn.
+        A second bound is the time of the largest micro-batch, which all stages compute in turn.
         """
         total, least, most = float(shares.sum()), float(shares.min()), float(shares.max())
         part = 1 - (1 - least / total) ** self.parallelism.pipeline
@@ -156,10 +158,11 @@ class DividedCosts:
     def played(
         self, layers: list[float], head: float, shares: Floats, boundary_bytes: int
     ) -> float:
-        """Return the seconds of a step, from the seconds of the largest micro-batch.
+        """Simulate the pipeline, and return the seconds of a step.
 
-        `layers` has the seconds of each layer, forward and backward, and `head` those of the head.
-        `shares` is as in `least_seconds`; stages send `boundary_bytes` of a micro-batch.
+        `layers` has the seconds of each layer for the largest micro-batch, forward and backward
+        together, and `head` has the seconds of the head. `shares` is as in `least_seconds`. For a
+        micro-batch, a stage sends `boundary_bytes` bytes to the next stage.
         """
         if self.parallelism.pipeline == 1:
             return self.least_seconds(sum(layers) + head, shares)
@@ -205,7 +208,7 @@ class DividedCosts:
 
     @cached_property
     def _stage_costs(self) -> Costs:
-        """The costs of the largest stage. A stage has at most one of the embedding and the head."""
+        """The costs of the largest stage. A stage has the embedding, or the head, or neither."""
         model = self.context.model
         if self.parallelism.pipeline == 1:
             return self.context
@@ -215,7 +218,7 @@ class DividedCosts:
 
     @property
     def end_seconds(self) -> float:
-        """Seconds at the end of a step: Adam, and with stages also gradients and parameters."""
+        """The seconds of Adam and, with stages, of the exchange of gradients and parameters."""
         ranks = self.sharding_ranks
         update = self._stage_costs.optimizer_seconds(ranks)
         if self.parallelism.pipeline == 1 or ranks == 1:
@@ -230,7 +233,8 @@ class DividedCosts:
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
     """Return a fraction of a cluster.
 
-    NICs are rounded to whole ones, and their rate corrects for that.
+    The number of NICs is rounded to a whole number. The rate of a NIC is scaled such that the total
+    rate of the NICs stays exact.
     """
     if nodes == 1:
         return replace(cluster, nodes=1, devices_per_node=devices)
@@ -271,12 +275,13 @@ def divided_step(
 ) -> Step:
     """Simulate a step of a group of context ranks, and of all groups in its pipeline.
 
-    Other arguments are as in `step`; stages do not offload.
+    The remaining arguments are as in `step`. With several stages, activations are not offloaded.
 
     Returns:
-        A step whose `memory` and `bytes` are of one context group, and whose `seconds` are of all
-        groups. Ranks also wait for tensor ranks, parameters and other stages. With stages,
-        `optimizer` includes the exchange of gradients and parameters.
+        A step whose `memory` and `bytes` are those of one context group, and whose `seconds` are
+        those of all groups. The waiting time of a rank includes waiting for tensor ranks, for
+        parameters and for other stages. With stages, `optimizer` includes the exchange of gradients
+        and parameters.
     """
     layout, shares, most_tokens = micro_batches
     costs, context = divided.costs, divided.context

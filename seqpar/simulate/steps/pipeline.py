@@ -1,7 +1,7 @@
 """Simulate a pipeline of stages: the order of micro-batches and the messages between stages.
 
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-(2021), section 2.2.1: the schedule 1F1B, which alternates one forward and one backward.
+The schedule 1F1B alternates one forward and one backward: Narayanan et al., "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 2.2.1.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def pipeline(
 
     The first `ranks / stages` ranks of the cluster are the first stage, and so on. A rank sends its
     result of each micro-batch to the rank with the same index in the next stage, and gradients to
-    the rank with the same index in the previous stage. Messages overlap computation if they do so
-    on the cluster, and share its links.
+    the rank with the same index in the previous stage. Messages share the links of the cluster.
+    They overlap computation if the devices of the cluster can do so.
 
     Args:
-        forward, backward: seconds of each micro-batch: (micro_batches,), the same in all stages, or
-            (stages, micro_batches).
+        forward, backward: seconds of each micro-batch, as (micro_batches,) if all stages take the
+            same time, or as (stages, micro_batches).
         cluster: the devices, or the name of a preset. `stages` must divide the number of ranks.
         nbytes: bytes that a rank sends for a micro-batch, and receives as gradients:
             (micro_batches,) or one number. A message of 0 bytes still takes the link's latency.

@@ -1,8 +1,9 @@
 """Record the layers of a step: attention and matrix products, on tensors without data.
 
-Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-(2025), section 4: with attention servers, a trainer alternates between two nano-batches of its
-documents, so that servers compute for one while the trainer computes with the other.
+With attention servers, a trainer divides its documents into two parts, called *nano-batches*.
+Servers compute attention for one nano-batch while the trainer computes with the other nano-batch.
+Source: Zhuang et al., "Efficient Long-context Language Model Training by Core Attention
+Disaggregation" (2025), section 4.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from seqpar.strategies.registry import make_attention
 class Products(NamedTuple):
     """The weights of a layer, and the cost of the backward of its matrix products."""
 
-    weights: float  # number of weights that each token is multiplied with
+    weights: float  # number of weights that multiply each token
     stored: float  # number of weights of all experts
     backward: int  # the FLOPs of backward, divided by those of forward
 
@@ -45,7 +46,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class Attending:
-    """The attention of one layer: operands, arguments and module."""
+    """The operands, the arguments and the module of one layer's attention."""
 
     model: Model
     layer: Layer
@@ -92,7 +93,7 @@ class Attending:
     def module(
         self, comm: Comm, strategy: str = "ring", **options: Any
     ) -> Attention | RecurrentAttention:
-        """Return the layer's module: of this strategy or, if linear, of `transport`."""
+        """Return the layer's module, for this strategy or, in linear layers, for `transport`."""
         if not self.linear:
             return make_attention(strategy, comm, **options)
         assert self.model.recurrence is not None
@@ -135,17 +136,18 @@ def record_attention(
     ]
 
 
-# Recordings are cached and shared. Ways that keep activations differently have the same attention,
-# and all strategies have the same linear layers.
+# Recordings are cached and shared. Configurations that differ only in how activations are kept
+# share the recording of attention. All strategies share the recording of linear layers.
 record_attention_once = lru_cache(maxsize=4)(record_attention)
 
 
 def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
     """Return the number of consecutive ranks whose programs differ only in their peers.
 
-    Ranks that exchange heads compute the same tokens for different heads. Their programs are alike
-    if all of them hold the same number of tokens and heads. Such ranks, called a *run* here, are
-    all ranks of Ulysses, or a row of USP's mesh.
+    Ranks that exchange heads compute the same tokens for different heads. The programs of these
+    ranks are alike if all of these ranks hold the same number of tokens and heads. Such ranks are
+    called a *run* here. A run consists of all ranks with Ulysses, and of a row of the mesh with
+    USP.
     """
     if candidate.strategy == "ulysses":
         length = layout.ranks
@@ -161,8 +163,8 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
 def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
     """Return the program of another rank in the run of the recorded rank.
 
-    Peers in that run, and peers at the same index in other runs, are shifted by the distance of the
-    two ranks.
+    The program of the recorded rank is copied, and the number of each peer is shifted by the
+    difference of the two ranks. A peer is in the same run, or has the same index in another run.
     """
     if rank == recorded:
         return program
@@ -223,9 +225,10 @@ def record_layers(
 ) -> list[Program]:
     """Return the programs of trainers and servers for `count` equal, consecutive layers.
 
-    Servers compute tasks in order of arrival. In the order of task numbers, trainers with few tasks
-    would delay trainers with many. Trainers compute linear layers themselves. `copies` is as in
-    `record_served`, and `options` are options of `DisaggregatedAttention` on a pool.
+    Servers compute tasks in order of arrival. If servers computed tasks in the order of task
+    numbers, trainers with few tasks would delay trainers with many tasks. Trainers compute linear
+    layers themselves. `copies` is as in `record_served`, and `options` are options of
+    `DisaggregatedAttention` on a pool.
     """
     lengths = np.diff(layout.cu_seqlens)
     batches = [

@@ -1,4 +1,4 @@
-"""Simulate a training step: attention runs its strategy's code, other work costs its FLOPs."""
+"""Simulate a training step. Attention runs its strategy's code; FLOPs give all other time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _SHARDED_PARAMETERS = -1  # an exchange number that recorded code never uses
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A simulated step. With servers, the first ranks are trainers and the last ranks servers.
+    """A simulated step. With servers, the first ranks are trainers, the last ranks are servers.
 
     Attributes:
         seconds: the whole step: forward and backward of all layers, the head and the optimizer.
@@ -104,10 +104,11 @@ def step(
     In groups of more than 128 ranks with the same work, most strategies are recorded and played on
     a few nodes (`simulate.playback.stand_ins`). Every other rank gets the results of its stand-in.
 
-    With `servers`, the layout's ranks are trainers of whole documents, and that many further
-    devices compute softmax attention for them. A trainer splits its documents into two nano-batches
-    of similar length, which alternate; a single document makes one nano-batch. Two consecutive
-    layers are also played, and each further layer takes the time that the second one adds.
+    With `servers`, the ranks of the layout are trainers, which hold whole documents, and `servers`
+    further devices compute softmax attention for the trainers. A trainer divides its documents into
+    two parts of similar length, called nano-batches, and alternates between them. A trainer with a
+    single document has one nano-batch. Two consecutive layers are also played, and each further
+    layer takes the time that the second layer adds.
 
     Args:
         strategy: the strategy of softmax attention, as in `make_attention`.
@@ -125,13 +126,14 @@ def step(
         offload: the fraction, 0 to 1, of the tensors kept for backward that waits in host memory,
             as with `seqpar.offload`. It is copied out during a layer's forward and back during its
             backward. `memory` does not take it into account.
-        optimizer: whether the step includes Adam's update of the rank's parameters, which takes its
-            bytes over the memory bandwidth.
+        optimizer: whether the step includes Adam's update of the rank's parameters. The time of the
+            update is its bytes divided by the memory bandwidth.
         transport: the transport of linear layers: "all_gather", "scan" or "tree".
-        servers: the number of attention servers. They need the strategy "disaggregated", no mesh,
-            no offloading, and no full checkpointing. Tensors pass through host memory if messages
-            travel while devices compute.
-        options: options of the strategy; with servers, of `DisaggregatedAttention` on a pool.
+        servers: the number of attention servers. Servers need the strategy "disaggregated", and
+            exclude a mesh, offloading and full checkpointing. Tensors pass through host memory if
+            messages travel while devices compute.
+        options: options of the strategy; with servers, options of `DisaggregatedAttention` on a
+            pool.
 
     Raises:
         ValueError: if an argument is wrong, which the message names, or if the strategy cannot
@@ -220,7 +222,7 @@ def least_step_seconds(
     mesh: tuple[int, int] | None = None,
     transport: str = "all_gather",
 ) -> float:
-    """Return a lower bound of a step's seconds, from only these ranks or their stand-ins.
+    """Return a lower bound on a step's seconds, from only these ranks or their stand-ins.
 
     The bound holds for every checkpointing, sharding and offload, without servers. Ranks are
     recorded, not played.
@@ -236,7 +238,7 @@ def least_step_seconds(
 
 
 def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
-    """Return a lower bound of a step's seconds with servers: the matrix products of a trainer."""
+    """Return the seconds of a trainer's matrix products, a lower bound on a step with servers."""
     tokens = max(layout.tokens_per_rank)
     kinds = _kinds_of_layers(costs, "none", "all_gather")
     flops = sum(count * sum(products.flops(tokens)) for _, products, count in kinds)
@@ -267,15 +269,15 @@ def head_seconds(costs: Costs, tokens: float) -> float:
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
     """Return the amount of `count` layers.
 
-    It is that of one layer times `count`. If two layers were played, each further layer adds what
-    the second layer adds.
+    The amount is that of one layer times `count`. If two layers were played, each further layer
+    adds as much as the second layer.
     """
     return count * one if two is None else one + (count - 1) * (two - one)
 
 
 @dataclass(frozen=True)
 class _LayerSimulator:
-    """Plays one kind of layer at a time; the fields are the arguments of `step`."""
+    """Simulates one kind of layer at a time. The fields are the arguments of `step`."""
 
     costs: Costs
     layout: Layout
