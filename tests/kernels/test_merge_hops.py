@@ -22,7 +22,7 @@ from seqpar.softmax.queries import tile_strategy
 from seqpar.softmax.wire.row_messages import Rows
 from tests.kernels.flash_cases import DEVICE
 from tests.support import varlen_kernels
-from tests.support.cases import Case, assert_right, oracle, run
+from tests.support.cases import Case, assert_right, backward, begin, oracle, run
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
 from tests.tools.aot import TARGETS
@@ -308,10 +308,10 @@ def test_sums_of_dq_have_the_bits_of_adding_one_by_one(
     assert_same_bits([into], [expected])
 
 
-def test_dq_is_rounded_to_the_dtype_of_its_results(merged_by_kernels):
+def test_dq_is_rounded_to_the_dtype_of_q(merged_by_kernels):
     hops = [hop("all", i)[:2] for i in range(6)]
     expected = torch.zeros(2, ROWS, 3, 16, device=DEVICE)
-    sums = QuerySums(expected, torch.float32)
+    sums = QuerySums(expected.bfloat16(), torch.float32)
     for rows, part in hops:
         expected[:, rows.local(DEVICE)] += part.float()
         sums.make_room(rows.count, part.dtype)
@@ -396,6 +396,12 @@ def test_groups_without_results_are_empty(merged_by_kernels):
     assert_same_bits([found[:, :, 1:]], [out[:, :, 1:].float()])
 
 
+def dq_on_this_rank(comm, case):
+    outputs, leaves = begin(comm, case)
+    backward(outputs)
+    return leaves["q"].grad
+
+
 @pytest.fixture
 def one_kernel(monkeypatch):
     """All blocks of the backend flash_attn are computed by a stand-in of FlashAttention-4."""
@@ -427,6 +433,18 @@ def test_results_of_other_ranks_wait_for_one_merge(
     expected = virtual(4, run, case)[0]
     assert all(map(np.array_equal, found, expected))
     assert launches < len(merged_by_kernels) - 8
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the ranks' tensors are on the CPU")
+def test_dq_is_not_rounded_to_the_dtype_of_messages(merged_by_kernels, one_kernel):
+    """Contributions that travel are in bf16. Their sum is rounded to the dtype of q, fp16."""
+    case = Case(
+        "token_ring", Layout.zigzag([0, 60, 61, 130], 4), causal=True, dtype=torch.float16, heads=4,
+        kv_heads=2, backend="flash_attn",
+        module_options=(("deterministic", False), ("gradient_dtype", torch.bfloat16)),
+    )  # fmt: skip
+    for rows in virtual(4, dq_on_this_rank, case):
+        assert not torch.equal(rows, rows.bfloat16().to(rows.dtype))
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the ranks' tensors are on the CPU")

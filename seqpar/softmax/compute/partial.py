@@ -415,11 +415,13 @@ class QuerySums(WaitingResults):
     most_bytes = 8
 
     def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
-        """Prepare sums of 0 with the shape of `like` (B, T, Hq, D).
+        """Prepare sums of 0 in `dtype`, with the shape of `like` (B, T, Hq, D).
 
-        If `into` has the dtype `dtype`, the sums use its memory.
+        `finish` may round them to the dtype of `like`. If `into` has the dtype `dtype`, the sums
+        use its memory.
         """
         super().__init__(tuple(like.shape), dtype, like, by_kernel=True)
+        self._rounded_to = like.dtype
         self._sums: Tensor | None = None
         self._into = into if into is not None and into.dtype == dtype else None
 
@@ -479,7 +481,7 @@ class QuerySums(WaitingResults):
             add_rows(part, sums, local, sign)
 
     def finish(self, into: Tensor | None = None) -> Tensor:
-        """Return dq, in fp32 or rounded once to the dtype of the kernel's results.
+        """Return dq, in the dtype of the sums or rounded once to the dtype of `like`.
 
         With `into`, dq is written to this tensor, in the dtype of this tensor.
         """
@@ -487,8 +489,7 @@ class QuerySums(WaitingResults):
             self._sum_up()
         if self._by_kernel and self._waiting and not (into is None and self._is_one_result):
             if into is None:
-                dtype = self._waiting[0].out.dtype
-                into = torch.empty(self._shape, dtype=dtype, device=self._device)
+                into = torch.empty(self._shape, dtype=self._rounded_to, device=self._device)
             self._merge_by_kernel(into, None, None if self._sums is None else (self._sums, None))
             return into
         dq = self._waiting[0].out if self._waiting else self.sums
@@ -557,7 +558,7 @@ class PartialGradients:
         self.keys.allocate()
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv, each in fp32 or rounded once to the dtype of its kernel."""
+        """Return dq, dk and dv, each in the dtype of the sums or rounded once to that of q."""
         dk, dv, *_ = self.keys.results
         return self.queries.finish(), dk, dv
 
