@@ -98,6 +98,18 @@ def test_torchs_switch_decides_the_precision_of_fp32(launched, switch, value, ex
     assert precision() == "ieee"
 
 
+def test_calls_of_few_scales_are_kept(launched, monkeypatch):
+    """A scale may differ in every call over the same tables."""
+    monkeypatch.setattr("seqpar.kernels.flash_attention.tables._MOST_PREPARED", 4)
+    slices = causal(20)
+    x, launches = Operands.draw(slices), kernels.backward_launches(slices, SMALL, DEVICE, False)
+    for scale in range(1, 10):
+        operands = x.q, x.k, x.v, x.dout, x.dlse, x.dlse
+        kernels.backward_q(*operands, launches, SMALL, dq=torch.zeros_like(x.q), scale=scale)
+        assert len(launches.prepared) <= 4
+    assert len({launch.arguments for launch, _ in launched}) == 9
+
+
 def test_grids_have_one_dimension(launched):
     """The others end at 65,535, and there are more (batch, head) than that."""
     heads, slices = 70_000, causal(3)

@@ -89,7 +89,7 @@ def backward(
         if q_launches is not None and q_config is not None:
             gradients = {"dq": queries.dq}
             of_queries = _prepare("q", queries, k, v, q_launches, q_config, gradients)
-        calls = launches.prepared[key] = kv, of_queries
+        calls = launches.keep(key, (kv, of_queries))
     # without dq, dk is a valid address that is not used
     _launch("kv", calls[0], queries, k, v, (dk if dq is None else dq, dk, dv))
     _launch("q", calls[1], queries, k, v, (queries.dq,))
@@ -148,8 +148,7 @@ def backward_q(
     key = config, queries.key, signature(k, v)
     call: _Backward | None = launches.prepared.get(key)
     if call is None:
-        call = _prepare("q", queries, k, v, launches, config, {"dq": dq})
-        launches.prepared[key] = call
+        call = launches.keep(key, _prepare("q", queries, k, v, launches, config, {"dq": dq}))
     _launch("q", call, queries, k, v, (dq,))
 
 

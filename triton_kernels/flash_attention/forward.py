@@ -95,8 +95,7 @@ def forward_block(
     key = config, results.key, signature(k, v)
     call: _Forward | None = launches.prepared.get(key)
     if call is None:
-        call = _prepare(results, k, v, launches, config)
-        launches.prepared[key] = call
+        call = launches.keep(key, _prepare(results, k, v, launches, config))
     if not call.steps:
         return
     q, (out, lse, partial_out, partial_lse), sinks = results.q, results.results, results.sinks

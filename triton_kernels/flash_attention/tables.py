@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 from ..checks import check_int, check_list, check_type
 from .configs import Config
 
+T = TypeVar("T")
 Ints = NDArray[np.int64]
 _UNLIMITED = 2**31 - 1  # larger than any distance of two positions, as an int32
 
@@ -134,6 +135,9 @@ class Launch:
         return self.tiles, self.full, self.cut, self.row_positions, self.column_positions
 
 
+_MOST_PREPARED = 256
+
+
 class Launches(tuple[Launch, ...]):
     """Launches in their order, with their prepared calls.
 
@@ -146,6 +150,15 @@ class Launches(tuple[Launch, ...]):
 
     def __init__(self, _launches: Iterable[Launch] = ()) -> None:
         self.prepared: dict[Hashable, Any] = {}
+
+    def keep(self, key: Hashable, call: T) -> T:
+        """Keep a prepared call, and return it. A scale may differ in every call, so older calls are
+        dropped if there are many.
+        """
+        if len(self.prepared) >= _MOST_PREPARED:
+            self.prepared.clear()  # other threads keep what they have read
+        self.prepared[key] = call
+        return call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Launches, (tuple(self),)
