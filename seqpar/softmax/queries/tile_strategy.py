@@ -81,6 +81,9 @@ class TileStrategy(Strategy):
         if self.partial_code and call.shape.dtype == torch.float64:
             refused = f"partial_dtype must not be {self.partial_code} with fp64"
             raise ValueError(f"{refused}, whose digits 8 bits would lose")
+        if self.partial_dtype == torch.float64 != call.shape.dtype:
+            refused = f"partial_dtype must not be torch.float64 with {call.shape.dtype}"
+            raise ValueError(f"{refused}, whose partial outputs are in torch.float32: use None")
 
     @property
     def partial_code(self) -> torch.dtype | None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.comm.messages.comm import Comm
 from seqpar.softmax.compute.partial import Partial
 from tests.support.cases import (
     STRATEGIES,
     Case,
     by_documents,
+    module,
     on_one_rank,
     oracle,
     rms,
@@ -261,3 +263,12 @@ def test_partials_may_travel_in_half_precision(dtype):
     error = np.abs(got[0] - expected[0])
     assert 0 < error.max() <= torch.finfo(dtype).eps / 2 * np.abs(case.inputs()[2].numpy()).max()
     np.testing.assert_allclose(got[1], expected[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["token_ring", "mesh"])
+def test_partials_in_fp64_are_refused_with_smaller_dtypes(strategy):
+    """They would have no more digits, and kernels on GPUs write no fp64."""
+    x, layout = torch.zeros(2, 2, 8), Layout.contiguous(8, 4)
+    attn = module(strategy, Comm("silent", 0, 4), partial_dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"^partial_dtype must not be torch.float64 with torch.fl"):
+        attn(x, x, x, layout, causal=True)
