@@ -19,12 +19,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, load_backend
 from seqpar.core.device_tables import device_of, is_on_cuda, rehearsing
 from seqpar.core.hooks import Hooks, hooks
-from seqpar.core.memo import LOCAL
+from seqpar.core.memo import LOCAL, MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import aten_cuda, reference
 from seqpar.softmax.backends.kernel_order import best_backend
@@ -88,7 +89,8 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for one block.
 
-    The choice is kept with the slices, so that later calls only look it up.
+    The choices for the newest settings are kept with the slices, so that later calls only look them
+    up.
     """
     return _loaded(_chosen(q, k, v, slices, options))
 
@@ -101,14 +103,15 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
     # Slopes are tensors that differ between calls, so a choice for them is not kept.
     if options.slopes is not None:
         return _choose(q, k, v, slices, options)
-    build = lambda: _choose(q, k, v, slices, options)  # noqa: E731
-    return slices.derived(_kind(q, v.shape[3], options), build)
+    kept = slices.derived((LOCAL, "backends"), lambda: Memo(MAX_KEPT_SETTINGS))
+    return kept(_kind(q, v.shape[3], options), lambda: _choose(q, k, v, slices, options))
 
 
 def _kind(q: Tensor, value_dim: int, options: CallOptions) -> tuple[Hashable, ...]:
     """Return the key under which a choice for operands like these is kept."""
-    # On a meta device, whether it stands for CUDA also matters.
-    device = device_of(q), is_on_cuda(q)
+    # On a meta device, whether it stands for CUDA also matters. Users may turn off cuDNN between
+    # two calls.
+    device = device_of(q), is_on_cuda(q), torch.backends.cuda.cudnn_sdp_enabled()
     return LOCAL, "backend", *device, q.dtype, q.shape[3], value_dim, options
 
 

@@ -175,6 +175,18 @@ def test_torchs_switch_turns_it_off(monkeypatch, enabled):
     assert (chosen() is load_cudnn(9)) == enabled
 
 
+def test_torchs_switch_holds_for_calls_on_a_known_layout(calls, monkeypatch):
+    """The first call keeps its kernels with the layout."""
+    options = {"dtype": torch.bfloat16, "module_options": (("deterministic", False),)}
+    case = Case("ring", Layout.zigzag(EQUAL, 1), causal=True, **options)
+    virtual(1, run, case)
+    assert calls["forward"]
+    calls["forward"].clear()
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    virtual(1, run, case)
+    assert not calls["forward"]
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [(None, "cuDNN must be 9.10 or newer, got None"), (90800, "9.10 or newer, got 90800")],

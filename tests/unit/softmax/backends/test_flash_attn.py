@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 import zipfile
 from pathlib import Path
 from unittest import mock
@@ -362,6 +363,25 @@ def test_a_repeated_call_finds_what_the_first_one_prepared(monkeypatch, installe
     monkeypatch.setattr(attend, "_choose", None)
     for x, y in zip(first, virtual(2, run, case)[0], strict=True):
         assert (x == y).all()
+
+
+def test_kernels_of_few_scales_are_kept(monkeypatch, installed):
+    """A scale may differ in every call on the same layout."""
+    alive, make = weakref.WeakSet(), VarlenBlock.__init__
+
+    def made(block, *arguments):
+        make(block, *arguments)
+        alive.add(block)
+
+    monkeypatch.setattr(VarlenBlock, "__init__", made)
+    for file in ("attend", "call"):
+        monkeypatch.setattr(f"seqpar.softmax.{file}.MAX_KEPT_SETTINGS", 2)
+    layout, counts = Layout.zigzag([0, 42, 43, 94], 2), []
+    for scale in range(1, 7):
+        options = {"dtype": BF16, "backend": "flash_attn", "scale": float(scale)}
+        virtual(2, run, Case("ring", layout, True, **options))
+        counts.append(len(alive))
+    assert counts[0] > 0 and len(set(counts[1:])) == 1
 
 
 @few_rows()
