@@ -24,7 +24,6 @@ from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import Ints
-from seqpar.core.memo import Memo
 from seqpar.core.ranges import UNLIMITED
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
@@ -190,7 +189,6 @@ class KeyTables:
         self._queries, self._keys = weakref.ref(call.layout), weakref.ref(call.kv_layout)
         self._mask, self._rank = call.mask, call.rank
         self._known: dict[bytes, Rows] = {}
-        self._kept = Memo()  # results of `are_one_call`
 
     @property
     def _geometry(self) -> tuple[Geometry, Geometry]:
@@ -223,15 +221,11 @@ class KeyTables:
         A pair is the rank of the queries and the rank of the keys. The result is False if there are
         no pairs.
         """
-
-        def find() -> bool:
-            queries, keys = self._geometry
-            if not pairs or hops_are_one_call(queries, keys, self._mask):
-                return bool(pairs)
-            slices = (slices_between(queries, x, keys, y, self._mask) for x, y in pairs)
-            return all(is_one_call(x, backward=True) for x in slices)
-
-        return self._kept(("one call", *pairs), find)
+        queries, keys = self._geometry
+        if not pairs or hops_are_one_call(queries, keys, self._mask):
+            return bool(pairs)
+        slices = (slices_between(queries, x, keys, y, self._mask) for x, y in pairs)
+        return all(is_one_call(x, backward=True) for x in slices)
 
 
 def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
