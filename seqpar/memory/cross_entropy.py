@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.attention.operators import without_autocast
-from seqpar.comm.agreement import check_on_all_ranks
+from seqpar.comm.agreement import attempt, compare_calls
 from seqpar.comm.averaging import sum_of_ranks
 from seqpar.comm.dtensor import is_dtensor
 from seqpar.comm.messages.comm import Comm, Group
@@ -58,13 +58,14 @@ def chunked_cross_entropy(
     Backward recomputes each chunk's logits: with C channels and V words, a token takes 8·C·V FLOPs
     instead of 6·C·V. Between the passes, `hidden` and a few numbers per token are kept. Both passes
     hold at most four copies of one chunk's logits, 4·chunk·V bytes each. Backward also holds the
-    weight's gradient in fp32.
+    gradient of the weight in fp32, and the part of this gradient that one chunk adds.
 
     With `group`, the vocabulary is sharded by tensor parallelism: each rank of the group passes its
-    rows of the weight, and all ranks pass the same `hidden` and `labels`. Every rank returns the
-    whole loss. Backward sums the gradient of `hidden` over the ranks, with the same bits on every
-    rank. Ranks first compare their arguments. Then each of P ranks sends 20·(P − 1) bytes per token
-    in forward, and 8·C·(P − 1)/P bytes per token in backward. With fp64, it sends twice as many.
+    rows of the weight, and all ranks pass the same `hidden`, `labels` and `token_weights`. Every
+    rank returns the whole loss. Backward sums the gradient of `hidden` over the ranks, with the
+    same bits on every rank. Ranks first compare their arguments. Then each of P ranks sends
+    20·(P − 1) bytes per token in forward, or 24·(P − 1) with `token_weights`, and 8·C·(P − 1)/P
+    bytes per token in backward. With fp64, it sends twice as many.
 
     Args:
         hidden: (..., C), fp64, fp32, bf16 or fp16; under autocast it is cast like arguments of
@@ -95,24 +96,23 @@ def chunked_cross_entropy(
     Raises:
         ValueError: a shape, dtype, label or number does not fit, or a tensor is a DTensor. The
             message names the argument. With `group`, also if the arguments differ between ranks;
-            all ranks then raise the same error. Labels that differ between ranks raise the error on
-            a CPU, and make the loss NaN on a GPU.
+            all ranks then raise the same error. Numbers in `labels` or `token_weights` that differ
+            between ranks raise the error on a CPU, and make the loss NaN on a GPU. The numbers in
+            `hidden` are not compared.
     """
-    smoothing, z_factor = as_float("label_smoothing", label_smoothing), as_float("z_loss", z_loss)
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
-    head = _Head(hidden, weight, bias, labels, as_int("ignore_index", ignore_index))
-    wanted = _Wanted.of(chunk, softcap, logit_scale, sums=smoothing > 0)
-    found, words = _statistics(head, wanted, group, token_weights)
+    head = _Head(hidden, weight, bias, labels, token_weights)
+    given = _Options(ignore_index, chunk, softcap, logit_scale, label_smoothing, z_loss)
+    found, options, words = _statistics(head, given, group)
+    counted = labels != options.ignore_index
     losses = found.log_sum_exp - found.label_logit
-    if smoothing:
+    if options.label_smoothing:
         from_uniform = found.log_sum_exp - found.logit_sum / words
-        losses = torch.lerp(losses, from_uniform, smoothing)
-    if z_factor:
-        losses = losses + z_factor * found.log_sum_exp.square()
-    losses = torch.where(head.counted, losses, 0.0)
+        losses = torch.lerp(losses, from_uniform, options.label_smoothing)
+    if options.z_loss:
+        losses = losses + options.z_loss * found.log_sum_exp.square()
+    losses = torch.where(counted, losses, 0.0)
     if token_weights is not None:
-        losses = losses * torch.where(head.counted, token_weights, 0)
+        losses = losses * torch.where(counted, token_weights, 0)
     return losses.sum()
 
 
@@ -133,13 +133,13 @@ def chunked_log_probabilities(
     Arguments, memory, gradients, messages and errors are those of `chunked_cross_entropy`. Both
     results are 0 for tokens whose label is `ignore_index`.
     """
-    head = _Head(hidden, weight, bias, labels, as_int("ignore_index", ignore_index))
-    wanted = _Wanted.of(chunk, softcap, logit_scale, expected=True)
-    found, _ = _statistics(head, wanted, group)
+    given = _Options(ignore_index, chunk, softcap, logit_scale, entropy=True)
+    found, options, _ = _statistics(_Head(hidden, weight, bias, labels), given, group)
+    counted = labels != options.ignore_index
     log_probability = found.label_logit - found.log_sum_exp
     entropy = found.log_sum_exp - found.expected_logit
     return LogProbabilities(
-        torch.where(head.counted, log_probability, 0.0), torch.where(head.counted, entropy, 0.0)
+        torch.where(counted, log_probability, 0.0), torch.where(counted, entropy, 0.0)
     )
 
 
@@ -150,15 +150,11 @@ class _Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
-    ignore_index: int
+    token_weights: Tensor | None = None
 
-    @property
-    def counted(self) -> Tensor:
-        return self.labels != self.ignore_index
-
-    def check(self, words: int, token_weights: Tensor | None) -> None:
+    def check(self, words: int, ignore_index: int) -> None:
         """Raise a ValueError unless the tensors fit together and to a vocabulary of `words`."""
-        hidden, weight, bias, labels, _ = self
+        hidden, weight, bias, labels, token_weights = self
         others = {"weight": weight, "labels": labels, "bias": bias, "token_weights": token_weights}
         _check_tensors(hidden, **others)
         if hidden.dtype not in DTYPES:
@@ -179,14 +175,15 @@ class _Head(NamedTuple):
         if token_weights is not None:
             shape = tuple(labels.shape)
             _check_shape("token_weights", token_weights, shape, "one number per label")
-        known = self.known(words)
+        known = self.known(words, ignore_index)
         if labels.device.type == "cpu" and not known.all():
             wrong = labels[~known].flatten()[0].item()
             raise ValueError(f"labels must be from 0 to {words - 1} or ignore_index, got {wrong}")
 
-    def known(self, words: int) -> Tensor:
+    def known(self, words: int, ignore_index: int) -> Tensor:
         """Return for each label whether it is a word or is ignored."""
-        return ~self.counted | ((self.labels >= 0) & (self.labels < words))
+        is_word = (self.labels >= 0) & (self.labels < words)
+        return is_word | (self.labels == ignore_index)
 
     def in_dtype_of_autocast(self) -> _Head:
         if not isinstance(self.hidden, Tensor):
@@ -212,89 +209,121 @@ class _Statistics(NamedTuple):
     logit_sum: Tensor  # Σ z; zeros unless it is wanted
     expected_logit: Tensor  # Σ softmax(z)·z; zeros unless it is wanted
 
-    def over_ranks(self, labels: Tensor, comm: Comm) -> _Statistics:
+    def over_ranks(self, shared: dict[str, Tensor], comm: Comm) -> _Statistics:
         """Return the statistics of all ranks' words, from those of this rank's words.
 
-        They are NaN for a label that differs between ranks.
+        `shared` has the arguments, by name, whose numbers must be the same on all ranks. The
+        statistics are NaN for a token whose numbers differ.
         """
-        own = torch.stack([*self, labels.to(self.log_sum_exp.dtype)])
+        dtype = self.log_sum_exp.dtype
+        own = torch.stack([*self, *(x.to(dtype) for x in shared.values())])
         ranks = torch.stack(comm.all_gather(own.to(comm.device), label="vocabulary"))
-        parts, label_logits, sums, expected, named = ranks.to(own.device).unbind(1)
+        parts, label_logits, sums, expected, *compared = ranks.to(own.device).unbind(1)
         log_sum_exp = parts.logsumexp(0)
         likely = (parts - log_sum_exp).exp()
-        equal = (named == named[0]).all(0)
-        if labels.device.type == "cpu" and not equal.all():
-            raise ValueError("labels must be the same on all ranks of group, got different ones")
+        for name, x in zip(shared, compared, strict=True):
+            equal = x.isclose(x[:1], rtol=0, atol=0, equal_nan=True).all(0)
+            if x.device.type == "cpu" and not equal.all():
+                raise ValueError(
+                    f"{name} must be the same on all ranks of group, got different ones"
+                )
+            log_sum_exp = torch.where(equal, log_sum_exp, torch.nan)
         return _Statistics(
-            torch.where(equal, log_sum_exp, torch.nan),
+            log_sum_exp,
             label_logits.sum(0),
             sums.sum(0),
             torch.where(likely > 0, likely * expected, 0).sum(0),
         )
 
 
-class _Wanted(NamedTuple):
-    """Which statistics are computed, and how."""
+class _Options(NamedTuple):
+    """The numbers of a call, and whether it wants the entropy."""
 
+    ignore_index: int
     chunk: int  # tokens
     softcap: float
-    scale: float
-    sums: bool
-    expected: bool
+    logit_scale: float
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    entropy: bool = False
 
-    @classmethod
-    def of(
-        cls, chunk: int, softcap: float, scale: float, sums: bool = False, expected: bool = False
-    ) -> _Wanted:
-        cap, factor = as_float("softcap", softcap), as_float("logit_scale", scale)
-        if not 0 <= cap < torch.inf:
-            raise ValueError(f"softcap must be 0 or more, and finite, got {softcap}")
-        if not abs(factor) < torch.inf:
-            raise ValueError(f"logit_scale must be finite, got {scale}")
-        return cls(as_int("chunk", chunk, 1), cap, factor, sums, expected)
+    def checked(self) -> _Options:
+        """Return the options as numbers, or raise a ValueError that names a wrong one."""
+        options = self._replace(
+            ignore_index=as_int("ignore_index", self.ignore_index),
+            chunk=as_int("chunk", self.chunk, 1),
+            softcap=as_float("softcap", self.softcap),
+            logit_scale=as_float("logit_scale", self.logit_scale),
+            label_smoothing=as_float("label_smoothing", self.label_smoothing),
+            z_loss=as_float("z_loss", self.z_loss),
+        )
+        if not 0 <= options.softcap < torch.inf:
+            raise ValueError(f"softcap must be 0 or more, and finite, got {self.softcap}")
+        for name in ("logit_scale", "z_loss"):
+            if not abs(getattr(options, name)) < torch.inf:
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        if not 0 <= options.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must be from 0 to 1, got {self.label_smoothing}")
+        return options
 
 
 def _statistics(
-    head: _Head, wanted: _Wanted, group: Group | None, token_weights: Tensor | None = None
-) -> tuple[_Statistics, int]:
-    """Check the arguments; return the statistics of all tokens' logits, and the number of words."""
+    head: _Head, given: _Options, group: Group | None
+) -> tuple[_Statistics, _Options, int]:
+    """Check the arguments.
+
+    Return the statistics of all tokens' logits, the options, and the number of words.
+    """
     head = head.in_dtype_of_autocast()
     comm = None if group is None else Comm.of(group)
     first, words = _first_word(head.weight, comm)
 
-    def check() -> None:
-        head.check(words, token_weights)
-
-    def described(_: bool) -> dict[str, object]:
-        known = isinstance(head.hidden, Tensor)
-        shape = (list(head.hidden.shape), str(head.hidden.dtype)) if known else None
-        gradient = known and torch.is_grad_enabled() and head.hidden.requires_grad
-        return {
-            "hidden": shape,
-            "hidden.requires_grad": gradient,  # if so, its gradients are sent in backward
-            "ignore_index": head.ignore_index,
-            "options": list(wanted),
-        }
+    def resolve() -> _Options:
+        options = given.checked()
+        head.check(words, options.ignore_index)
+        return options
 
     if comm is None:
-        check()
+        options = resolve()
     else:
-        check_on_all_ranks(comm.call(), "chunked cross-entropy", check, described)
-    hidden, weight, bias, labels, _ = head
-    known = head.known(words)
+        options, fault = attempt(resolve)
+        described = _described(head, options)
+        compare_calls(comm.call(), "chunked cross-entropy", fault, lambda _: described)
+    hidden, weight, bias, labels, token_weights = head
+    known = head.known(words, options.ignore_index)
+    counted = labels != options.ignore_index
     of_rank = labels.long() - first
-    owned = head.counted & (of_rank >= 0) & (of_rank < weight.shape[0])
+    owned = counted & (of_rank >= 0) & (of_rank < weight.shape[0])
+    shared: dict[str, Tensor] = {}
+    if comm is not None:
+        shared["labels"] = labels.reshape(-1)
+        if token_weights is not None:
+            counted_weights = torch.where(counted, token_weights.detach(), 0)
+            shared["token_weights"] = counted_weights.reshape(-1)
     results = _LogitStatistics.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
-        (torch.where(owned, of_rank, 0).reshape(-1), owned.reshape(-1), labels.reshape(-1)),
-        wanted,
+        (torch.where(owned, of_rank, 0).reshape(-1), owned.reshape(-1)),
+        shared,
+        options,
         comm,
     )
     found = _Statistics(*(x.view(labels.shape) for x in results))
     label_logit = torch.where(known, found.label_logit, torch.nan)
-    return found._replace(label_logit=label_logit), words
+    return found._replace(label_logit=label_logit), options, words
+
+
+def _described(head: _Head, options: _Options | None) -> dict[str, object]:
+    """Return what must be the same on all ranks; the options are None if one is wrong."""
+    hidden, known = head.hidden, isinstance(head.hidden, Tensor)
+    described: dict[str, object] = {} if options is None else options._asdict()
+    described["hidden"] = (list(hidden.shape), str(hidden.dtype)) if known else None
+    # If so, the gradients of hidden are sent in backward.
+    described["hidden.requires_grad"] = known and torch.is_grad_enabled() and hidden.requires_grad
+    for name in ("bias", "token_weights"):
+        described[name] = None if getattr(head, name) is None else "given"
+    return described
 
 
 def _first_word(weight: Tensor, comm: Comm | None) -> tuple[int, int]:
@@ -316,65 +345,65 @@ class _LogitStatistics(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: tuple[Tensor, Tensor, Tensor],
-        wanted: _Wanted,
+        labels: tuple[Tensor, Tensor],
+        shared: dict[str, Tensor],
+        options: _Options,
         comm: Comm | None,
     ) -> tuple[Tensor, ...]:
-        # Rows of the weight, whether the rank has them, and the labels as the user gave them
-        own_labels, owned, given = labels
+        own_labels, owned = labels  # rows of the weight, and whether the rank has them
         tokens, dtype = len(hidden), accumulator_dtype(hidden.dtype)
         found = _Statistics(*(hidden.new_zeros(tokens, dtype=dtype) for _ in range(4)))
         wide = _for_products(weight)
-        for rows in _chunks(tokens, wanted.chunk):
-            z = _logits(hidden[rows], wide, bias, wanted)
+        for rows in _chunks(tokens, options.chunk):
+            z = _logits(hidden[rows], wide, bias, options)
             log_sum_exp = z.logsumexp(1)
             found.log_sum_exp[rows] = log_sum_exp
             picked = z.gather(1, own_labels[rows, None])[:, 0]
             found.label_logit[rows] = torch.where(owned[rows], picked, 0)
-            if wanted.sums:
+            if options.label_smoothing:
                 found.logit_sum[rows] = z.sum(1)
-            if wanted.expected:
+            if options.entropy:
                 found.expected_logit[rows] = _expected(z, (z - log_sum_exp[:, None]).exp_())
         if comm is not None:
-            found = found.over_ranks(given, comm)
+            found = found.over_ranks(shared, comm)
         kept = found.log_sum_exp, found.expected_logit
         ctx.save_for_backward(hidden, weight, bias, own_labels, owned, *kept)
-        ctx.wanted, ctx.comm = wanted, comm
+        ctx.options, ctx.comm = options, comm
         return tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, owned, log_sum_exp, expected_logit = ctx.saved_tensors
-        wanted, comm = ctx.wanted, ctx.comm
+        options, comm = ctx.options, ctx.comm
         wide, dtype = _for_products(weight), log_sum_exp.dtype
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
-        for rows in _chunks(len(hidden), wanted.chunk):
+        for rows in _chunks(len(hidden), options.chunk):
             d_lse, d_label, d_sum, d_expected = (x[rows, None] for x in gradients)
-            z = _logits(hidden[rows], wide, bias, wanted)
+            z = _logits(hidden[rows], wide, bias, options)
             # The derivative of log Σ exp(z) by z is softmax(z), that of the label's logit is 1 at
             # the label, that of Σ z is 1, and that of E = Σ softmax(z)·z is
             # softmax(z)·(1 + z − E).
-            reads_z = wanted.expected or wanted.softcap
+            reads_z = options.entropy or options.softcap
             dz = (
                 z - log_sum_exp[rows, None] if reads_z else z.sub_(log_sum_exp[rows, None])
             ).exp_()
-            if wanted.expected:
+            if options.entropy:
                 from_mean = torch.where(dz > 0, z - expected_logit[rows, None], 0)
                 dz *= d_lse + d_expected * (1 + from_mean)
             else:
                 dz *= d_lse
-            if wanted.sums:
+            if options.label_smoothing:
                 dz += d_sum
             at_label = torch.where(owned[rows], d_label[:, 0], 0)
             dz[torch.arange(len(dz), device=dz.device), labels[rows]] += at_label
-            if wanted.softcap:
-                dz *= 1 - (z / wanted.softcap).square_()
-            if wanted.scale != 1:
-                dz *= wanted.scale
+            if options.softcap:
+                dz *= 1 - (z / options.softcap).square_()
+            if options.logit_scale != 1:
+                dz *= options.logit_scale
             narrow = dz.to(wide.dtype)
             if d_hidden is not None:
                 d_rows = _product(narrow, wide)
@@ -388,7 +417,7 @@ class _LogitStatistics(torch.autograd.Function):
             del z, dz, narrow  # before the next chunk's logits
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -410,13 +439,13 @@ def _over_ranks(x: Tensor, comm: Comm) -> Tensor:
     return sum_of_ranks(x.reshape(-1).to(comm.device), comm).to(x.device).view(x.shape)
 
 
-def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, wanted: _Wanted) -> Tensor:
+def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
     z = _product(hidden.to(wide.dtype), wide.T)
     if bias is not None:
         z += bias
-    if wanted.scale != 1:
-        z *= wanted.scale
-    return torch.tanh(z / wanted.softcap).mul_(wanted.softcap) if wanted.softcap else z
+    if options.logit_scale != 1:
+        z *= options.logit_scale
+    return torch.tanh(z / options.softcap).mul_(options.softcap) if options.softcap else z
 
 
 def _expected(z: Tensor, probabilities: Tensor) -> Tensor:

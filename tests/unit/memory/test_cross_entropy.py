@@ -254,6 +254,7 @@ def test_the_logits_of_all_tokens_are_never_held():
         ({"softcap": "much"}, "^softcap must be a number, got 'much'"),
         ({"chunk": 2.5}, "^chunk must be an integer, got 2.5"),
         ({"logit_scale": torch.nan}, "^logit_scale must be finite, got nan"),
+        ({"z_loss": torch.inf}, "^z_loss must be finite, got inf"),
         ({"group": "all"}, "^group must be a process group"),
         ({"weight": torch.zeros(0, CHANNELS).double(), "bias": None}, "^weight must have a row"),
         ({"label_smoothing": 1.5}, "^label_smoothing must be from 0 to 1"),

@@ -61,10 +61,10 @@ def test_ranks_have_the_loss_and_gradients_of_one_process(options, ranks, dtype)
 
 
 def test_the_bytes_of_forward_are_those_of_the_docstring():
-    """Five numbers of each token to each other rank, beside the comparison of the calls."""
+    """Six numbers of each token to each other rank, beside the comparison of the calls."""
     sent = {x[5] for x in virtual(2, on_rank, {}, torch.float32)}
     compared = 8 + 64  # the number of words, and a digest
-    assert sent == {37 * 20 + compared}
+    assert sent == {37 * 24 + compared}
 
 
 def log_probabilities(comm, masked):
@@ -90,7 +90,7 @@ def test_log_probabilities_and_entropies_over_ranks(masked):
 def refused(comm, change):
     (hidden, weight, bias), labels = operands()
     arguments = {"hidden": hidden, "labels": labels, "bias": own_words(comm, bias), "chunk": 8}
-    arguments |= {"weight": own_words(comm, weight)}
+    arguments |= {"weight": own_words(comm, weight), "token_weights": torch.ones(len(labels))}
     if comm.rank == 1:
         arguments |= change
     return hf.refused(lambda: chunked_cross_entropy(**arguments, group=comm))
@@ -99,7 +99,19 @@ def refused(comm, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"chunk": 9}, "options must be the same on all ranks"),
+        ({"chunk": 9}, "chunk must be the same on all ranks: rank 0 has 8, rank 1 has 9"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"softcap": -1.0}, "softcap must be 0 or more"),
+        ({"ignore_index": 0.5}, "ignore_index must be an integer"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1"),
+        ({"label_smoothing": 0.1}, "label_smoothing must be the same on all ranks"),
+        ({"z_loss": 0.1}, "z_loss must be the same on all ranks"),
+        ({"bias": None}, "bias must be the same on all ranks"),
+        ({"token_weights": None}, "token_weights must be the same on all ranks"),
+        (
+            {"token_weights": torch.zeros(37)},
+            "token_weights must be the same .* ranks of group",
+        ),
         ({"weight": torch.zeros(30, 3)}, "weight must be \\(V, 12\\), got \\(30, 3\\)"),
         ({"labels": torch.full((37,), WORDS)}, "labels must be from 0 to 49 or ignore_index"),
         ({"labels": torch.full((37,), 7)}, "labels must be the same on all ranks of group"),
