@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.core.arguments import Ints
+from seqpar.core.arguments import CuSeqlens, as_lengths
 from seqpar.costs.grid import causal_pairs
 from seqpar.costs.model import Model
 
 
-def step_flops(model: Model, lengths: Ints) -> float:
+def step_flops(model: Model, lengths: CuSeqlens) -> float:
     """Return the FLOPs of a forward and a backward of a model on documents of these lengths.
 
     These are the products of all matrices, of the (query, key) pairs that causal attention or a
     window allows, and of linear layers' states. A backward has twice the FLOPs of a forward.
     Recomputation does not count.
+
+    Args:
+        model: the shapes of the model.
+        lengths: (documents,) integers, the tokens of each document.
+
+    Raises:
+        ValueError: if `lengths` are not integers of at least 0.
     """
-    tokens = float(lengths.sum())
+    documents = as_lengths("lengths", lengths)
+    tokens = float(documents.sum())
     forward = tokens * model.flops_per_token
     for layer, count in model.counts.items():
         if layer.kind == "linear":
             forward += count * tokens * 4 * model.state_elements
             continue
-        pairs = float(causal_pairs(np.zeros_like(lengths), lengths, layer.window).sum())
+        pairs = float(causal_pairs(np.zeros_like(documents), documents, layer.window).sum())
         forward += count * pairs * 4 * model.heads * model.head_dim
     return 3 * forward

@@ -39,3 +39,10 @@ def test_linear_layers_read_and_write_a_state_per_token():
     states = linear * 2 * 2 * hybrid.state_elements
     more = step_flops(hybrid, LENGTHS) - step_flops(softmax, LENGTHS)
     assert more == pytest.approx(3 * LENGTHS.sum() * (weights + states))
+
+
+@pytest.mark.parametrize("lengths", [[100, -7], [100.0], 107])
+def test_only_numbers_of_tokens_are_lengths(lengths):
+    with pytest.raises(ValueError, match="lengths must"):
+        step_flops(MODEL, lengths)
+    assert step_flops(MODEL, LENGTHS.tolist()) == step_flops(MODEL, LENGTHS)
