@@ -5,8 +5,10 @@ import subprocess
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from tokenizers import Tokenizer, models
+from torch.distributed.checkpoint import FileSystemReader
 
 from seqpar.recipes.recipe import make_recipe
 from seqpar.recipes.scripts import script
@@ -26,6 +28,7 @@ SIZES = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
+    "llama-8b": ("LlamaConfig", {}),
     "qwen3-8b": ("Qwen3Config", {}),
     "mistral-7b": ("MistralConfig", {"sliding_window": 40}),
     "mixtral-8x7b": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -108,6 +111,7 @@ def expected_loss(folder):
 
 # On 8 H100, Mixtral and Qwen3-Next do not fit.
 ROWS = [
+    ("llama-8b", "8xh100"),
     ("qwen3-8b", "8xh100"),
     ("qwen3-8b", "4x8-h200"),
     ("mistral-7b", "8xh100"),
@@ -131,9 +135,21 @@ def test_a_script_begins_with_the_loss_of_a_plain_model(folder, name, gpus):
 @pytest.mark.exhaustive
 def test_a_script_saves_and_continues(folder):
     made, training = folder("qwen3-8b"), ("qwen3-8b", "8xh100", "--learning-rate=1e-2")
-    first = run(made, *training, "--steps=2", "--accumulate=2")
+    *_, expected = run(made, *training, "--steps=3", "--accumulate=2")
+    run(made, *training, "--steps=2", "--accumulate=2")
+    assert adam_steps(made) == 2
     (again,) = run(made, *training, "--steps=1", "--accumulate=2", "--resume")
-    assert again["loss"] < first[0]["loss"] - 0.1  # the same batch, after two steps
+    assert again["step"] == 3 and again["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def adam_steps(folder):
+    """The number of steps of Adam in a checkpoint."""
+    saved = folder / "saved"
+    names = FileSystemReader(saved).read_metadata().state_dict_metadata
+    states = {next(x for x in names if x.endswith(".step")): torch.zeros(())}
+    dcp.load(states, checkpoint_id=saved, no_dist=True)
+    (steps,) = states.values()
+    return steps.item()
 
 
 @pytest.mark.exhaustive

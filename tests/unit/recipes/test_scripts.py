@@ -1,0 +1,57 @@
+"""How the printed training loop reads its documents."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from seqpar.recipes.recipe import make_recipe
+from seqpar.recipes.scripts import script
+
+pytest.importorskip("transformers")
+TEXT = 'abc\n{"text": "de"}\n\nfghijk\n'  # 4, 2, 1 and 7 bytes
+
+
+@pytest.fixture(scope="module")
+def next_batch():
+    """A function that reads the next 5 bytes of a file as a batch, and returns lists."""
+    defined = {"__name__": "train"}
+    exec(script(make_recipe("qwen3-8b", "8xh100", [2**12]), "plain"), defined)
+
+    def read(file):
+        batch = defined["next_batch"](file, tokenized, 5)
+        return bytes(batch["input_ids"][0].tolist()), batch["position_ids"][0].tolist()
+
+    return read
+
+
+def tokenized(document):
+    return SimpleNamespace(input_ids=list(document.strip(" ").encode()))
+
+
+def test_batches_are_packed_and_the_last_document_is_cut(tmp_path, next_batch):
+    file = tmp_path / "text"
+    file.write_text(TEXT)
+    with file.open() as text:
+        found = [next_batch(text) for _ in range(3)]
+    assert found == [
+        (b"abc\nd", [0, 1, 2, 3, 0]),
+        (b"\nfghi", [0, 0, 1, 2, 3]),
+        (b"abc\nd", [0, 1, 2, 3, 0]),
+    ]
+
+
+def test_batches_continue_at_a_saved_position(tmp_path, next_batch):
+    file = tmp_path / "text"
+    file.write_text(TEXT)
+    with file.open() as text, file.open() as again:
+        next_batch(text)
+        again.seek(text.tell())
+        assert next_batch(again) == next_batch(text)
+
+
+@pytest.mark.parametrize("content", ["", " ", '{"text": ""}\n'])
+def test_a_text_without_words_is_refused(tmp_path, next_batch, content):
+    file = tmp_path / "text"
+    file.write_text(content)
+    with file.open() as text, pytest.raises(SystemExit, match=r"--text: .* has no words"):
+        next_batch(text)
