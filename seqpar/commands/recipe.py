@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The output is the script: redirect it into train.py. Its docstring has the command that "
         "starts it, and the predicted seconds and memory by part. No GPU has run these scripts "
-        "yet. Tests run scripts of four model families with tiny models on two CPU processes."
+        "yet. Tests run scripts of five model families with tiny models on two CPU processes."
     )
     parser.add_argument("model", choices=sorted(MODELS), metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument(
