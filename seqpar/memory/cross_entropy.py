@@ -304,8 +304,7 @@ def _statistics(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
-        (torch.where(owned, of_rank, 0).reshape(-1), owned.reshape(-1)),
-        shared,
+        (torch.where(owned, of_rank, 0).reshape(-1), owned.reshape(-1), shared),
         options,
         comm,
     )
@@ -345,12 +344,12 @@ class _LogitStatistics(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: tuple[Tensor, Tensor],
-        shared: dict[str, Tensor],
+        labels: tuple[Tensor, Tensor, dict[str, Tensor]],
         options: _Options,
         comm: Comm | None,
     ) -> tuple[Tensor, ...]:
-        own_labels, owned = labels  # rows of the weight, and whether the rank has them
+        # Rows of the weight, whether the rank has them, and what must be the same on all ranks
+        own_labels, owned, shared = labels
         tokens, dtype = len(hidden), accumulator_dtype(hidden.dtype)
         found = _Statistics(*(hidden.new_zeros(tokens, dtype=dtype) for _ in range(4)))
         wide = _for_products(weight)
@@ -417,7 +416,7 @@ class _LogitStatistics(torch.autograd.Function):
             del z, dz, narrow  # before the next chunk's logits
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
