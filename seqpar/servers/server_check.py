@@ -1,8 +1,9 @@
-"""Checks an attention server before its first use: are its results right, and how fast is it?
+"""A check of an attention server before its first use: are the server's results right, and how fast
+is the server?
 
-The server gets a small task, which this process computes too, and the two results are compared. The
-check then measures the round-trip time of this task, and the bandwidth for a larger payload that
-needs no computation.
+The server and this process compute the same small task, and the check compares the two results. The
+check then measures the round-trip time of the small task, and the bandwidth for a larger payload
+without computation.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def payload(mebibytes: int) -> Request:
 def check(address: str, transport: str, keys: Path | None, timeout: float) -> Finding:
     """Check the server at `address` over one transport.
 
-    Connecting may take `timeout` seconds, and a request 4·`timeout` seconds. If the server fails,
-    nothing is raised: the field `error` of the result has the reason.
+    Connecting may take `timeout` seconds, and a request may take 4·`timeout` seconds. If the server
+    fails, `check` raises nothing, and the field `error` of the result has the reason.
     """
     deadlines = {
         "connect": timeout, "request": 2 * timeout, "hedge": 3 * timeout, "give_up": 4 * timeout

@@ -1,4 +1,4 @@
-"""Disaggregated attention on servers: a trainer cuts each call into tasks, which servers compute.
+"""The strategy for attention servers: a trainer cuts each call into tasks, which servers compute.
 
 A *trainer* is a process that calls attention and stores all tokens of the call. A *task* is a set
 of query rows and key rows, and a *pass* is the forward or the backward computation of a call.
@@ -42,7 +42,7 @@ class Submitted(NamedTuple):
     def results(self) -> Iterator[tuple[CutTask, tuple[Tensor, ...]]]:
         """Yield each task with its result, in the order of the tasks.
 
-        If a task fails, this raises its error and cancels the tasks that follow.
+        If a task fails, `results` raises the error of the task, and cancels all later tasks.
         """
         try:
             for task in self.tasks:
@@ -58,11 +58,11 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True)
 class OnServers(SplitStrategy[Submitted, Submitted]):
-    """Sends queries, keys and values to servers, which return the results.
+    """A strategy that sends queries, keys and values to servers, which return the results.
 
-    The trainer is the only rank. The tasks depend only on the call (`cut_call`), and the trainer
-    merges and sums their results in the order of the tasks. The result of the call therefore does
-    not depend on which server computed which task.
+    The trainer is the only rank. The tasks depend only on the call (`cut_call`). The trainer merges
+    and adds the results in the order of the tasks. The result of the call therefore does not depend
+    on which server computed which task.
     """
 
     name = "disaggregated"

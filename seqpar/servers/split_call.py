@@ -1,12 +1,13 @@
-"""Cuts the attention of a call into tasks for servers.
+"""The division of a call of attention into tasks for servers.
 
 The cut depends only on the layouts, the mask, the shapes and the options, and never on which
 servers are available. If servers die, hang, leave or join, other servers compute the same tasks,
 and the result has the same bits.
 
-The planner that `disaggregate` offers for ranks makes the cut. It sees the trainer as rank 0, which
-stores all tokens and should compute nothing, and as many *idle ranks* without tokens as there
-should be tasks. All work that the planner gives to one idle rank becomes one task.
+The planner of `disaggregate`, which usually plans for ranks, makes the cut. For the planner, the
+trainer is rank 0, which stores all tokens and should compute nothing. The planner also gets one
+*idle rank*, a rank without tokens, for each task. All work that the planner assigns to one idle
+rank becomes one task.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
     """Cut a call whose tokens are all on one rank into tasks with about equal work.
 
     The call has at most `most` tasks. Work that the planner leaves on rank 0 becomes one more task.
-    The planner also tries to send few bytes. A task may have rows of any number of documents. It
-    begins and ends at a multiple of `tile` query rows, or at the end of a document.
+    The planner also tries to send few bytes. A task may have rows of any number of documents. The
+    query rows of a task begin and end at a multiple of `tile` rows, or at the end of a document.
     """
     queries, keys = call.layout, call.kv_layout
     work = int(cells_of(queries, keys, call.mask).areas().sum())
@@ -71,8 +72,9 @@ def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
 
     The planner distributes the call over `count` idle ranks. Tasks consist of whole tiles, so some
     work may stay on rank 0. If rank 0 keeps more work than each of the idle ranks, the planner runs
-    again with the next tolerance, which allows idle ranks more work. After the last tolerance, the
-    number of idle ranks is halved. If fewer than two are left, the whole call is one task.
+    again with the next larger tolerance, which lets idle ranks have more work. After the largest
+    tolerance, the number of idle ranks is halved. If fewer than two idle ranks are left, the whole
+    call becomes one task.
     """
     s, queries, keys = call.shape, call.layout, call.kv_layout
     row_bytes = RowBytes.of(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype.itemsize)
@@ -113,7 +115,7 @@ def _rows_in_several(segments: Segments, tokens: int) -> Ints:
 
 
 def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, ServerRows]:
-    """Return a task's rows as rows of the call's tensors, and as the rows that a server gets."""
+    """Return the rows of a task in the call's tensors, and the rows that the task's server gets."""
     # The trainer stores all tokens, so the number of a row in its tensors is the token's position
     # in the packed batch.
     starts, stops = segments.starts, segments.stops

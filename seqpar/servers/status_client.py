@@ -1,4 +1,4 @@
-"""Asks a server for its status. A client needs no session for this."""
+"""A request for a server's status. The client needs no session for the request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Divides a server's memory, its calls and its bandwidth among clients.
+"""The division of a server's memory, calls and bandwidth among clients.
 
-They are divided by *name*: the name in a client's certificate. So a client gets no more by opening
-more sessions. Clients of a server without certificates all have the name "".
+Each *name*, which is the name in a client's certificate, has one account. A client therefore gets
+no larger share by opening more sessions. If a server has no certificates, all clients have the name
+"".
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import NamedTuple
 class Client(NamedTuple):
     """A session, and the name in the certificate that opened it.
 
-    Whatever a server stores for a client can be found only with both the session and the name. So a
-    client that knows the session of a different name cannot use what is stored for that name.
+    A server finds the data of a client only with the session and the name together. A client that
+    has learnt the session of another client therefore cannot read that client's data.
     """
 
     session: bytes
@@ -25,16 +26,18 @@ class Client(NamedTuple):
 
 
 class TooManyError(Exception):
-    """A name would have more than it may have."""
+    """A name asks for more than its limit."""
 
 
 class Account:
-    """Counts how much each name has of something that is limited, such as bytes of memory.
+    """An account of a limited resource, such as bytes of memory: how much of the resource each name
+    has.
 
-    A name that has nothing may take all that is free. A name that has something may take more only
-    if, afterwards, at least as much is free as the name has. So if n names take as much as they can
-    in small amounts, 1/(n + 1) of the whole stays free. The second rule does not hold for the name
-    "": clients without certificates share everything.
+    A name that has nothing may take all that is free. A name that has an amount already may take
+    more only if, afterwards, the free amount is at least as large as the amount of this name. If n
+    names take as much as they can in small steps, 1/(n + 1) of the resource stays free. The second
+    rule does not apply to the name "", because clients without certificates share the whole
+    resource.
     """
 
     def __init__(self, most: int) -> None:
@@ -62,9 +65,9 @@ class Account:
     def take(self, name: str, size: int) -> Callable[[], None]:
         """Take `size`, and return a function that gives it back.
 
-        If nobody calls the function, `size` is given back when the current asyncio task ends. The
-        task of a call ends only when gRPC drops the call. Until then, gRPC may hold parts of a
-        reply that it has not sent.
+        If nobody calls the function, `size` is given back when the current asyncio task ends. This
+        task ends when gRPC drops the call. Until then, gRPC may hold parts of a reply that were not
+        sent yet.
 
         Raises:
             TooManyError: the name may not take as much now.
@@ -99,11 +102,12 @@ class Account:
 
 
 class Turns:
-    """Limits how many calls of a name do something at the same time, such as receive a chunk.
+    """A limit of how many calls of one name run an operation at the same time, such as receiving a
+    chunk.
 
-    A call must have a *turn* to do it. While all turns of its name are taken, the call waits, and
-    gRPC's flow control stops its sender. So a name with many connections gets no more bandwidth
-    than a name with one connection.
+    A call needs a *turn* for the operation. While all turns of a name are taken, further calls of
+    the name wait, and gRPC's flow control stops the senders. A name with many connections therefore
+    gets no more bandwidth than a name with one connection.
     """
 
     def __init__(self, most: int) -> None:

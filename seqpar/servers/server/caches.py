@@ -3,7 +3,7 @@
 A cache belongs to one client, and exists until the client frees it or the client's session ends. A
 *step* appends rows to a cache, and computes attention over the rows of the cache. The server never
 evicts rows to make space: it refuses a step whose rows do not fit into the memory for caches. If
-the server does not have the cache that a step continues, the step fails with a CacheLost.
+the cache of a step is not on the server, the step fails with a CacheLost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CacheStep:
 
     @property
     def kind(self) -> Hashable:
-        """A key that is equal for steps that take about the same time."""
+        """A key. Two steps that take about the same time have equal keys."""
         size = self.length.bit_length()
         return "step", *self.cache.pages.shape, self.q.shape[2:], self.options, size
 
@@ -64,8 +64,9 @@ class CacheStep:
     def compute(self) -> list[Tensor]:
         """Write the new rows into the cache, and return out and lse.
 
-        Computing the last step again changes nothing. If an earlier step was not computed, this
-        raises a CacheLost, because rows that were never written could have data of other clients.
+        The last step may be computed again with the same result. If an earlier step was not
+        computed, `compute` raises a CacheLost, because memory that was never written may hold data
+        of other clients.
         """
         pages = self.cache.pages
         if self.cache.done not in (self.number, self.number + 1):
@@ -78,10 +79,10 @@ class CacheStep:
 
 
 class Caches:
-    """The caches of a server, by client and number. One thread makes all calls."""
+    """The caches of a server, by client and number. All methods are called in one thread."""
 
     def __init__(self, most: int, device: torch.device, backend: str) -> None:
-        """`most` is the number of bytes that all caches together may take."""
+        """`most` is the largest number of bytes of all caches together."""
         self.account = Account(most)
         self._device, self._backend = device, backend
         self._caches: dict[Client, dict[int, ClientCache]] = {}

@@ -1,4 +1,4 @@
-"""Identifies the clients that call a server, and refuses those that the server must not serve."""
+"""The identification of clients that call a server. Clients that are not trusted are refused."""
 
 from __future__ import annotations
 

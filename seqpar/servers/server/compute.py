@@ -1,10 +1,11 @@
-"""Computes the attention of requests. A *fused* call computes several requests of one kind.
+"""The computation of attention for requests.
 
-Each result has the same bits as if its request were computed in a separate call. A fused call
-concatenates the queries of all requests into one tensor, and likewise the keys and the values. The
-slices of all requests become one table, and no slice has rows of two requests. Each request begins
-at a multiple of 32 rows. So its rows are aligned in memory as in a separate call, which matters
-because the bits of a matrix product may depend on the alignment.
+A *fused* call computes several requests of one kind together. The result of each request has the
+same bits as in a separate call. A fused call concatenates the queries of all requests into one
+tensor, and likewise the keys and the values. The slices of all requests become one table, and no
+slice has rows of two requests. Each request begins at a multiple of 32 rows, so that its rows have
+the same alignment in memory as in a separate call. The bits of a matrix product may depend on the
+alignment.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _ROWS = 32  # 32 rows take a multiple of 64 bytes, for any dtype, number of head
 
 
 def kind_of(request: Request, device: torch.device) -> Hashable:
-    """Return a key that is equal for requests that one call may compute on this device.
+    """Return a key. Requests with equal keys may be computed in one call on this device.
 
-    On a GPU, each forward pass of Triton or ATen gets a unique key, so it is never fused. How
-    Triton splits long rows of keys depends on the number of rows in the launch, and ATen uses cuDNN
+    On a GPU, each forward pass of Triton or ATen gets a unique key, and is therefore never fused.
+    Triton splits long rows of keys depending on the number of rows in the launch. ATen uses cuDNN
     if all documents are equally long. In a fused call, the bits of a result would therefore depend
     on the other requests.
     """
@@ -178,7 +179,7 @@ def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence
 
 
 def hardware_of(device: torch.device) -> str:
-    """Return a description of a device; processes with the same description compute the same bits.
+    """Return a description of a device. Processes with equal descriptions compute the same bits.
 
     The description of a CPU includes the number of threads, because the bits of MKL's matrix
     products depend on this number unless MKL_CBWR makes them reproducible.

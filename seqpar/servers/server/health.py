@@ -1,8 +1,9 @@
 """gRPC's standard health service, which tells whether a server accepts requests.
 
-The service answers at the server's address. The probes of Kubernetes cannot use it there if the
-server has certificates, because these probes can neither use TLS nor have a certificate. For them,
-a second port can answer without TLS. The second port has only the health service.
+The health service answers at the server's address. If the server has certificates, the probes of
+Kubernetes cannot call the service at this address, because the probes support neither TLS nor
+certificates. For probes, a second port can answer without TLS. The second port offers only the
+health service.
 """
 
 from __future__ import annotations

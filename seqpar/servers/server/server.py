@@ -105,14 +105,14 @@ class Server:
 
     @property
     def draining(self) -> bool:
-        """Whether the server still answers the requests that it has, but accepts no more."""
+        """Whether the server answers its accepted requests, but accepts no further requests."""
         return self._service.draining
 
     def stop(self) -> None:
-        """Accept no more requests.
+        """Accept no further requests.
 
-        `run` returns when the requests that the server has are answered, and at the latest after
-        the deadline `drain`.
+        `run` returns when all accepted requests are answered, or at the deadline `drain` if this is
+        earlier.
         """
         self._service.draining = True
         event_loop().call_soon_threadsafe(self._service.tell)

@@ -1,11 +1,12 @@
-"""Answers the calls of an attention server: sessions, tasks, steps of caches, and the status.
+"""The gRPC service of an attention server: sessions, tasks, decoding steps with caches, and the
+status.
 
 A call is checked before it has any effect. The server reads a payload only when enough memory is
-free for the client (`account.py`). Until then, gRPC's flow control lets the sender wait. When a
-call ends, for whatever reason, the memory that it has taken is free again.
+free for the client (`account.py`). Until then, gRPC's flow control makes the sender wait. When a
+call ends, for whatever reason, the memory of the call is freed.
 
 A *name* is the name in a client's certificate. An *open* call may send several tasks, one after
-another. A *turn* is the permission to receive, of which each name has only a few at a time.
+another. A call needs a *turn* to receive data, and each name has only a few turns at a time.
 """
 
 from __future__ import annotations
@@ -210,16 +211,18 @@ class Service:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server has too many calls")
 
     async def _pause(self, name: str) -> None:
-        """Delay a call that costs its client little. The calls of a name are delayed one by one.
+        """Delay a cheap call. The calls of one name are delayed one after another.
 
-        Without this delay, a name with many connections could keep the event loop busy, so that the
-        calls of other names would wait in gRPC's queue.
+        Without the delay, a name with many connections could keep the event loop busy with cheap
+        calls. The calls of other names would then wait in gRPC's queue.
         """
         async with self._pauses.turn(name):
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _first_request(self, turns: Turns, name: str, context: Context) -> bytes:
-        """Read a call's first request. Its bytes do not count in an account while it arrives."""
+        """Read a call's first request. No account counts the bytes of the request while the request
+        arrives.
+        """
         async with turns.turn(name), asyncio.timeout(self._deadlines.handshake):
             raw: bytes = await context.read()
         if raw is grpc.aio.EOF:
@@ -306,9 +309,11 @@ class Service:
         self._news.clear()
 
     def end_untrusted(self) -> None:
-        """End the sessions of certificates that are no longer trusted, and all of their calls.
+        """End the sessions of certificates that are no longer trusted, and all calls of these
+        sessions.
 
-        A session may be writing an event that its client does not accept, so it is cancelled.
+        Each session is cancelled, because it may be waiting to write an event that the client does
+        not read.
         """
         for session in self.sessions:
             if not self.callers.trusts(Caller(session.client.name, session.certificate)):
@@ -328,8 +333,8 @@ class Service:
     ) -> None:
         """Answer one task after another, until the client ends the call.
 
-        A client saves time with further tasks in an open call. A new call must wait until gRPC has
-        handed all earlier calls to the server, including those of other clients.
+        A task in an open call starts earlier than a task in a new call. A new call must wait until
+        gRPC has handed all earlier calls of all clients to the server.
         """
         requests = [version.read_request(raw)]  # empty during an answer, so that data can be freed
         del raw
@@ -350,8 +355,8 @@ class Service:
     def _opened(self, name: str) -> Iterator[bool]:
         """Yield whether a call may be open, and count open calls.
 
-        Only a few calls may be open, because the server begins to receive the next request of an
-        open call before an account counts the bytes of this request.
+        Only a few calls may be open: the server begins to receive the next request of an open call
+        before an account counts the bytes of the request.
         """
         of_name, of_all = self._open_calls[name], self._open_calls.total()
         is_open = of_name < _OPEN_CALLS and of_all < _ALL_OPEN_CALLS
@@ -400,13 +405,15 @@ class Service:
         give()
 
     def _check_memory(self, needed: int) -> None:
-        """Raise a RequestError if a request needs more bytes than all requests together may."""
+        """Raise a RequestError if one request needs more bytes than the limit of all requests
+        together.
+        """
         if needed > (most := self.account.most):
             reason = f"this request needs {needed} bytes, and all requests together may have {most}"
             raise RequestError(f"memory: {reason}")
 
     async def _take_room(self, name: str, size: int) -> Callable[[], None]:
-        """Wait until enough memory is free for a request, and take it.
+        """Wait until enough memory is free for a request, and reserve the memory.
 
         Returns a function that frees the memory. Raises a FullError after the deadline `request`.
         """
@@ -436,7 +443,9 @@ class Service:
         return incoming.parts
 
     async def _next_chunk(self, name: str, context: Context) -> bytes:
-        """Read a call's next message during a turn. If the sender stalls, the turn ends before."""
+        """Read a call's next message during a turn. If the sender stalls, the turn ends before the
+        message has arrived.
+        """
         async with self._turns.turn(name):
             chunk = asyncio.ensure_future(context.read())
             try:
@@ -493,7 +502,7 @@ class Service:
         return request
 
     async def _computed(self, job: ComputeJob) -> None:
-        """Wait until a job is computed. If the call ends before the job begins, drop the job."""
+        """Wait until a job is computed. If the call ends before the job begins, remove the job."""
         worker = self.worker
         worker.add(job)
         try:

@@ -29,7 +29,7 @@ class FullError(RefusedError):
 
 
 class LeavingError(RefusedError):
-    """The server is about to leave, and accepts nothing more."""
+    """The server is about to leave, and accepts no further requests."""
 
 
 class UntrustedError(RefusedError):
@@ -37,12 +37,12 @@ class UntrustedError(RefusedError):
 
 
 class StaleSessionError(RefusedError):
-    """The session has ended, or belongs to a different name."""
+    """The session has ended, or belongs to another client's name."""
 
 
 @dataclass(eq=False)
 class Session:
-    """One client's session."""
+    """A session of one client."""
 
     client: Client
     certificate: bytes  # in PEM format; b"" if the server uses no certificates
@@ -81,8 +81,9 @@ class Sessions:
 
         Raises a FullError if there are too many sessions.
 
-        A name that has sessions gets one more only if, afterwards, the server can still begin at
-        least as many sessions as the name then has.
+        A name that has sessions already may begin another session only if enough sessions stay
+        free. Afterwards, the number of free sessions must be at least the number of sessions of
+        this name.
         """
         own, most = self._of(name), self._limits.clients
         free = most - len(self) - 1

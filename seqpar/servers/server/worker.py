@@ -75,13 +75,13 @@ class ComputeJob:
 class ThreadsByName:
     """The threads for long jobs, or the threads for short jobs.
 
-    A thread serves one name at a time, and no two threads serve the same name. Names that had no
-    turn yet come first. Then comes the name whose last turn is the longest ago. The caller must
-    hold `lock`, except for the first `start`.
+    A thread serves one name at a time, and no two threads serve the same name. Names without any
+    turn so far come first. After them comes the name that has waited for the longest time since its
+    last turn. The caller must hold `lock`, except for the first `start`.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[], None], lock: threading.Lock) -> None:
-        """Up to `most` threads, all with this name, run the function `run`."""
+        """At most `most` threads run the function `run`. All threads have this name."""
         self.changed = threading.Condition(lock)  # notified when a job may begin
         self.served: set[str] = set()  # the names that a thread serves now
         self.threads: list[threading.Thread] = []
@@ -153,7 +153,9 @@ class Worker:
         self._stopped = False
 
     def start(self) -> None:
-        """Start a thread for short jobs and one for long jobs. More start when names need them."""
+        """Start one thread for short jobs and one thread for long jobs. Further threads start when
+        names need them.
+        """
         for each in self._threads:
             each.start()
 
@@ -187,7 +189,7 @@ class Worker:
                 self._threads[long].changed.notify(len(able))
 
     def withdraw(self, job: ComputeJob) -> bool:
-        """Remove a job from its queue. Returns False if the job has begun or is done."""
+        """Remove a job from its queue. Return False if the job has begun or is done."""
         with self._lock:
             queue = self._queues.get(job.client, ())
             if job not in queue:
@@ -259,9 +261,9 @@ class Worker:
         """Take the jobs of the next turn from the queues.
 
         While several names are active, a turn has one job, so that a name waits for at most one job
-        of each other name. While only one name is active, a turn also has more jobs of the same
-        kind. They are taken from all clients of the name in rotation, and from each client in the
-        order in which it has sent them.
+        of each other name. While only one name is active, a turn has several jobs of one kind. The
+        jobs are taken from all clients of the name in rotation. The jobs of one client are taken in
+        the order in which the client has sent them.
         """
         first, alone = self._threads[long].take(self._firsts(long))
         jobs = [self._pop(first)]
@@ -294,9 +296,9 @@ class Worker:
     def _compute(self, jobs: list[ComputeJob]) -> None:
         """Compute jobs in one call.
 
-        If this fails, each task is computed separately, so that only the tasks at fault have an
-        error. Steps are always computed separately, because they cannot be repeated: a cache
-        refuses a step after a later step.
+        If the call fails, each task is computed separately, so that only the tasks that caused the
+        failure get an error. Decoding steps are always computed separately. They cannot be repeated
+        in this way, because a cache refuses a step after it has computed a later step.
         """
         try:
             steps = [job.request for job in jobs if isinstance(job.request, CacheStep)]

@@ -45,7 +45,7 @@ def check_peer(name: str, address: object) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return whether an address is always on this machine: a Unix socket or a loopback address."""
+    """Return whether an address is a Unix socket or a loopback address, and so on this machine."""
     if is_own(address):
         return True
     try:
@@ -94,13 +94,15 @@ def joined(host: str, port: int) -> str:
 def target(address: str) -> str:
     """Return gRPC's name for a TCP address to which a client connects.
 
-    For a Unix socket, use the name that a `PinnedSocket` has.
+    For a Unix socket, use `PinnedSocket.target` instead.
     """
     return f"dns:///{bind_target(address)}"  # gRPC does not look up an IP address in DNS
 
 
 def bound(address: str, port: int) -> str:
-    """Return an address with the port that gRPC has bound. A Unix socket has no port."""
+    """Return an address in which the port is the one that gRPC has bound. A Unix socket has no
+    port.
+    """
     return address if is_own(address) else f"{address.rpartition(':')[0]}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""Makes an authority, and the certificates of a server and of clients.
+"""The authority that signs the certificates of servers and clients.
 
 An *authority* is a key pair that signs certificates. A *pair* is a certificate and its private key.
 The folder of an authority has the files that servers and clients need (`certificates.py`), and:
@@ -9,9 +9,9 @@ The folder of an authority has the files that servers and clients need (`certifi
 | `clients/NAME/` | the folder of keys of the client NAME, which you copy to this client |
 | `issued/NAME-N.crt` | each certificate that authority N has signed, so that it can be revoked |
 
-An authority is valid for ten years, and a certificate that it signs is valid for one year. Only
-`rotate` changes files that exist: it replaces certificates and their private keys. A process that
-reads a pair while it is replaced keeps the old pair until both new files are complete.
+An authority is valid for ten years, and its certificates are valid for one year. `rotate` replaces
+certificates and private keys. No other function changes existing files. A process that reads a pair
+during the replacement keeps the old pair until both new files are complete.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def rotate(folder: Path) -> list[Path]:
 
 
 def revoke(folder: Path, name: str) -> list[Path]:
-    """Revoke all certificates of a client: copy them to the folder `revoked`.
+    """Revoke all certificates of a client, by copying them to the folder `revoked`.
 
-    Returns the files that are new in this folder.
+    Returns the new files in this folder.
     """
     with _errors_named(folder), _locked(folder):
         files = _issued(folder, name)
@@ -257,7 +257,9 @@ def _pem(what: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and the missing folders above it. Only this user can write to new folders."""
+    """Make a folder and the missing folders above it. Only this user can write to the new
+    folders.
+    """
     for each in reversed((folder, *folder.parents)):
         with contextlib.suppress(FileExistsError):
             each.mkdir(mode=0o755)

@@ -1,4 +1,4 @@
-"""Certificates of attention servers and their clients, which authenticate each other by TLS.
+"""The certificates of attention servers and clients, which authenticate each other with TLS.
 
 A folder of keys holds these files, in PEM format. `authority.py` makes them.
 
@@ -12,23 +12,23 @@ A folder of keys holds these files, in PEM format. `authority.py` makes them.
 A *pair* is a certificate and its private key. An *identity* is an object with the files of one
 side. While a process runs, its identity reads files that have changed:
 
-* If a file cannot be used, the process keeps what the file held before, and reports a *fault*, a
-  text for a log. A new file that cannot be used is skipped. A file cannot be used if it is
+* If a file becomes unusable, the process keeps the file's earlier content, and reports a *fault*,
+  which is a text for a log. A new file that is unusable is skipped. A file is unusable if it is
   incomplete, a fifo, a directory or a dangling link, or if it is a private key that does not belong
   to its certificate.
 * An authority is trusted until its file is removed from `authorities/`. A certificate is revoked
-  until its file is removed from `revoked/`. If a folder cannot be read, the process keeps all that
-  the folder held before. This happens, for example, if the folder was removed, or if the process
-  can open no more files.
+  until its file is removed from `revoked/`. If a folder cannot be read, the process keeps the
+  folder's earlier content. For example, a folder cannot be read if it was removed, or if the
+  process has no free file descriptor.
 * Files whose names begin with a dot are ignored. Each further file in `authorities/` or `revoked/`
   whose name does not end in `.crt` is reported as a fault, because somebody may rely on it.
 
 Only this user and root may be able to write the files and their folders, and no other user may be
-able to read a private key. Otherwise a process does not start, and a running process reports a
-fault.
+able to read a private key. If the permissions are wrong, a process does not start, and a running
+process reports a fault.
 
-After the end of a certificate's validity, TLS makes no new connection with it, and a server also
-refuses the certificate on connections that exist. A fault is reported from 30 days before the end.
+TLS makes no new connection with an expired certificate, and a server also refuses an expired
+certificate on existing connections. A fault is reported from 30 days before a certificate expires.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Certificates:
     def look(self) -> bool:
         """Read the folder again, and return whether the certificates have changed.
 
-        If the folder cannot be read, this raises a ValueError, and all certificates are kept.
+        If the folder cannot be read, `look` raises a ValueError, and all certificates are kept.
         """
         try:
             check_folder(self.folder)
@@ -277,8 +277,9 @@ class ServerIdentity(_Identity):
         def changed() -> grpc.ServerCertificateConfiguration | None:
             """Return the configuration if it is new, and None otherwise.
 
-            If each handshake replaced the configuration while other handshakes use it, gRPC would
-            crash after thousands of handshakes.
+            The handshakes must not replace the configuration each time. gRPC crashes after
+            thousands of handshakes if a handshake replaces the configuration that another handshake
+            uses.
             """
             nonlocal given
             if given is self._configuration:
@@ -298,7 +299,9 @@ class ServerIdentity(_Identity):
         return self._new([*faults, *sorted(self._ending)])
 
     def name_of(self, pem: bytes) -> str | None:
-        """Return the name in a client's certificate, or None if it is not accepted now."""
+        """Return the name in a client's certificate, or None if the certificate is not accepted
+        now.
+        """
         known = self._names
         if (entry := known.get(pem)) is None:
             if len(known) >= _MOST_NAMES:
@@ -315,8 +318,8 @@ class ServerIdentity(_Identity):
     def _verify(self, pem: bytes) -> tuple[str | None, datetime, datetime]:
         """Verify a client's certificate.
 
-        Returns its name, and the times from which and until which it is valid. The name is None if
-        the certificate is not accepted.
+        Returns the name in the certificate, and the times at which its validity begins and ends.
+        The name is None if the certificate is not accepted.
         """
         try:
             certificate = _parse(pem, "client")

@@ -1,4 +1,4 @@
-"""Checks the argument `transports`, and makes names of pools and servers."""
+"""The check of the argument `transports`, and unique names of pools and servers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def own_name() -> str:
 
 
 def transports_of(names: Sequence[str] | None) -> list[TransportName]:
-    """Check the argument `transports`, and return the names, with "grpc" as the last name.
+    """Check the argument `transports`, and return the names of the transports, with "grpc" last.
 
-    None means only "grpc". NIXL is used only if it is named, because its library opens a TCP port
-    without authentication, even in a process that uses only Unix sockets itself.
+    None means only "grpc". NIXL is used only if the argument names NIXL. The reason is that NIXL's
+    library opens a TCP port without authentication, even if the process otherwise uses only Unix
+    sockets.
     """
     if names is None:
         return ["grpc"]

@@ -1,8 +1,8 @@
-"""The one event loop that makes and answers all gRPC calls of this process, in its own thread.
+"""The event loop for all gRPC calls of this process, which runs in a thread of its own.
 
 gRPC remembers all event loops in which it was used, and passes events from loop to loop. If one of
-these loops is closed, an event can be lost. So all pools and servers of a process share one loop,
-which ends only with the interpreter.
+these loops is closed, an event can be lost. All pools and servers of a process therefore share one
+loop, which runs until Python exits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _LoopThread(threading.Thread):
         self.loop.run_forever()
 
     def end(self) -> None:
-        """End the loop and the thread, before the interpreter ends."""
+        """End the loop and the thread, before Python exits."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.join()
 
@@ -57,12 +57,12 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def is_running() -> bool:
-    """Return whether the event loop was started and has not ended."""
+    """Return whether the event loop is running."""
     return _thread is not None and _thread.is_alive()
 
 
 def in_event_loop() -> bool:
-    """Return whether the caller runs in the event loop's thread. This thread must not wait."""
+    """Return whether the caller runs in the event loop's thread, which must not wait."""
     return threading.current_thread() is _thread
 
 
@@ -77,7 +77,7 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def _forget() -> None:
-    """Forget the thread in a forked process, which does not have it."""
+    """Forget the thread in a forked process, in which the thread does not exist."""
     global _thread, _lock, _is_forked
     if _thread is not None:
         _is_forked = True

@@ -1,7 +1,7 @@
-"""Reads files of keys, which decide whom a process trusts.
+"""Safe reading of the files of keys, which decide whom a process trusts.
 
-A file is used only if no user other than this user and root can change it. Reading never blocks,
-whatever a file is; for example, it may be a fifo.
+A file is used only if nobody except this user and root can change the file. Reading never blocks,
+even if the file is a fifo.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def shown(path: Path) -> str:
 def check_folder(folder: Path) -> None:
     """Raise an Unsafe error if users other than this user and root can change a folder.
 
-    The folders above it are checked too. In these, other users may be able to add files, as in
-    /tmp, but they must not be able to replace files of this user.
+    All parent folders are checked too. In a parent folder, other users may add files, as in /tmp,
+    but must not be able to replace files of this user.
     """
     real = os.path.realpath(folder)
     for name, status in way_to(str(folder)):
@@ -49,11 +49,11 @@ def _check_owner(name: str, status: os.stat_result, may_be_sticky: bool = False)
 
 
 def read(file: Path) -> bytes:
-    """Return the content of a regular file; raise a ValueError that names a file that is unsafe.
+    """Return the content of a regular file, or raise a ValueError that names the unsafe file.
 
-    Only the owner may be able to read a private key. There is one exception: the key's group may
-    read it if root owns the key and this process does not run as root. Kubernetes mounts secrets in
-    this way, for the group that a pod names.
+    Only the owner may be able to read a private key. There is one exception: the group of the file
+    may read a private key if root owns the file and this process does not run as root. Kubernetes
+    mounts secrets in this way for the group of a pod.
     """
     # With O_NONBLOCK, opening a fifo does not wait until a process writes to the fifo.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -79,7 +79,7 @@ def _unreadable(file: Path, error: OSError) -> ValueError:
 
 
 class Watched(Generic[T]):
-    """A value that is loaded again when one of its files has changed."""
+    """A value that is loaded from files, and is loaded again when a file has changed."""
 
     def __init__(self, load: Callable[..., T], *files: Path) -> None:
         self._load, self.files = load, files
@@ -89,7 +89,7 @@ class Watched(Generic[T]):
     def look(self) -> bool:
         """Load the value again if a file has changed, and return whether the value has changed.
 
-        If the value cannot be loaded, this raises a ValueError, and the old value is kept.
+        If the value cannot be loaded, `look` raises a ValueError, and the old value is kept.
         """
         old = self.value
         try:

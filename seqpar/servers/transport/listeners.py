@@ -1,4 +1,4 @@
-"""Finds the addresses at which this process listens, in the tables of Linux."""
+"""The addresses at which this process listens, read from the tables of the Linux kernel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _rows(table: str) -> list[list[str]]:
 def _address(text: str) -> str:
     """Convert an address of the table to HOST:PORT.
 
-    The table has the host as hexadecimal 32-bit numbers, in the machine's byte order.
+    In the table, the host is written as hexadecimal 32-bit numbers, in the machine's byte order.
     """
     host, port = text.split(":")
     words = [int(host[i : i + 8], 16) for i in range(0, len(host), 8)]

@@ -1,7 +1,7 @@
-"""Keeps other users of the machine out of loopback addresses, when there are no keys.
+"""Protection of loopback addresses from other users of the machine, without keys.
 
-A client binds a second socket to the server's port, so that no other user can listen there. A
-server asks the kernel which user makes a call. Both work only on Linux.
+A client binds a second socket to the server's port, so that no other user can listen at this port.
+A server asks the kernel which user makes a call. Both methods work only on Linux.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _ANY = 0xFFFFFFFF
 def hold_port(address: str) -> socket.socket:
     """Return an open socket that keeps other users from listening at a loopback address.
 
-    The socket does not listen. Linux lets several sockets have one address only if all of them set
-    SO_REUSEPORT and belong to the same user. So while this socket is open, any process that listens
-    at the address belongs to this user. The server must set SO_REUSEPORT; servers of gRPC do so by
-    default.
+    The socket does not listen. Linux allows several sockets at one address only if all of them set
+    SO_REUSEPORT and belong to the same user. While the returned socket is open, every process that
+    listens at the address therefore belongs to this user. The server must set SO_REUSEPORT; servers
+    of gRPC do so by default.
 
     Raises:
         OSError: a socket of a different user, or a socket without SO_REUSEPORT, has the address.
@@ -61,9 +61,10 @@ def hold_port(address: str) -> socket.socket:
 def sole_server(address: str) -> socket.socket:
     """Return an open socket that keeps this user's other servers from a loopback address.
 
-    `address` has the port that is bound. Because the server's sockets set SO_REUSEPORT, a second
-    server of this user could bind the same port, and would then get half of the connections. So
-    each server first calls this function, which fails while the socket of an earlier call is open.
+    `address` has the port that is bound. The server's sockets set SO_REUSEPORT. A second server of
+    this user could therefore bind the same port, and would then get half of the connections. To
+    prevent this, each server first calls `sole_server`, which fails while the socket of an earlier
+    call is open.
 
     Raises:
         OSError: a second server has the address, or the kernel does not tell which user connects.

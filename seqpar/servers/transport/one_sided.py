@@ -1,18 +1,18 @@
-"""Writes payloads and results directly into the memory of the receiving process, with NIXL.
+"""The transport NIXL, which writes payloads and results directly into the memory of the receiver.
 
 **Security.** A connected peer can write into this process, and payloads are not encrypted. UCX, the
-library below NIXL, listens on each interface that UCX_NET_DEVICES names. By default these are all
-interfaces. UCX does not authenticate who connects. Use NIXL only on networks, and with peers, that
-you trust as much as this process.
+library below NIXL, listens on each interface that UCX_NET_DEVICES names. By default, UCX listens on
+all interfaces. UCX does not authenticate peers. Use NIXL only if you trust the network and all
+peers as much as this process.
 
-Each pool and each server has one NIXL *agent*, and one *block* of memory in which it receives. Each
-session has a part of this block, its *arena*. A *place* is an offset in an arena. NIXL writes only
-from and into memory that is registered. The block is registered once. A sender registers the
-payload's memory during each transfer, because that is faster than a copy into a registered buffer:
-on a CPU, registering 64 MiB takes 5 µs, and copying 64 MiB takes 10 ms.
+Each pool and each server has one NIXL *agent*, and one *block* of memory for received data. Each
+session has an *arena*, which is a part of the block. A *place* is an offset in an arena. NIXL reads
+and writes only registered memory. The block is registered once. A sender registers the payload's
+memory for each transfer, because registering is faster than a copy into a registered buffer. On a
+CPU, registering 64 MiB takes 5 µs, and copying 64 MiB takes 10 ms.
 
-A peer may still write to an arena after this process has stopped waiting for the peer. So the
-receiver copies a payload before it computes the checksum.
+A peer may still write to an arena after this process has stopped waiting for the peer. The receiver
+therefore copies a payload before it computes the checksum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class TransportError(RuntimeError):
 
 
 class ArenaTarget(NamedTuple):
-    """What a peer must know to write into an arena: the agent's metadata, the address, the size."""
+    """The data that a peer needs to write into an arena: the agent's metadata, the address, the
+    size.
+    """
 
     agent: bytes
     address: int
@@ -104,7 +106,7 @@ class OneSided:
         self._stuck: list[object] = []  # the memory of transfers that could not be ended
 
     def open(self, peer: Hashable) -> ArenaTarget | None:
-        """Reserve an arena for a peer, and return what the peer must know to write into it.
+        """Reserve an arena for a peer, and return the `ArenaTarget` for the peer.
 
         Returns None if the block has no space for an arena.
         """
@@ -140,7 +142,8 @@ class OneSided:
     async def write(self, peer: Hashable, parts: Sequence[Bytes], place: int) -> None:
         """Write parts, each aligned to 64 bytes, to `place` in a peer's arena.
 
-        The parts must not change meanwhile. If the write fails, this raises a TransportError.
+        The parts must not change during the write. If the write fails, `write` raises a
+        TransportError.
         """
         known = self._peers.get(peer)
         places, total = placed([part.nbytes for part in parts])
@@ -185,7 +188,7 @@ class OneSided:
             raise TransportError("nixl: the transfer failed")
 
     async def polling(self, waited: Awaitable[T]) -> T:
-        """Wait for something that a peer does after its write, and poll the agent meanwhile."""
+        """Await a message that a peer sends after its write, and poll the agent during the wait."""
         task, start = asyncio.ensure_future(waited), time.monotonic()
         try:
             while not task.done():

@@ -59,7 +59,9 @@ def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
 
 
 def client_options(seconds: float) -> Options:
-    """Return the options of a channel. It is lost if the server answers no ping for `seconds`."""
+    """Return the options of a channel. The channel is lost if the server answers no ping for
+    `seconds`.
+    """
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         *CHANNEL_OPTIONS,
@@ -75,7 +77,7 @@ def client_options(seconds: float) -> Options:
 
 
 def open_channel(route: Route, identity: ClientIdentity | None, seconds: float) -> grpc.aio.Channel:
-    """Return a channel to a server. It shares its network connection with no other channel."""
+    """Return a channel to a server, with a network connection of its own."""
     options = client_options(seconds)
     if identity is None:
         return grpc.aio.insecure_channel(route.target, options=options)

@@ -1,4 +1,4 @@
-"""Checks an address before a client connects, so that no other user can act as the server."""
+"""The check of an address before a client connects, so that no other user can act as the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Route:
 
     A process at a Unix socket is trusted if it belongs to this user or root. Without keys, a
     process at a loopback address is trusted if it belongs to this user. With keys, TLS checks the
-    server's certificate. If the server was lost, make a new route and a new channel.
+    server's certificate. After the server was lost, make a new route and a new channel.
     """
 
     def __init__(self, address: str, has_keys: bool) -> None:

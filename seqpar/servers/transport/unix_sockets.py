@@ -1,6 +1,6 @@
-"""Keeps other users away from a server's Unix socket.
+"""Protection of a server's Unix socket from other users.
 
-A server checks that only this user's processes can bind and use the socket. A client checks that
+A server checks that only processes of this user can bind and use the socket. A client checks that
 the process at the socket belongs to this user or root.
 """
 
@@ -19,7 +19,9 @@ from seqpar.core.file_owners import fault_of_folder
 
 
 class SocketLock:
-    """The right to bind a path. It is a lock on the file PATH.lock, which one process can have."""
+    """The right to bind a path: a lock on the file PATH.lock, which one process at a time can
+    have.
+    """
 
     def __init__(self, path: str) -> None:
         """Take the lock, or raise an OSError if a process has the lock."""
@@ -47,10 +49,11 @@ class SocketLock:
 
 @contextlib.contextmanager
 def binding(path: str) -> Iterator[SocketLock]:
-    """Yield a lock. Bind the path in this context, and only this user can use the socket.
+    """Yield a lock. A socket that is bound to the path in this context can be used only by this
+    user.
 
-    Free the lock when the server has stopped. Without the lock, gRPC would replace the file of a
-    server that still listens, and a server that stops would delete the file of a later server.
+    Free the lock when the server has stopped. Without the lock, gRPC would replace the socket's
+    file of a running server, and a server that stops would delete the file of a later server.
 
     Raises:
         OSError: other users could replace the file, a server listens at the path, the path has a
@@ -110,10 +113,11 @@ def fault_of_socket(path: str, file: int | None = None) -> str | None:
 class PinnedSocket:
     """A Unix socket to which a client connects. This user or root listens at it.
 
-    `target` is gRPC's name for the open file of the socket, and not for its path. Only one process
-    ever listens at a socket's file. So a channel that connects again reaches the process that was
-    checked, or no process. If the server leaves and a process makes a new file at the path, the
-    channel does not reach this process. To reach a later server, make a new PinnedSocket.
+    `target` is gRPC's name for the open file of the socket, and not for the path of the file. Only
+    one process ever listens at the file of a socket. A channel that connects again therefore
+    reaches the process that was checked, or no process. If the server leaves and another process
+    makes a new file at the path, the channel does not reach the other process. To reach a later
+    server, make a new PinnedSocket.
     """
 
     def __init__(self, path: str) -> None:

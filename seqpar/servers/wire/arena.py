@@ -1,4 +1,4 @@
-"""Allocates ranges of bytes in a block of memory. Each range begins at a multiple of 64 bytes."""
+"""An allocator for a block of memory. Each allocated range begins at a multiple of 64 bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALIGNMENT = 64  # bytes
 
 
 def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return aligned offsets for parts of these sizes, and the total bytes that the parts take."""
+    """Return an aligned offset for each part, given the sizes of the parts, and the total bytes."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -18,7 +18,7 @@ def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Arena:
-    """Allocates ranges of a block of `size` bytes: always the first free range that is enough."""
+    """A first-fit allocator of a block of `size` bytes."""
 
     def __init__(self, size: int) -> None:
         self.size = size

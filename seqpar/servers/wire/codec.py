@@ -1,4 +1,4 @@
-"""Converts requests to headers and payloads, and back.
+"""The conversion of requests to headers and payloads, and back.
 
 The *tables* are the first three parts of a task's payload: the slices, the positions of the queries
 and the positions of the keys.
@@ -36,7 +36,7 @@ _PIECE_ROWS, _PIECE_BYTES = 64, 512
 
 @dataclass(frozen=True)
 class Packed:
-    """A request in the form in which it can be sent, to any server and any number of times."""
+    """A packed request, which can be sent to any server and any number of times."""
 
     task: Task
     step: Step | None  # None unless the request is a step of a cache
@@ -53,7 +53,7 @@ class Packed:
 
 
 def _task(operation: Operation, q: Tensor, v: Tensor, options: CallOptions, **fields: Any) -> Task:
-    """Return the sizes and options of a request. The rows and heads of k are those of v."""
+    """Return the sizes and options of a request. k and v have the same rows and heads."""
     fields |= zip(("batch", "q_rows", "heads", "dim"), q.shape, strict=True)
     fields |= zip(("k_rows", "kv_heads", "value_dim"), v.shape[1:], strict=True)
     fields |= {"scale": options.scale, "softcap": options.softcap}
@@ -61,7 +61,9 @@ def _task(operation: Operation, q: Tensor, v: Tensor, options: CallOptions, **fi
 
 
 def pack(request: Request) -> Packed:
-    """Pack a request. Raises a RequestError if no server could accept it, whatever its limits."""
+    """Pack a request. Raises a RequestError if no server could accept the request with any
+    limits.
+    """
     task = _task(
         request.operation,
         request.q,
@@ -86,7 +88,8 @@ def pack_step(
     seen: Seen,
     scores: CallOptions,
 ) -> Packed:
-    """Pack a step that stores k and v after the first `start` rows of a cache, and then attends.
+    """Pack a decoding step, which stores k and v after the first `start` rows of a cache, and
+    attends.
 
     `cache` is the number of the cache, and `writes` is the number of its earlier steps. `operands`
     are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
@@ -108,7 +111,7 @@ def _tables(request: Request) -> tuple[list[Bytes], int]:
 
 
 class KeptSlices:
-    """Keeps the slices of recent tasks, with the data that backends have derived from them."""
+    """The slices of recent tasks, and the data that backends have derived from the slices."""
 
     def __init__(self, most: int = 2**26) -> None:
         # `nbytes` is an upper bound of the memory in use, and may be at most `most`.
@@ -141,11 +144,11 @@ class KeptSlices:
 def unpack(
     task: Task, expected: int, buffers: Sequence[Buffer], backend: str, kept: KeptSlices
 ) -> Request:
-    """Make the request of a task from its header, which must be checked, and its payload.
+    """Return the request of a task, given its checked header and its payload.
 
-    `expected` is the checksum of the payload, and `kept` has the slices of earlier tasks. The
-    slices are copied from the buffers. q, k, v and gradients are views of the buffers, which must
-    not change. A RequestError names the part of the payload that is malformed.
+    `expected` is the checksum of the payload, and `kept` has the slices of earlier tasks. Slices
+    are copied from the payload's buffers. q, k, v and gradients are views of the buffers, so the
+    buffers must not change. A RequestError names the part of the payload that is malformed.
     """
     payload = form_of(task).request
     payload.check(buffers, expected)

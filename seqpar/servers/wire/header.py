@@ -1,7 +1,8 @@
-"""Computes the sizes of a payload from the header, and checks them before memory is allocated.
+"""The sizes of a payload, which are computed from the header and checked before memory is
+allocated.
 
-No size can overflow, because Python's integers cannot. An error names the field and the allowed
-values. It may have numbers of the header, but never data of the payload.
+No size can overflow, because Python's integers are unbounded. The text of an error names the field
+and the allowed values. The text may have numbers of the header, but never data of the payload.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Form:
         return Payload([PayloadTensor(name, exact, shape) for name, shape in shapes.items()])
 
     def _shapes(self) -> tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """Return the dtypes of operands and of sums, and all dimensions of q and k but the last."""
+        """Return the dtypes of operands and of sums, and the shapes of q and k without the head
+        dim.
+        """
         task, dtype = self._task, DTYPES[self._task.dtype]
         rows = task.batch, task.q_rows, task.heads
         keys = task.batch, task.k_rows, task.kv_heads
@@ -118,10 +121,10 @@ def check_tables(
 
     Each slice must lie within the rows of q and k, and positions must ascend within each slice.
 
-    A slice is a rectangle of query rows and key rows. All rectangles together may have at most
-    twice as many pairs as there are pairs of a query row and a key row. A causal mask with a prefix
-    needs this number. Without the limit, a small request with overlapping slices could cause any
-    amount of work.
+    A slice has a range of query rows and a range of key rows, and so a number of pairs of rows. All
+    slices together may have at most twice the number of all pairs of a query row and a key row. A
+    causal mask with a prefix needs twice this number. Without the limit, a small request with
+    overlapping slices could cause any amount of work.
     """
     for name, columns, positions in (
         ("q rows", table[:, 0:2], q_positions),

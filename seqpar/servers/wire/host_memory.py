@@ -1,7 +1,7 @@
-"""Allocates host memory for tensors that are copied to or from a GPU.
+"""Host memory for tensors that are copied to or from a GPU.
 
-Pinned memory is used, because the host need not wait for copies between pinned memory and the GPU.
-A copy from or to other memory goes through a buffer of the driver, and the host waits for it.
+The memory is pinned, because the host need not wait for copies between pinned memory and a GPU. A
+copy between other memory and a GPU uses a buffer of the driver, and the host waits for the copy.
 """
 
 from __future__ import annotations

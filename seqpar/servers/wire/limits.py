@@ -27,7 +27,7 @@ def _of_memory(parts: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a server. It refuses a request above a limit before it allocates memory for it.
+    """The limits of a server, which are checked before the server allocates memory for a request.
 
     With the defaults, all requests, results and caches together take at most half of the memory
     that the process may use (`usable_memory`).
@@ -55,8 +55,8 @@ class Deadlines:
     """A client's deadlines in seconds: connect < request < hedge < give_up < group.
 
     Payloads on the network extend `request`, `hedge` and `give_up`. The extension is twice the time
-    that the payloads and results of all tasks of the server need at the bandwidth that was measured
-    for the server. A bandwidth below 1 MiB per second counts as 1 MiB per second.
+    for sending the payloads and results of all tasks of a server, at the bandwidth that was
+    measured for this server. A bandwidth below 1 MiB per second counts as 1 MiB per second.
     """
 
     # The deadline for a handshake. A server also counts as lost if its session has had no event for

@@ -1,6 +1,6 @@
-"""The headers of requests and replies, in the form that does not depend on the service's version.
+"""The headers of requests and replies, in a form that does not depend on the service's version.
 
-`versions.py` converts them to the messages of `attention.proto`, and back.
+`versions.py` converts the headers to the messages of `attention.proto`, and back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Task:
 
 
 class Step(NamedTuple):
-    """Which rows a step appends to a cache, and which rows its queries attend to.
+    """A decoding step: the rows that it appends to a cache, and the rows to which its queries
+    attend.
 
     The server keeps the first `start` rows of the cache, and appends the `k_rows` rows of the
     payload. A query at position i attends to rows i − left … i + right. The first step of a cache
@@ -54,7 +55,7 @@ class Step(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where NIXL writes the payload and the result: offsets in the arenas of the two sides."""
+    """The offsets in two arenas at which NIXL writes the payload and the result."""
 
     request: int  # the payload's offset in the server's arena
     result: int  # the result's offset in the client's arena

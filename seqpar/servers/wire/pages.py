@@ -1,8 +1,8 @@
-"""Stores the rows of a cache in pages, on a server or in the trainer's process.
+"""The pages that store the rows of a cache, on a server or in the trainer's process.
 
-A *row* is the key and the value of a token. A *page* is a block of memory for consecutive rows.
-Which rows a page has depends only on the number of rows. So attention has the same bits, no matter
-in how many steps the rows arrived.
+A *row* is the key and the value of a token. A *page* is a block of memory for consecutive rows. The
+division of rows into pages depends only on the number of rows. The bits of attention therefore do
+not depend on the number of steps in which the rows arrived.
 
 Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
 """
@@ -56,14 +56,14 @@ class RowShape(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Which rows queries attend to: a query at position i attends to rows i − left … i + right."""
+    """The window of queries: a query at position i attends to rows i − left … i + right."""
 
     offset: int  # the position of the first query; the first row has position 0
     left: int
     right: int
 
     def rows(self, tokens: int, length: int) -> tuple[int, int]:
-        """Return (start, stop): rows outside of this range are attended to by no query.
+        """Return the range (start, stop) of rows to which at least one query attends.
 
         There are `tokens` queries, and `length` rows.
         """
@@ -98,7 +98,7 @@ class Pages:
                 kept[:, rows].copy_(x[:, places].detach())
 
     def settle(self) -> None:
-        """Do nothing: all rows stay. A `RecomputedRows` drops its rows in this method."""
+        """Do nothing. `RecomputedRows`, which has the same methods, drops rows here."""
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of rows start … stop − 1."""
@@ -138,9 +138,10 @@ class Pages:
     def _within(
         self, start: int, stop: int
     ) -> Iterator[tuple[tuple[Tensor, Tensor], slice, slice]]:
-        """Yield each page that has some of the rows start … stop − 1.
+        """Yield each page that has some of the rows start … stop − 1, and two slices.
 
-        Two slices follow the page: where these rows are in the page, and in start … stop − 1.
+        The first slice has the indices of these rows in the page, and the second slice their
+        indices in start … stop − 1.
         """
         for page, (first, last) in zip(self._pages, _pages(stop), strict=False):
             low, high = max(start, first), min(stop, last)
@@ -157,7 +158,9 @@ def _pages(rows: int) -> list[tuple[int, int]]:
 
 
 def _slices(tokens: int, group: int, start: int, stop: int, seen: Seen) -> Slices:
-    """Return the slices of `tokens` queries over rows start … stop − 1. A query is `group` rows."""
+    """Return the slices of `tokens` queries over rows start … stop − 1. A query has `group`
+    rows.
+    """
     offset, left, right = seen
     if offset + tokens - 1 - left <= start and stop - 1 <= offset + right:
         rows = tokens * group

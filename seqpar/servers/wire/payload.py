@@ -1,7 +1,7 @@
-"""Converts tensors to bytes and back, and computes their checksum.
+"""The conversion of tensors to bytes and back, and the checksum of the bytes.
 
 A *payload* is the bytes of several tensors. Each tensor is a *part* of the payload, and is sent and
-received as one buffer. A payload is sent in *chunks*, which are larger or smaller than its parts.
+received as one buffer. A payload is sent in *chunks*. A chunk may be larger or smaller than a part.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Incoming:
         self._left: Bytes = np.empty(0, np.uint8)  # the rest of the part that is filled now
 
     def take(self, data: Buffer) -> None:
-        """Copy the next chunk, or raise a RequestError if it has more bytes than are missing."""
+        """Copy the next chunk, or raise a RequestError if the chunk has more bytes than the payload
+        lacks.
+        """
         chunk: Bytes = np.frombuffer(data, np.uint8)
         if chunk.size > self.missing:
             raise RequestError(f"payload: {self.missing} bytes were missing, {chunk.size} came")
@@ -115,9 +117,9 @@ def chunks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
-    """Return the bytes of each tensor. A tensor that is contiguous on the CPU is not copied.
+    """Return the bytes of each tensor. A contiguous tensor on the CPU is not copied.
 
-    The copies of all tensors of a GPU run together, and the host waits only once for all of them.
+    The tensors of a GPU are copied together, and the host waits once for all copies.
     """
     tensors = [x.detach() for x in tensors]
     on_host = [_begin_copy(x) if x.is_cuda else x.to("cpu").contiguous() for x in tensors]
@@ -150,9 +152,9 @@ def view_of(buffer: Buffer) -> memoryview:
 def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
     """Return the 64-bit XXH3 checksum of a payload. `before` is the checksum of earlier parts.
 
-    The checksum of a part is the seed for the next part, so the order and the lengths of the parts
-    matter. Other threads can run while this function computes. The checksum detects accidental
-    damage only: it does not protect from forgery, as TLS does.
+    The checksum of a part is the seed for the next part. The result therefore depends on the order
+    and the lengths of the parts. Other threads can run during the computation. The checksum detects
+    accidental damage. Only TLS protects from forgery.
     """
     result = before
     for part in parts:

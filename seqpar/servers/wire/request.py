@@ -1,4 +1,6 @@
-"""A request: a task of attention that any process can compute, and the error if none does."""
+"""A request: a task of attention that any process can compute, and the error if none computes
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from seqpar.softmax.compute.partial import OutputGradient
 class Request:
     """Attention of query rows over key rows, or the backward pass of such an attention.
 
-    A request for a backward pass has everything that is needed to compute it. It can therefore be
-    sent to any server, not only to the server of the forward pass, and can be sent again.
+    A request for a backward pass has all tensors that the backward pass needs. The request can
+    therefore be sent to any server, and not only to the server that computed the forward pass.
     """
 
     q: Tensor  # (B, Tq, Hq, D)
@@ -130,10 +132,10 @@ class ServersError(RuntimeError):
 
 
 def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Wait for a result, and make it usable in the caller's CUDA stream.
+    """Wait for a result, and make the result usable in the caller's CUDA stream.
 
-    The pool's thread has allocated the result in a different stream. Without `record_stream`, its
-    memory could be reused while the caller's stream still reads it.
+    The pool's thread has allocated the result in a different stream. Without `record_stream`, the
+    memory of the result could be reused while the caller's stream still reads the result.
     """
     result = answer.result()
     for x in result:

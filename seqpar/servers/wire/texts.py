@@ -1,4 +1,4 @@
-"""Makes texts that peers have sent safe for terminals, logs and reports."""
+"""Escaping of texts that peers have sent, for terminals, logs and reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The versions of the service that servers offer and pools use, and the encoding of their messages.
+"""The versions of the gRPC service, and the encoding of the messages of each version.
 
 A server offers the newest two versions, and a pool uses the newest version that its server offers.
-So trainers and servers can be updated one after another, in any order.
+Trainers and servers can therefore be updated one after another, in any order.
 
 A `Version` encodes and decodes the messages of one protobuf package, such as `seqpar.attention.v1`.
 For a new package, write a subclass that overrides what has changed.
@@ -46,7 +46,9 @@ class Version:
         return joined(message.SerializeToString(), data)
 
     def checksum(self, header: RequestHeader) -> int:
-        """Return the checksum with which a request is sent; it ties the reply to the request."""
+        """Return the checksum that is sent with a request. A reply is matched to its request by the
+        checksum.
+        """
         return header.checksum ^ digest(self._unplaced(header))
 
     def _unplaced(self, header: RequestHeader) -> Any:
@@ -114,7 +116,7 @@ class Version:
 def digest(request: Any) -> int:
     """Return a hash of a request's task and step.
 
-    The checksum of the request includes this hash, so a damaged header is found too.
+    The checksum of the request includes the hash, so that a damaged header is detected too.
     """
     parts = (x.SerializeToString(deterministic=True) for x in (request.task, request.step))
     return checksum(list(parts))
