@@ -36,7 +36,8 @@ def levers(lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     older = Costs(Cluster.preset("1x8-h100"), model)
     recomputed, kept = with_keeping(older, RECOMPUTED), with_keeping(older, KEPT)
     parts = recomputed.memory.parts
-    states = sum(parts[x] for x in ("parameters", "gradients", "optimizer", "gathered parameters"))
+    of_states = "parameters", "gradients", "optimizer", "gathered parameters", "gathered gradients"
+    states = sum(parts[x] for x in of_states)
     of_plain, of_recomputed = (
         states + parts["messages"] + tokens * sum(costs.activation_bytes_per_token(x))
         for x in ("none", "full")

@@ -130,12 +130,28 @@ class Footprint:
         width = (self.model.heads + self.model.kv_heads) * self.model.head_dim
         return self.tokens * width * _BF16  # the inputs of these norms
 
+    def _waiting_gradients(self) -> float:
+        """Return the bytes of whole gradients of parameters, while a layer computes its backward.
+
+        FSDP2 keeps the gradients in fp32 that it reduced last, and the gradient of the head until
+        backward ends.
+        """
+        if self.ranks == 1:
+            return 0.0
+        layer = self.model.layer_parameters(self._largest_layer)
+        return layer * _FP32 + self.model.vocabulary * self.model.hidden * _BF16
+
     def _moments(self) -> dict[str, dict[str, float]]:
         model, layer = self.model, self._largest_layer
         projected = max(map(model.attention_elements, model.layers)) * self.tokens * _BF16
         ffn = model.ffn_weights(layer, stored=True)
-        logits = _LOGIT_COPIES * self.loss_chunk * model.vocabulary * _FP32
-        head_gradient = model.vocabulary * model.hidden * _FP32
+        logits = self.loss_chunk * model.vocabulary * _FP32
+        head = model.vocabulary * model.hidden * _FP32
+        # Beside the sum of the head's gradients: all copies of a chunk's logits, or the gradient of
+        # the head that one chunk adds, which is computed from two copies.
+        loss = head + max(_LOGIT_COPIES * logits, 2 * logits + head)
+        ffn_gradients = ffn * (_FP32 + _BF16)
+        waiting = self._waiting_gradients()
         # The gradient of a layer's output, and the output of the first norm.
         around = 2 * self._row + self._head_norms()
         return {
@@ -143,14 +159,17 @@ class Footprint:
                 "attention": self.attention,
                 "messages": self.messages,
                 "rest of a layer": around,
+                "gathered gradients": waiting + ffn * _BF16,
             },
             "MLP": {
                 "attention": projected,
                 # The input of the second norm, its output, and the gradient of that output.
                 "rest of a layer": around + 3 * self._row,
-                "MLP": self.chunk * layer.ffn * _MLP_TENSORS * _BF16 + ffn * _FP32,
+                "MLP": self.chunk * layer.ffn * _MLP_TENSORS * _BF16 + ffn_gradients,
+                "gathered gradients": waiting,
             },
-            "loss": {"loss": logits + head_gradient + 2 * self._row},
+            # The input of the last norm, its output, and the gradient of that output.
+            "loss": {"loss": loss + 3 * self._row},
             "gradients of embedding and head": {
                 "rest of a layer": self._row,
                 "gathered gradients": self._root_parameters * (_BF16 + _FP32),

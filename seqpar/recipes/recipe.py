@@ -275,7 +275,9 @@ def _seconds(costs: Costs, layout: Layout, simulated: Step) -> dict[str, float]:
     products = sum(2 * (model.attention_weights(x) + model.ffn_weights(x)) for x in model.layers)
     again = sum(2 * model.ffn_weights(x) for x in model.layers)
     linear_modules = 4 * tokens * products / rate
-    busy, waiting = (float(simulated.spent(x).max()) for x in ("busy", "waiting"))
+    busy = float(simulated.spent("busy").max())
+    # The rank that waits longest is not the busiest one.
+    waiting = simulated.seconds - simulated.head - simulated.optimizer - busy
     return {
         "attention": busy - linear_modules,
         "linear modules": linear_modules + tokens * again / rate,

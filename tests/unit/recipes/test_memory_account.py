@@ -57,3 +57,11 @@ def test_the_moment_that_needs_most_is_chosen(change, moment):
 
 def test_one_gpu_gathers_no_parameters():
     assert dataclasses.replace(FOOTPRINT, ranks=1).account(LEAST).parts["gathered parameters"] == 0
+
+
+def test_gradients_that_fsdp_holds_are_counted():
+    """A layer's in fp32, which were reduced last, the head's in bf16, and those of the MLP."""
+    layer = MODEL.layers[0]
+    waiting = 4 * MODEL.layer_parameters(layer) + 2 * MODEL.vocabulary * MODEL.hidden
+    parts = FOOTPRINT.account(LEAST).parts
+    assert parts["gathered gradients"] == waiting + 2 * MODEL.ffn_weights(layer)

@@ -2,7 +2,9 @@
 
 import pytest
 
+from seqpar.layout.layout import Layout
 from seqpar.recipes.recipe import KEEPINGS, as_gpus, make_recipe
+from seqpar.simulate.steps.training_step import step
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,23 @@ def test_what_cannot_run_is_refused(arguments, message):
 def test_memory_must_exist():
     with pytest.raises(ValueError, match="memory_gb must be above 0 and at most 80 GB"):
         make_recipe("qwen3-8b", "8xh100", [4096], memory_gb=81)
+
+
+def test_seconds_are_those_of_the_simulated_step():
+    """Each part may be largest on another rank, but the sum is the time of the whole step."""
+    recipe = make_recipe("qwen3-next-80b", "16xh200", [2**14])
+    costs, model = recipe.costs, recipe.costs.model
+    keeping = recipe.keeping
+    simulated = step(
+        recipe.strategy,
+        getattr(Layout, recipe.layout)([0, 2**14], 16),
+        costs.cluster,
+        model,
+        checkpointing="attention" if keeping.attention else "full",
+        sharding="full",
+        offload=keeping.offload,
+        optimizer=True,
+    )
+    chunked = sum(2 * model.ffn_weights(x) for x in model.layers) * 2**10
+    again = chunked / costs.cluster.device.reached_rate + simulated.head / 3
+    assert recipe.step_seconds == pytest.approx(simulated.seconds + again)
