@@ -108,7 +108,7 @@ def arguments(
 def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argparse.Namespace:
     """Return the options, or exit if a count is below 1. `positive` names additional counts."""
     options = parser.parse_args()
-    for name in ("seq_len", "threads", "processes", "capacity", "save_every", *positive):
+    for name in ("seq_len", "steps", "threads", "processes", "capacity", "save_every", *positive):
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -118,5 +118,7 @@ def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argp
             parser.error(f"--{name}: {path} does not exist")
     if options.resume and not completed(options.resume):
         parser.error(f"--resume: {options.resume} has no checkpoint, as --save writes them")
+    if options.save and options.save != options.resume and completed(options.save):
+        parser.error(f"--save: {options.save} has checkpoints of another run")
     options.steps = options.steps or (10 if options.inject_fault else 60)
     return options

@@ -226,6 +226,7 @@ def here(monkeypatch):
         (["--cluster=/nowhere"], "--cluster: /nowhere does not exist"),
         (["--resume=/nowhere"], "--resume: /nowhere does not exist"),
         (["--resume=/usr"], "--resume: /usr has no checkpoint"),
+        (["--steps=0"], "--steps must be at least 1"),
         (["--save-every=0"], "--save-every must be at least 1"),
         (["--inject-fault=cosmic-ray"], "invalid choice"),
     ],
@@ -261,6 +262,9 @@ def test_training_continues_from_the_last_complete_checkpoint(here, capsys, text
     *whole, continued = map(json.loads, capsys.readouterr().out.splitlines())
     assert continued["step"] == whole[-1]["step"] == 5
     assert continued["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-6)
+    with pytest.raises(SystemExit):  # --resume would continue from the later checkpoints in it
+        here("train_lm", *training, "--steps=1", f"--save={tmp_path}")
+    assert "has checkpoints of another run" in capsys.readouterr().err
 
 
 def test_one_training_with_a_server(here, capsys, text, tmp_path, monkeypatch):
