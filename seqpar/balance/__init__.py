@@ -2,14 +2,15 @@
 
 Start with `methods/`, one file for each method, which `planning/` calls.
 
-Words that this package uses:
+These words have a meaning of their own in this package:
 
-* A *piece* is a span of a document on one rank. A rank's *share* of a document is all pieces of
-  that document on the rank.
+* A *piece* is one span of a document that a rank holds. A rank's *share* of a document consists of
+  all pieces of that document on the rank.
 * A rank's *capacity* is the number of tokens whose activations fit on its device. A token takes
   less than one token of the capacity if some of its activations are offloaded to host memory.
-* The *room* of a rank is how much more of its capacity, or of its time, is still free.
-* The ranks that share one document form a *ring*, since `RingAttention` computes it.
+* The *room* of a rank is the part of its capacity, or of its time, that is still free.
+* The ranks that share one document form a *ring*, because `RingAttention` computes the attention of
+  this document.
 """
 
 from seqpar.balance.data.batches import Batches, LocalStep

@@ -1,4 +1,4 @@
-"""Training steps as batches: planned and read in worker processes ahead of the training loop."""
+"""Batches of a training run, which worker processes plan and read ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class LocalStep(NamedTuple):
 
 
 class Batches:
-    """The global batches of a training run, each planned for the current number of ranks.
+    """The global batches of a training run, with a plan of each batch for the current ranks.
 
     The documents of a step do not depend on the number of ranks or on the planner. A training run
-    can therefore resume from a saved state with another number of ranks or another planner, without
-    losing or repeating a document.
+    can therefore be resumed with a different number of ranks or a different planner, and no
+    document is lost or repeated.
 
-    Iterating yields the plans of the steps that remain in the epoch and leaves the state at the
-    start of the next epoch, also if no step remains. `read` also reads the documents. Both prepare
-    steps ahead in separate processes.
+    Iteration yields the plans of the steps that remain in the epoch. After iteration, the state is
+    at the start of the next epoch, even if no step remained. `read` also reads the documents.
+    Iteration and `read` prepare steps ahead in separate processes.
 
     Args:
         lengths: (documents,) tokens of each document of the dataset. Empty documents are skipped.
@@ -51,9 +51,9 @@ class Batches:
             `partial(balance.plan, cluster=cluster, model=model, capacity=capacity)`. All ranks need
             the same planner.
         seed: seed of the random order of documents, which differs in each epoch.
-        tokens: maximum number of tokens in a step. A longer document gets a separate step.
-        deferral: maximum number of steps by which a document may come later than it was drawn, so
-            that steps take about equally long. 0: documents are not deferred.
+        tokens: maximum number of tokens in a step. A document with more tokens is alone in a step.
+        deferral: maximum number of steps by which a document may be deferred, so that steps take
+            about equally long. 0: no document is deferred.
         micro_batches: number of micro-batches in every plan, for callers that need a fixed number.
             Empty micro-batches are added; a plan with more raises a ValueError. None: the number
             that the planner chooses.
@@ -65,7 +65,7 @@ class Batches:
             process together with the layouts.
 
     Attributes:
-        epoch, step: position of the next plan.
+        epoch, step: the epoch and the step of the next plan.
         dropped: number of empty documents.
     """
 
@@ -103,14 +103,14 @@ class Batches:
         )
 
     def __len__(self) -> int:
-        """Return the number of steps in the epoch, including those before `step`."""
+        """Return the number of steps in the epoch, including the steps before `step`."""
         return len(self._of_epoch())
 
     def __iter__(self) -> Iterator[Plan]:
         """Yield the plans of the steps that remain in this epoch.
 
-        Raise a RuntimeError if `load_state_dict` or another iteration has moved the position
-        meanwhile.
+        Raise a RuntimeError if `load_state_dict` or another iteration has changed the position
+        since this iteration began.
         """
         return self._ahead_of(self._planner.plan)
 
@@ -125,11 +125,12 @@ class Batches:
         """Yield the steps that remain in this epoch, each with this rank's micro-batches.
 
         `dataset[i]` is the document whose length is `lengths[i]`. Only documents that the rank
-        needs are read. `collate` makes the micro-batches, and gets `per_token`.
+        needs are read. `collate` makes the micro-batches; `per_token` is its argument of this name.
 
-        `label_tokens` is (documents,), the number of labels of each document. A document's first
-        label does not count, because no token comes before it. `collate` gets the sum over each
-        step's documents. Required if documents have labels of −100.
+        `label_tokens` (documents,) is the number of labels of each document. The label of a
+        document's first token does not count, because no token precedes it. For each step, the
+        numbers of all documents of the step are summed, and the sum is the argument `label_tokens`
+        of `collate`. The argument is required if documents have labels of −100.
         """
         counts = None if label_tokens is None else self._label_counts(label_tokens)
         prepared = getattr(self._planner.prepare, "rank", rank)
@@ -144,10 +145,10 @@ class Batches:
         return state | {"tokens": self._tokens, "deferral": self._deferral, "lengths": digest}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue at the position of another object's `state_dict`, on any number of ranks.
+        """Continue at the position that `state_dict` has saved, on any number of ranks.
 
-        Raise a ValueError that names a missing entry, or an entry that differs from this object's
-        and would give the steps other documents.
+        Raise a ValueError that names the entry if an entry is missing, or if an option that fixes
+        the order of documents differs from the option of this object.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be a dict, as state_dict returns it, got {shown(state)}")
@@ -191,9 +192,10 @@ class Batches:
         return self._steps[1]
 
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
-        """Yield `make(documents)` for each remaining step; workers, if any, compute it ahead."""
+        """Yield `make(documents)` for each remaining step, computed ahead if there are workers."""
         epoch, steps = self.epoch, self._of_epoch()
-        # No step remains without documents, or if the loaded state is at the end of its epoch.
+        # No step remains if there are no documents, or if the loaded state is at the end of an
+        # epoch.
         if self.step >= len(steps):
             self.epoch, self.step = epoch + 1, 0
             return
@@ -275,12 +277,13 @@ class _Made(Dataset[T]):
 
 
 def _of_workers(made: Iterator[T]) -> Iterator[T]:
-    """Yield the results of workers; raise their errors without the traceback of this process."""
+    """Yield the results of workers; raise errors without the traceback of this process."""
     try:
         yield from made
     except Exception as error:
-        # The traceback refers to the workers in a cycle. Only garbage collection would then free
-        # them, and workers that are freed in this way take 5 seconds to end.
+        # The traceback and the workers refer to each other in a cycle. Only garbage collection
+        # would free the workers in this cycle, and workers that are freed by garbage collection
+        # take 5 seconds to end.
         raise error.with_traceback(None) from None
 
 

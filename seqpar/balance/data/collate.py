@@ -1,4 +1,4 @@
-"""Read the tokens of a step that one rank holds, their labels, and the documents' other values."""
+"""Read one rank's tokens of a step, with their labels and all other values of the documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqpar.core.compiling import outside_graphs
 from seqpar.layout.labels import shift_labels
 
 LocalBatch = dict[str, Any]  # what a rank holds of a micro-batch: values of any type, by key
-MADE = ("position_ids", "layout", "documents", "loss_weight")  # made here; documents must lack them
+MADE = ("position_ids", "layout", "documents", "loss_weight")  # documents must not have these
 
 
 class Documents(Protocol):
@@ -35,7 +35,7 @@ def collate(
     label_tokens: int | None = None,
     per_token: Collection[str] | None = None,
 ) -> list[LocalBatch]:
-    """Read what this rank holds of each micro-batch of a plan, as one dict per micro-batch.
+    """Return one dict per micro-batch of a plan, with the tokens that this rank holds.
 
     Tensors are on the CPU, in the layout's local order. The keys are:
 
@@ -44,26 +44,28 @@ def collate(
       documents have "labels", aligned with their tokens, these are shifted in the same way;
     * "layout": the `seqpar.Layout` to give to attention;
     * "documents": (n,) int64, the indices of the documents of which the rank has tokens;
-    * "loss_weight": 1 over the number of labels in the step, on all ranks and in all micro-batches.
-      The sum of all labels' losses times this weight is the mean loss, on whichever ranks the
-      losses are computed. Multiply it by the number of ranks if DDP or FSDP averages gradients;
-    * every other key of the documents. A tensor, array or list with one entry per token is cut like
-      the tokens. Other values are collected in a list, one for each of "documents".
+    * "loss_weight": 1 divided by the number of labels in the step, on all ranks and in all
+      micro-batches. The sum of the losses of all labels, times this weight, is the mean loss. If
+      DDP or FSDP averages gradients over the ranks, multiply the loss by the number of ranks;
+    * all further keys of the documents. A tensor, array or list with one entry per token is cut
+      like the tokens. All other values are collected in a list, with one value for each of
+      "documents".
 
     Only documents of which the rank has tokens are read. If the rank has no tokens in a
     micro-batch, the micro-batch's first document is read for its keys. The rank must still compute
     that micro-batch, since the attention of other ranks may wait for it.
 
     Args:
-        plan: its documents are indices into the dataset.
+        plan: the plan, whose documents are indices into the dataset.
         rank: this rank.
-        label_tokens: number of labels in the step, on all ranks. Required if documents have labels
-            of −100. Default: all tokens but the last of each document.
-        per_token: the other keys with one entry per token. Default: keys whose values are as long
-            as their documents. By default, a vector that happens to be as long as its document is
-            therefore cut too.
+        label_tokens: number of labels in the step, on all ranks. The argument is required if
+            documents have labels of −100. Default: the number of all tokens except the last token
+            of each document.
+        per_token: the further keys whose values have one entry per token. Default: all keys whose
+            values are as long as their documents. The default also cuts a vector that happens to be
+            as long as its document.
 
-    Raise a ValueError that names a document which is not as planned.
+    Raise a ValueError that names a document which differs from the plan.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be a balance.Plan, got {shown(plan)}")
@@ -79,7 +81,7 @@ def collate(
         made = {"loss_weight": weight, "layout": batch.layout}
         if batch.documents.size or not found:
             made |= _read(batch, dataset, rank, masked, per_token)
-        else:  # a micro-batch that was added to reach `micro_batches` takes its keys from the first
+        else:  # an empty micro-batch has the keys of the first one
             made |= {name: x[:0] for name, x in found[0].items() if name not in made}
         found.append(made)
     return found

@@ -1,5 +1,6 @@
-"""Assign attention to ranks or servers as tasks, so that all finish at about the same time.
+"""Assign attention to servers as tasks, so that all servers finish at about the same time.
 
-Start with `disaggregate.py`. A batch is cut into cells (`cells.py`), and parts of cells move
-between servers (`transfers.py`). A *server* computes attention: a rank, or a separate process.
+Start with `disaggregate.py`. A *server* is a rank, or a separate process, that computes attention.
+A *cell* is the attention of a span of query rows on one server (`cells.py`). Parts of cells move
+from busy servers to other servers (`transfers.py`).
 """

@@ -1,7 +1,7 @@
-"""Cells: the work of attention on the ranks that hold its queries, before any work moves.
+"""Cells: the attention that each rank computes for its queries, before any work moves.
 
-A cell has a contiguous span of one rank's query rows of a document, and all keys that these rows
-may attend to. Cells are disjoint, and together contain every visible (query, key) pair.
+A cell is a contiguous span of a document's query rows on one rank, with all keys that these rows
+may attend to. Cells are disjoint. All cells together contain every visible (query, key) pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 
 def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
-    """Return (n,) predicted forward plus backward seconds of each cell; pairs without costs."""
+    """Return (n,) predicted seconds of each cell, or its number of pairs if `costs` is None."""
     pairs = cells.areas().astype(np.float64)
     if costs is None:
         return pairs
@@ -33,9 +33,9 @@ def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
 
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-    """Return a mask's cells, on the ranks that hold their queries.
+    """Return the cells of a mask.
 
-    Keys of a prefix are separate cells.
+    The keys of a prefix form separate cells.
     """
     servers, documents, starts, stops = queries.all_spans()
     first, length = np.zeros_like(documents), keys.lengths[documents]
@@ -84,7 +84,7 @@ class Unions:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Intervals:
-    """Return the union of ranges, as ascending ranges that do not touch."""
+    """Return the union of ranges, as ascending ranges with gaps between them."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -124,7 +124,7 @@ def covered(ranges: Intervals, start: float, stop: float) -> float:
 
 
 class KeyPlacement:
-    """The keys that each server holds, or receives if no work moves.
+    """The keys that each server holds, and the keys that it receives if no work moves.
 
     `counts` (documents,) is the number of servers that have keys of each document.
     """
@@ -139,7 +139,7 @@ class KeyPlacement:
         self.counts: list[int] = np.diff(self._edges).tolist()
 
     def received(self, servers: int) -> Ints:
-        """Return (servers,) the number of keys that are sent to each server if no work moves."""
+        """Return (servers,): how many keys each server receives if no work moves."""
         return self._all.sizes(servers) - self._own.sizes(servers)
 
     def foreign(self, server: int, document: int) -> Intervals:

@@ -1,14 +1,14 @@
-"""Cut core attention into tasks, and give the tasks to ranks or servers that have time.
+"""Cut attention into tasks, and assign the tasks to servers with free time.
 
 DistCA ("Efficient Long-Context Language Model Training by Core Attention Disaggregation", 2025)
-does this once per micro-batch; every rank is then also an attention server. This implementation
-differs from the paper in three ways:
+does this once per micro-batch, and every rank is also an attention server. This implementation
+differs from the paper in three points:
 
-* An overloaded server gives work away until no server has more than (1 + tolerance) times the mean.
-  The paper fills underloaded servers, which can leave a surplus on other servers.
+* Overloaded servers give work away until no server has more than (1 + tolerance) times the mean
+  work. The paper fills underloaded servers, which can leave too much work on overloaded servers.
 * A task may use only some keys of its queries.
-* A key that is sent to a server counts once per server, and does not count if the server has the
-  key already.
+* If several tasks on a server need the same key, the bytes of the key count once. The bytes do not
+  count if the server has the key already.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 TILE_ROWS = 128  # query rows that a kernel computes together
-MIN_RELATIVE_SPEED = 1e-9  # a server that is slower than this times the fastest gets no work
+MIN_RELATIVE_SPEED = 1e-9  # a server gets no work if its speed divided by the fastest is less
 MAX_NUMBER = 1e18  # limit on `tolerance` and `price`
-LIMIT_ROUNDS = 4  # rounds in which `_even` corrects the servers' limits
+LIMIT_ROUNDS = 4  # rounds in which `_even` corrects the limits of servers
 
 
 class Stage(NamedTuple):
-    """A batch of attention that servers compute in one tick, such as the batch of a pipeline stage.
+    """A batch of attention that servers compute in one tick, such as a pipeline stage's batch.
 
     Attributes:
         layout: which rank owns which queries.
@@ -67,7 +67,7 @@ def disaggregate(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> TaskRectangles:
-    """Return tasks that give all ranks about the same amount of work, and send few bytes.
+    """Return tasks with which all ranks have about equal work, and few bytes are sent.
 
     Nothing is computed or sent. The same arguments give the same tasks on every rank. Raise a
     ValueError that names the argument which is wrong.
@@ -82,15 +82,15 @@ def disaggregate(
         tolerance: fraction by which the work of a server may exceed the mean.
         weights: (ranks,) relative speeds. A rank of weight 0 receives no work, and gives away as
             much as it can.
-        memory: bytes of queries, results and keys that a server may have, both its own and those of
-            other ranks; one number, or one per rank. Work stays on its rank if no other server has
-            memory for it.
-        price: work that a server could do in the time that a byte takes to reach it. A server
-            computes its own work while data is sent to it, so only time beyond that counts. By
-            default the seconds that a link takes for a byte in both directions if `costs` is given,
+        memory: maximum bytes of queries, results and keys on a server, as one number or one number
+            per rank. Rows that the server holds count, and so do rows that it receives. Work stays
+            on its rank if no other server has memory for this work.
+        price: the time to send a byte to a server, in units of work. A server computes the work of
+            its own queries while it receives data, so only the time that exceeds this work counts.
+            Default: with `costs`, the seconds of a link to send a byte and to return a byte;
             otherwise 0.
-        tile: number of query rows that a kernel computes together. A task has a multiple of it,
-            plus the remainder if the task reaches the end of its owner's span.
+        tile: number of query rows that a kernel computes together. The number of rows of a task is
+            a multiple of `tile`. A task at the end of its owner's span may have any number of rows.
     """
     return disaggregate_stages(
         [Stage(layout, mask, kv_layout)],
@@ -159,7 +159,8 @@ def disaggregate_stages(
     for i, stage in enumerate(stages):
         own = evened.take(number == i)
         found = TaskRectangles(own.documents - edges[i], *own[1:5], own.servers)
-        # Two ranges of a mask may share a rectangle, so their tasks must keep their bands.
+        # The tasks of two ranges of a mask may lie in the same rectangle of queries and keys, so
+        # each task must keep the band of its range.
         if stage.mask.ranges is not None:
             found = found._replace(lows=own.lows, highs=own.highs)
         tasks.append(found)
@@ -179,9 +180,9 @@ def _even(
     low = level = (1 + tolerance) * work.sum()
     trust = np.ones(shares.size)
     best, least = cells, np.inf
-    # If messages or memory forbid that, bisection looks for the lowest level of work that servers
-    # can reach. After each round, the ratio of planned to predicted work corrects each server's
-    # next limit.
+    # If messages or memory prevent this, bisection finds the lowest limit of work that all servers
+    # can keep. After each round, the limit of each server is corrected by the ratio of its planned
+    # work to its predicted work.
     for _ in range(LIMIT_ROUNDS):
         limits = level * shares * trust * (1 - min(LIMIT_TOLERANCE, tolerance))
         plan = ServerLoads(cells, work, keys, limits, terms)
@@ -256,7 +257,7 @@ def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
 
 
 def _price(costs: Costs | None) -> float:
-    """Return the seconds that a byte takes to a server, plus the seconds of its gradient."""
+    """Return the seconds to send a byte to a server, plus the seconds to return its gradient."""
     if costs is None:
         return 0.0
     cluster = costs.cluster

@@ -1,10 +1,11 @@
-"""Choose which rank holds which tokens, so that their attention is balanced and little is sent.
+"""Choose which rank holds which tokens, for balanced attention and few messages.
 
-The *home* of a token is the rank that holds it. Under a causal mask the last rows of a document
-have the most work per token, and the first rows are again a complete, shorter document. A document
-with more work than a rank has time for gives its last rows to one rank after another, until the
-remaining rows are no more than a rank's mean work. Short documents then fill the ranks to equal
-numbers of tokens. No queries and few keys are sent.
+The *home* of a token is the rank that holds it. Under a causal mask, the last rows of a document
+have the most work per token. The remaining first rows are again a complete, shorter document. A
+document with more work than the mean work of a rank is therefore cut from its end: the last rows
+are placed on one rank, the rows before them on the next rank, and so on. Cutting ends when the
+remaining rows have at most the mean work of a rank. Short documents are then added until all ranks
+have equal numbers of tokens. With this layout, no queries and few keys are sent.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def place_homes(
 ) -> Layout:
     """Return a layout whose causal attention is balanced over the ranks and sends few keys.
 
-    No rank has much more work, memory or tokens than the mean, unless the documents make that
-    impossible. `disaggregate` balances the work that is still uneven. Nothing is computed or sent,
-    and the same arguments give the same layout. Raise a ValueError that names the argument which is
-    wrong.
+    No rank has much more work, memory or tokens than the mean, unless the documents make such a
+    layout impossible. `disaggregate` can balance the remaining differences in work. Nothing is
+    computed or sent, and the same arguments give the same layout. Raise a ValueError that names the
+    argument which is wrong.
 
     Args:
         lengths: (documents,) tokens of each document.
@@ -49,8 +50,8 @@ def place_homes(
         row_bytes: bytes of a row of queries and of keys.
         token_bytes: bytes that a rank keeps per token in a layer, in addition to keys that other
             ranks send to it; by default the token's rows.
-        tolerance: fraction by which a rank's work and bytes may exceed the mean. If keys of other
-            ranks take too much of its memory, a rank gets up to 5% fewer tokens.
+        tolerance: fraction by which a rank's work and bytes may exceed the mean. If received keys
+            take too much memory on a rank, the rank gets up to 5% fewer tokens.
         tile: documents are cut at multiples of this number of tokens.
     """
     lengths, ranks = as_lengths("lengths", lengths), as_ranks("ranks", ranks)
@@ -98,7 +99,7 @@ class _Placing:
             length, document = -left[0][0], left[0][1]
             room = (most_tokens - self.tokens).astype(np.float64)
             with_keys = np.minimum(room, (most_bytes - self.received) / self.token - self.tokens)
-            # If no rank has memory left, the document is placed nevertheless.
+            # The document is placed even if no rank has memory left.
             if with_keys.max() >= self.tile:
                 room = with_keys
             rank, start = self._choose(length, room)
@@ -120,9 +121,9 @@ class _Placing:
         self.light_tokens += sign * length
 
     def _choose(self, length: int, room: Floats) -> tuple[int, int]:
-        """Choose the rank with the most time left after the needs of light documents.
+        """Choose the rank with the most time left, without the time for light documents.
 
-        Return the rank, and the first position of the document that it takes.
+        Return the rank, and the position of the document from which the rank holds all rows.
         """
         density = self.light_work / max(self.light_tokens, 1.0)
         spare = self.time - density * np.maximum(room, 0.0)

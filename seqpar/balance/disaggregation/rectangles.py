@@ -1,10 +1,13 @@
-"""Find the rectangle of a cell that moves a given number of pairs for the fewest bytes.
+"""Find the part of a cell that has a given number of pairs and costs the fewest bytes to move.
 
-If another server computes n query rows over w keys, n rows of queries and results and w rows of
-keys and values are sent. Let m = n·w be the number of pairs, and q and k the bytes of a row of
-queries and of keys. The total is least if queries and keys take the same number of bytes; it is
-then 2·sqrt(m·q·k). Under a causal mask the best rectangles are the last queries over the first
-keys. The mask may hide a corner of such a rectangle.
+A cell is the attention of a span of query rows on one server (`cells.py`). A *rectangle* consists
+of n query rows of a cell and w of its keys. If a rectangle moves to another server, n rows of
+queries and results are sent, and w rows of keys and values. Let m = n·w be the number of pairs, q
+the bytes of a row of queries and results, and k the bytes of a row of keys and values. For a given
+m, the bytes are fewest if n·q = w·k, and are then 2·sqrt(m·q·k).
+
+Under a causal mask, the best rectangles have the last queries and the first keys of a cell. The
+mask may hide a corner of such a rectangle.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ ROUNDING_ERROR = 1e-9  # relative error of computed numbers of rows and keys
 
 
 class Cell(NamedTuple):
-    """A cell as Python numbers, with the work of one pair."""
+    """A cell, in Python numbers, with the work of one pair."""
 
     pairs: int  # number of visible (query, key) pairs
     document: int  # as in `Parts`
@@ -45,7 +48,7 @@ class Cell(NamedTuple):
 
 
 class CellPart(NamedTuple):
-    """The rows of a cell from `q_start` on, over some of its keys."""
+    """The part of a cell that has the rows from `q_start` on, and some of the keys."""
 
     q_start: int  # the first row
     k_start: int  # the range of keys
@@ -53,14 +56,14 @@ class CellPart(NamedTuple):
     pairs: int  # number of visible pairs
     rows: float  # number of query rows that are sent with the part
     keys: float  # number of keys that are sent to the new server
-    freed: float  # number of keys that need no longer be sent to the old server
+    freed: float  # number of keys that the old server no longer receives
 
 
 class Prices(NamedTuple):
     query: float  # bytes of a row of queries
     key: float  # bytes of a row of keys
-    held: Intervals  # keys of the document that the new server has or receives anyway
-    foreign: Intervals  # keys that are sent to the cell's current server only for this cell
+    held: Intervals  # keys of the document that the new server already has or receives
+    foreign: Intervals  # keys that the cell's current server receives only for this cell
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
         """Count the keys to send with a cell's last rows, and the keys that need not be sent."""
@@ -99,17 +102,17 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
 
 
 def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> CellPart | None:
-    """Return the cheapest part with about `pairs` pairs, or None if there is no such part.
+    """Return the part with about `pairs` pairs that costs the fewest bytes, or None if none exists.
 
-    The part has at most `pairs` pairs; with `at_least`, it has at least `pairs`. Both limits may be
-    missed by up to half a pair per row that the mask cuts. The part starts a multiple of `tile`
-    after the cell's first row, so the part and the remaining cell together have no more tiles than
-    the whole cell.
+    The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. The number may
+    violate this limit by up to half a pair for each row that the mask cuts. The number of rows
+    before the part is a multiple of `tile`, so the part and the remaining cell together have no
+    more tiles than the whole cell.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:
         return _part(cell, rows, width, prices)
-    if cell.low > cell.k_start - cell.q_stop + 1:  # some row does not attend to the first keys
+    if cell.low > cell.k_start - cell.q_stop + 1:  # not all rows attend to the first keys
         return _last_rows(cell, pairs, prices, tile, at_least)
     # Number of keys that the last row could attend to; inf if all rows attend to all keys.
     bottom = inf if cell.pairs == rows * width else cell.q_stop + cell.high - cell.k_start
@@ -117,7 +120,7 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     for w in _widths(cell, pairs, bottom, prices):
         n = _rows_over(w, bottom, pairs)
         if rows - tile / 2 < n < rows * (1 + ROUNDING_ERROR):
-            n = rows  # the count is rounded to all rows below, and moving all rows frees many keys
+            n = rows  # rounding below may reach all rows, and moving all rows frees many keys
         if n <= rows:
             keys, freed = prices.keys(cell, n, cell.k_start, cell.k_start + w)
             nbytes = n * prices.query + (keys - freed) * prices.key
@@ -136,8 +139,9 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
 def _last_rows(
     cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool
 ) -> CellPart | None:
-    """Return the part with about `pairs` pairs that has the last rows and all of their keys."""
-    # In a sliding window, rows attend to different keys, so taking fewer keys would save little.
+    """Return the part with about `pairs` pairs that has all keys of the last rows."""
+    # In a sliding window, rows attend to different keys, so a part with fewer keys would save few
+    # bytes.
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
 
     def part(before: int) -> CellPart:
@@ -160,7 +164,7 @@ def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:
 
 
 def _rows_over(width: float, bottom: float, pairs: float) -> float:
-    """Return how many last rows have `pairs` pairs with `width` keys, or inf if all have fewer."""
+    """Return the number of last rows with `pairs` pairs over `width` keys; inf: all have fewer."""
     full = max(bottom - width, 0.0)  # rows that attend to all `width` keys
     if pairs <= full * width:
         return pairs / width
@@ -170,7 +174,7 @@ def _rows_over(width: float, bottom: float, pairs: float) -> float:
 
 
 def _width_of(rows: float, bottom: float, pairs: float) -> float:
-    """Return how many first keys have `pairs` pairs with the last rows, or inf if none do."""
+    """Return the number of first keys with `pairs` pairs in the last rows; inf: all have fewer."""
     top = bottom - rows  # keys that the first of the rows attends to
     if pairs <= rows * top:
         return pairs / rows
@@ -195,6 +199,6 @@ def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[flo
         square = bottom * bottom - ((bottom / ratio) ** 2 + 2 * pairs) / (1 + 1 / ratio**2)
         if square >= 0:
             found.append(bottom - sqrt(square) / ratio)
-    # The keys that the server has anyway.
+    # The keys that the new server already has.
     found += [stop - cell.k_start for _, stop in prices.held]
     return [w for w in found if 0 < w <= width]

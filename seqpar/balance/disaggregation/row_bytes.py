@@ -26,7 +26,7 @@ class RowBytes(NamedTuple):
         value_dim: int | None = None,
         itemsize: int = 2,
     ) -> RowBytes:
-        """Return the bytes of a forward pass; the gradients of a backward pass have as many."""
+        """Return the bytes of a forward pass; a backward pass sends gradients of the same size."""
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize
         )
@@ -46,10 +46,11 @@ class RowBytes(NamedTuple):
     ) -> RowBytes:
         """Return the bytes that `DisaggregatedAttention` sends, scaled to passes of equal time.
 
-        The backward pass takes `backward` times as long as the forward pass. The bytes of each pass
-        are scaled by the mean time of the two passes over the time of that pass, and the larger
-        result is returned. With a `price`, neither pass then waits for messages. Results are sent
-        in fp32, or in fp64 if the tensors are fp64.
+        `backward` is the time of a backward pass divided by the time of a forward pass. The bytes
+        of each pass are multiplied by the mean time of both passes and divided by the time of that
+        pass. The larger of the two results is returned. A plan with a `price` then fits both
+        passes, so that neither pass waits for messages. Results are sent in fp32, or in fp64 if the
+        tensors are fp64.
         """
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize

@@ -1,8 +1,9 @@
 """Move work from overloaded servers to servers that have time, sending few bytes.
 
-The *giver* is an overloaded server and the *taker* a server with time. A server's *surplus* is its
-work beyond its limit, and its *room* is the work that it can take until it reaches the limit. A
-*guest* is work or a key that a server has for cells of other servers.
+Each server has a limit of work. The *surplus* of a server is its work above the limit. The *room*
+of a server is the additional work with which it reaches the limit. The *giver* of a move is a
+server with a surplus, and the *taker* is a server with room. *Guest* work is work that a server has
+received from other servers, and guest keys are keys that the server has received for such work.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from seqpar.costs.grid import Floats
 from seqpar.layout.tasks.tasks import Parts
 
 MAX_CELLS_PER_STEP = 3  # the giver's largest cells, from which a part may move
-MAX_PARTS_COMPUTED = 3  # parts that are computed exactly, of those with the lowest bounds
-MAX_HOLDERS = 2  # takers that are tried because they have keys of the cell's document
+MAX_PARTS_COMPUTED = 3  # parts with the lowest bounds, which are then computed exactly
+MAX_HOLDERS = 2  # takers to try because they have keys of the cell's document
 MAX_SERVERS_SCANNED = 64  # limit on the servers of a document, above which no holder is sought
 MIN_TASK_SHARE = 1 / 16  # of the surplus, or of the room if less: a holder's room must be larger
-MAX_OTHER_SERVERS = 8  # takers with the most room that are tried if no other part fits
+MAX_OTHER_SERVERS = 8  # takers with the most room, which are tried if no other part fits
 MAX_ATTEMPTS = 4  # attempts to cut a part that fits a server's time and memory
 LIMIT_TOLERANCE = 2e-3  # fraction of a server's limit; a smaller surplus stays
 
@@ -33,7 +34,7 @@ class Terms(NamedTuple):
     memory: Floats  # (servers,) bytes that may be sent to each server
     query: float  # bytes of a row of queries
     key: float  # bytes of a row of keys
-    exposed: float  # work that a server could do while a byte travels to it
+    exposed: float  # the time of a byte to a server, in units of work
     tile: int  # number of query rows that a kernel computes together
 
 
@@ -61,7 +62,7 @@ class Offer(NamedTuple):
 
 
 class ServerLoads:
-    """The work, memory and incoming bytes of each server, while parts of cells move."""
+    """The work, the memory and the received bytes of each server, while parts of cells move."""
 
     def __init__(
         self, cells: Parts, work: Floats, keys: KeyPlacement, limits: Floats, terms: Terms
@@ -98,25 +99,26 @@ class ServerLoads:
         return np.array(self._home) + self._guests
 
     def ends(self) -> Floats:
-        """Return (servers,) when each server is done, in units of work, with the time it waits."""
+        """Return (servers,) the time at which each server ends, in units of work."""
         servers = range(len(self._home))
         return np.array([self._own(server) + self._guests[server] for server in servers])
 
     def room(self, server: int) -> float:
-        """Return how much more work a server can take while it receives rows; −surplus below 0."""
+        """Return how much more work a server can take; a negative number is its surplus."""
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
-        """Return when a server can begin with guest work, in units of work.
+        """Return the time at which a server can start work from other servers, in units of work.
 
-        It computes its own work first, and begins later if data still arrives after that.
+        The server first computes the work of its own queries. If data arrives later than the end of
+        this work, the server also waits for the data.
         """
         return max(self._home[server], self._terms.exposed * self._received[server])
 
     def level(self) -> None:
-        """Move parts away from the server with most surplus until no server has a surplus."""
-        # If a server with a surplus can give nothing more away, all limits rise in proportion
-        # until that server has no surplus.
+        """Move parts from the server with the largest surplus, until no server has a surplus."""
+        # If a server with a surplus can give no more work away, all limits rise in proportion until
+        # this server has no surplus.
         while (stuck := self._move()) is not None:
             late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]
             self._limits = [limit * late for limit in self._limits]
@@ -155,9 +157,10 @@ class ServerLoads:
         return room < -LIMIT_TOLERANCE * self._limits[server]
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        # Larger parts send fewer bytes per unit of work. Candidates are therefore the server with
-        # the smallest room that holds all of the surplus, or else the server with the largest
-        # room. Servers that have keys of the document are candidates too.
+        # Larger parts send fewer bytes per unit of work. The first candidate is therefore the
+        # server with the smallest room that is enough for the whole surplus. If no room is enough,
+        # the first candidate is the server with the largest room. Servers that have keys of the
+        # document are further candidates.
         fitting = bisect_left(takers, (surplus, -1))
         room, server = takers[fitting if fitting < len(takers) else -1]
         least = min(surplus, room) * MIN_TASK_SHARE
@@ -241,7 +244,7 @@ class ServerLoads:
     def _holders(self, document: int, least: float) -> list[int]:
         """Return at most `MAX_HOLDERS` servers with keys of a document and `least` room."""
         # If more than `MAX_SERVERS_SCANNED` servers have keys of the document, the server with the
-        # best room likely has some too.
+        # best room probably has keys of the document too.
         found, guests = set[int](), self._guest_keys.get(document, {})
         if len(guests) <= MAX_SERVERS_SCANNED:
             found.update(guests)
@@ -256,7 +259,7 @@ class ServerLoads:
         return held if guests is None else union([*held, *guests])
 
     def _foreign(self, cell: Cell, giver: int) -> Intervals:
-        """Return the keys that are sent to the giver only for this cell."""
+        """Return the keys that the giver receives only for this cell."""
         if self._keys.counts[cell.document] == 1:
             return ()
         for other in self._cells_of(giver):

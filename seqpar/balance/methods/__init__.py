@@ -1,5 +1,5 @@
 """Methods that assign documents to ranks.
 
 Start with `greedy.py`, which has most of the published methods. `zeppelin.py` has one more
-published method, and `baselines.py` the packings that trainers commonly use.
+published method. `baselines.py` has the packings that trainers commonly use.
 """

@@ -19,16 +19,16 @@ from seqpar.layout.cuts.zigzag import EvenZigzag
 
 
 def contiguous(batch: DocumentBatch) -> Pieces:
-    """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the batch.
+    """Cut the batch into P equal parts: rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1.
 
-    A loader that concatenates documents and cuts them into equal sequences packs in this way.
+    Loaders that concatenate documents and cut the result into equal sequences pack in this way.
     """
     edges, (documents, starts, stops) = Contiguous(batch.ranks).table(_cu_seqlens(batch))
     return Pieces(documents, np.repeat(np.arange(batch.ranks), np.diff(edges)), starts, stops)
 
 
 def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
-    """Cut every document into 2P chunks, as is usual in context parallelism; predict the ranks."""
+    """Cut every document into 2P chunks, as usual in context parallelism, and predict the ranks."""
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
     if ranks == 1:  # one span per document instead of two that touch
         documents = np.arange(batch.lengths.size)
@@ -36,8 +36,9 @@ def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
         return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
     cu = _cu_seqlens(batch)
     tokens = cut.counts(cu).tokens
-    # Pieces are not listed, since there would be documents × ranks of them. The first and the last
-    # rank are predicted. The ranks between differ little from these and are interpolated.
+    # Pieces are not listed, because their number would be documents × ranks. The prediction is made
+    # for the first rank and for the last rank, and is interpolated for all ranks in between, which
+    # differ little.
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
     pairs = (ends[0].seconds, ends[1].seconds), (ends[0].bytes, ends[1].bytes)
     seconds, sent = (np.linspace(float(x[0]), float(y[-1]), ranks) for x, y in pairs)

@@ -1,4 +1,4 @@
-"""Methods that give documents to the ranks with the lowest load so far."""
+"""Greedy methods: each document is placed on the ranks with the least load so far."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MIN_RANKS_FOR_ROUNDS = 32  # with fewer ranks, placing one document at a time is
 class GreedyAssigner:
     """The load of each rank while a method places documents.
 
-    A rank's load is the larger of two ratios: its `seconds` (ranks,) to the mean, and the tokens of
-    its capacity that are taken, `held` (ranks,), to the capacity. Where memory is tight, tokens are
-    therefore balanced as well.
+    The load of a rank is the larger of two ratios. The first ratio is its seconds divided by the
+    mean (`seconds`, (ranks,)). The second ratio is its tokens divided by its capacity (`held`,
+    (ranks,)). If memory is tight, tokens are therefore balanced as well as seconds.
     """
 
     def __init__(self, batch: DocumentBatch) -> None:
@@ -43,11 +43,11 @@ class GreedyAssigner:
         self._add(pieces)
 
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
-        """Give each document, in order, to the ranks with the least load.
+        """Place each document, in order, on the ranks with the least load.
 
-        `sizes` is the number of ranks for each document, by default 1. A document for which these
-        ranks have no room goes to the ranks with the fewest tokens. If they have no room either,
-        the document is cut to fit.
+        `sizes` is the number of ranks for each document, by default 1. If these ranks have no room
+        for a document, the document is placed on the ranks with the fewest tokens. If those ranks
+        have no room either, the document is cut to fit.
         """
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):
@@ -61,9 +61,10 @@ class GreedyAssigner:
             self._squeeze(document)
 
     def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
-        """Place whole documents one at a time; return the indices of documents that found no room.
+        """Place whole documents one at a time; return the indices of documents without room.
 
-        For few ranks this is faster than `_rounds`, which has the same result for whole documents.
+        For few ranks, this method is faster than `_rounds`. The results for whole documents are the
+        same.
         """
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()
@@ -88,14 +89,15 @@ class GreedyAssigner:
         return np.flatnonzero(~placed)
 
     def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
-        """Place documents in rounds; return the indices of documents that found no room."""
+        """Place documents in rounds; return the indices of documents without room."""
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
         weights = batch.weights[documents] / sizes
         held, before = batch.ring_held(documents, sizes), self.held.copy()
         heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
         late, chosen = np.zeros(sizes.size, bool), []
-        # Each round sorts the ranks by load and fills them in that order. It ends when the next
-        # rank is no longer the lightest, but fills at least a sixteenth of the ranks.
+        # Each round sorts the ranks by load and fills them in that order. A round ends when the
+        # next rank no longer has the least load, but not before a sixteenth of the ranks are
+        # filled.
         while place < documents.size:
             load = self.held / batch.capacity if by_tokens else self.load
             order = np.argsort(load, kind="stable")
@@ -126,7 +128,7 @@ class GreedyAssigner:
         return np.flatnonzero(late)
 
     def _squeeze(self, document: int) -> None:
-        """Place a document whole on a rank with room, or cut it over the fewest ranks with room."""
+        """Place a document on one rank with room, or cut it over the fewest ranks with room."""
         batch, length = self.batch, int(self.batch.lengths[document])
         room = ((batch.capacity - self.held) / batch.kept[document]).astype(np.int64)
         whole = np.flatnonzero(room >= length)
@@ -162,11 +164,11 @@ def _owners(sizes: Ints) -> Ints:
 
 
 def wlb(batch: DocumentBatch) -> Pieces:
-    """Give each document, longest first, to the rank that has the least work, if it has room.
+    """Place each document, longest first, on the rank with the least work among ranks with room.
 
     Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training"
-    (2025), section 4, but outliers are not deferred. Only documents longer than a rank's capacity
-    are cut.
+    (2025), section 4. Unlike in the paper, outliers are not deferred. Only documents longer than a
+    rank's capacity are cut.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     ranks.deal(order, batch.least_ranks[order])
@@ -174,12 +176,13 @@ def wlb(batch: DocumentBatch) -> Pieces:
 
 
 def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
-    """Cut each document according to its work, and give the parts to the ranks with the least load.
+    """Cut documents by their work, and place the parts on the ranks with the least load.
 
     Ge et al., "ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length on More
-    Than 12,000 GPUs" (2025), sections 4 and 5: a document on any number of ranks of one global
-    group. No rank gets more seconds of a document than `part` times the mean, as far as parts of at
-    least `MIN_SHARE_TOKENS` tokens allow. Small parts balance tokens and work together.
+    Than 12,000 GPUs" (2025), sections 4 and 5. A document may be on any number of ranks of one
+    global group. A part of a document takes at most `part` times the mean seconds of a rank, but
+    has at least `MIN_SHARE_TOKENS` tokens. Small parts make it possible to balance both tokens and
+    work.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     ranks.deal(order, batch.shares_of(batch.mean * part)[order])
@@ -187,13 +190,15 @@ def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
 
 
 def power_of_two(batch: DocumentBatch) -> Pieces:
-    """Give each document, longest first, to the aligned block of ranks with the least load.
+    """Place each document, longest first, on the aligned block of ranks with the least load.
 
     The number of ranks of a block is a power of two. Megatron Core's dynamic context parallelism
-    (`default_dynamic_cp`) does so too, because communicators are created once for such blocks.
+    (`default_dynamic_cp`) uses the same blocks, because communicators for these blocks can be
+    created once.
     """
-    # The size of a document's block follows from the document's fraction of all work, and from its
-    # tokens. A document for which no block has room is cut to fit the remaining room.
+    # The size of a document's block follows from two numbers: the document's fraction of all work,
+    # and its number of tokens. If no block has room for a document, the document is cut to fit the
+    # remaining room.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
     sizes = np.minimum(wanted, 2 ** int(np.log2(batch.ranks)))
@@ -216,11 +221,11 @@ def power_of_two(batch: DocumentBatch) -> Pieces:
 def karmarkar_karp(batch: DocumentBatch) -> Pieces:
     """Partition the documents into sets of nearly equal work, one set per rank.
 
-    Trainers for reinforcement learning balance lengths in this way.
+    Trainers for reinforcement learning balance documents in this way.
     """
-    # Documents longer than a rank's capacity are first cut over the fewest ranks. The sets with the
-    # most work then go to the ranks with the least load. Documents of a set that do not fit on its
-    # rank go to other ranks.
+    # Documents longer than a rank's capacity are first cut over the fewest ranks. Then the sets
+    # with the most work are placed on the ranks with the least load. A document that does not fit
+    # on the rank of its set is placed on another rank.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     cut = batch.least_ranks[order] > 1
     ranks.deal(order[cut], batch.least_ranks[order[cut]])
@@ -237,7 +242,7 @@ def karmarkar_karp(batch: DocumentBatch) -> Pieces:
 
 
 def partition(weights: Floats, ranks: int) -> list[Ints]:
-    """Return the indices of `ranks` sets of nearly equal weight, the heaviest set first.
+    """Partition items into `ranks` sets of nearly equal weight; return the heaviest set first.
 
     Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). The method takes P·log P
     steps per document, so it suits few ranks.

@@ -2,8 +2,8 @@
 
 "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
 section 4.1. From certain lengths on, quadratic compute takes longer than communication. These
-lengths divide documents into three zones: inter-node, intra-node and local. Each document is on a
-ring of only the ranks that hold it.
+lengths divide documents into three zones: inter-node, intra-node and local. The ranks that hold a
+document form a ring, without any other ranks.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ def partition(
 ) -> tuple[Ints, Ints]:
     """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
 
-    A row is a node, and its buckets are the node's ranks; or the row is the whole cluster, and its
-    buckets are the nodes. `had` is (2, rows, width): the work and the tokens that buckets have
-    already. Documents of at least `zone` tokens are cut over the number of buckets that their work
-    would fill. All other documents go whole to the bucket with the least work. Return each
-    document's number of buckets, and the bucket numbers, counted through the rows.
+    The function serves two levels. Either a row is a node, and its buckets are the ranks of the
+    node; or the only row is the cluster, and its buckets are the nodes. `had` (2, rows, width) is
+    the work and the number of tokens that are already in each bucket. A document of at least `zone`
+    tokens is cut over as many buckets as its work would fill. Each shorter document is placed whole
+    in the bucket with the least work. Return the number of buckets of each document, and the
+    numbers of these buckets, counted over all rows.
     """
     held, weights, width = batch.held[documents], batch.weights[documents], had.shape[2]
     mean = had[0].sum(1) + np.bincount(row, weights, had.shape[1])
     most = np.minimum(batch.most_ranks[documents], width)
     filled = np.ceil(weights * width / np.maximum(mean[row], 1e-30)).astype(np.int64)
     needed, dropped = np.ceil(held / capacity).astype(np.int64), 0
-    # While a bucket has too many tokens, more of the longest documents are cut. Their number at
-    # least doubles each time.
+    # While a bucket has too many tokens, more of the longest documents are cut. The number of cut
+    # documents at least doubles each time.
     while True:
         sizes = np.where(batch.lengths[documents] >= zone, filled, 1)
         sizes[:dropped] = np.maximum(sizes[:dropped], width)
@@ -74,7 +75,7 @@ def partition(
 def _assign(
     held: Floats, weights: Floats, row: Ints, had: Floats, sizes: Ints
 ) -> tuple[Ints, Floats]:
-    """Give documents to the buckets of their rows with the least work, cut documents first."""
+    """Place documents in the buckets with the least work of their rows, cut documents first."""
     _, rows, width = had.shape
     work, tokens = had.copy()
     firsts = np.cumsum(sizes) - sizes

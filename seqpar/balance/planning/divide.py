@@ -1,4 +1,4 @@
-"""Divide the documents of an epoch into steps, and those of a step into micro-batches."""
+"""Divide an epoch into steps, and the documents of a step into micro-batches."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def as_few(batch: DocumentBatch) -> list[Ints]:
 def even(batch: DocumentBatch, count: int) -> list[Ints]:
     """Divide documents into `count` micro-batches that take about equally long.
 
-    As for pipelines in "ByteScale" (2025), section 5, every micro-batch has documents of all
-    lengths: each document, most work first, goes to the micro-batch with the least work that has
-    room. No micro-batch exceeds the mean by more than a short document's work, unless a single
-    document does.
+    Each document, most work first, is added to the micro-batch with the least work among those with
+    room. Every micro-batch therefore has documents of all lengths, as for pipelines in "ByteScale"
+    (2025), section 5. No micro-batch exceeds the mean by more than the work of a short document,
+    unless a single document has more work than the mean.
 
     Raise a ValueError that names `micro_batches` if `count` micro-batches do not hold all
     documents.
@@ -68,7 +68,7 @@ def even(batch: DocumentBatch, count: int) -> list[Ints]:
 def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float) -> Ints | None:
     """Put items into `count` bins, each into the bin with the least weight that has room.
 
-    Return the bin of each item, or None if an item found no room.
+    Return the bin of each item, or None if no bin has room for an item.
     """
     lightest, held = [(0.0, number) for number in range(count)], [0.0] * count
     full: list[tuple[float, float, int]] = []  # bins that lacked room for an item, by their tokens
@@ -91,7 +91,7 @@ def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float)
 def in_order(lengths: Ints, most: int) -> list[Ints]:
     """Divide documents, in order, into few parts of at most `most` tokens.
 
-    A document with more tokens is a part by itself.
+    A document with more than `most` tokens is alone in a part.
     """
     parts, first, ends = [], 0, np.cumsum(lengths)
     while first < lengths.size:
@@ -107,9 +107,9 @@ def steps_of_epoch(
 ) -> list[Ints]:
     """Return the documents of each step of an epoch: all documents once, in random order.
 
-    Each step takes the next documents while they have at most `tokens` tokens. With `deferral`, the
-    documents of each `deferral` + 1 consecutive steps are then spread evenly over these steps. The
-    order is a sort by hashes, the same with every version of numpy.
+    A step has the next documents of this order, as many as fit into `tokens` tokens. With
+    `deferral`, the documents of `deferral` + 1 consecutive steps are then spread evenly over these
+    steps. The documents are sorted by hashes, so the order is the same with every version of numpy.
     """
     of_epoch = int(mix(np.array([epoch]), seed)[0])
     order = np.argsort(mix(np.arange(lengths.size), of_epoch), kind="stable")
@@ -121,13 +121,13 @@ def steps_of_epoch(
 
 
 def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
-    """Deal the documents of steps again, longest first, each to the step with the least work."""
+    """Reassign the documents of steps, longest first, each to the step with the least work."""
     documents = np.concatenate(steps)
     documents = documents[np.argsort(-lengths[documents], kind="stable")]
     size = lengths[documents].astype(np.float64)
     # A document's work is its fraction of all tokens plus its fraction of all squared lengths.
     work = size / size.sum() + np.square(size) / np.square(size).sum()
     found = to_lightest(lengths[documents], work, len(steps), tokens)
-    if found is None:  # some document found no room: the steps stay as they are
+    if found is None:  # a document has no room: the steps stay as they are
         return steps
     return [documents[found == number] for number in range(len(steps))]

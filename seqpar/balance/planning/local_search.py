@@ -1,7 +1,8 @@
-"""Refine a placement: change ranks' shares of cut documents, and exchange whole documents.
+"""Refine a placement of documents on ranks by two kinds of steps.
 
-*Levelling* moves tokens of cut documents from slower to faster ranks. *Exchanging* moves or swaps
-whole documents.
+*Levelling* moves tokens of cut documents from slower ranks to faster ranks. *Exchanging* moves a
+whole document to another rank, or swaps two whole documents of two ranks. A rank's *share* of a
+document is the part of the document on this rank.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ MAX_SWEEPS = 24  # sweeps of levelling
 MAX_STEPS = 512  # steps of exchanging, with one move or swap each
 MAX_PEERS_PER_STEP = 4  # fast ranks tried per step
 MAX_DOCUMENTS_PER_RANK = 64  # documents tried per rank and step
-LEVEL_RATIO = 1.0001  # slowest rank / mean, below which shares are not levelled
-DONE_RATIO = 1.001  # slowest rank / mean, below which the search ends
+LEVEL_RATIO = 1.0001  # shares are not levelled if slowest rank / mean is below this
+DONE_RATIO = 1.001  # the search ends if slowest rank / mean is below this
 
 
 def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
-    """Level pieces, exchange them, and level them again, while the slowest rank gets faster."""
+    """Level pieces, exchange documents, and level again, while the slowest rank gets faster."""
     for improve, enough in ((level, LEVEL_RATIO), (exchange, DONE_RATIO), (level, DONE_RATIO)):
         if found.seconds.max() <= enough * found.seconds.mean():
             break
@@ -38,14 +39,14 @@ def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pie
 
 
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
-    """Return pieces in which the ranks that share documents have more nearly equal seconds.
+    """Return pieces with more equal seconds on the ranks that share documents.
 
     No rank exceeds its capacity, or gets a share of less than a tile. Whole documents stay on their
     ranks.
     """
-    # A symmetric cut gives a rank the same number of tokens from a document's front and back. Each
-    # token of the front with its mirror image in the back has the same work, so ranks that share a
-    # document can be balanced to the token.
+    # With a symmetric cut, a rank has equal numbers of tokens from the front and from the back of a
+    # document. Every token of the front has the same work together with its mirror image in the
+    # back. Ranks that share a document can therefore be balanced to the token.
     cut = ~pieces.whole(batch)
     if not cut.any():
         return pieces
@@ -93,11 +94,11 @@ def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
 def _symmetric(
     batch: DocumentBatch, documents: Ints, ranks: Ints, tokens: Floats, unit: int
 ) -> Pieces:
-    """Cut each document into shares of `tokens` tokens, half from its front and half from its back.
+    """Cut each document into shares, half from its front and half from its back.
 
-    The shares of a document follow one another and sum to the document's length. Shares are rounded
-    to multiples of `unit`, and the last share takes the remainder. A remainder of less than a tile
-    is added to the share before.
+    Share i has `tokens[i]` tokens. The shares of a document are consecutive in the arrays, and
+    their sum is the length of the document. Each share is rounded to a multiple of `unit`, and the
+    last share has the remainder. A remainder of less than a tile is added to the previous share.
     """
     ends = np.cumsum(tokens)
     last = np.flatnonzero(np.diff(documents, append=-1))
@@ -162,7 +163,7 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _fastest(seconds: Floats) -> Iterator[int]:
-    """Yield the fastest rank, then a few of the next fastest, which are rarely needed."""
+    """Yield the fastest rank, and then a few more fast ranks, which are rarely needed."""
     yield int(seconds.argmin())
     peers = min(MAX_PEERS_PER_STEP, seconds.size)
     yield from seconds.argpartition(peers - 1)[:peers].tolist()
@@ -176,10 +177,11 @@ def _some(documents: Ints) -> Ints:
 def _step(
     ones: Ints, twos: Ints, weight: Floats, taken: Floats, gap: float, room: tuple[float, float]
 ) -> tuple[int, int] | None:
-    """Return the document of the slower rank and the document of the faster rank to swap.
+    """Return the two documents to swap: that of the slower rank, and that of the faster rank.
 
-    −1 stands for no document. The seconds of the two documents differ by as close to half of `gap`
-    as possible. Return None if no swap for which both ranks have room reduces the gap.
+    −1 stands for no document. `gap` is the difference between the seconds of the two ranks. The
+    difference between the seconds of the two documents is as close to half of `gap` as possible.
+    Return None if no swap reduces the gap and leaves both ranks with enough room.
     """
     twos = np.append(twos, -1)
     values, sizes = weight[twos], taken[twos]

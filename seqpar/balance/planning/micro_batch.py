@@ -27,8 +27,8 @@ class MicroBatch:
         seconds: (ranks,) predicted seconds of a forward and a backward pass.
         tokens: (ranks,) tokens that each rank holds.
         bytes: (ranks,) bytes sent in the forward and backward passes of all layers.
-        offload: (ranks,) the fraction of its activations that each rank copies to host memory to
-            make room for its tokens: the ratio to pass to `seqpar.offload`.
+        offload: (ranks,) the fraction of its activations that each rank copies to host memory so
+            that its tokens fit. Pass this ratio to `seqpar.offload`.
     """
 
     documents: Ints

@@ -38,8 +38,8 @@ from seqpar.costs.model import Model
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.handle import LayoutCut
 
-# Methods that return pieces. Zigzag is not among them: it cuts every document, so it would return
-# documents × ranks pieces.
+# Methods that return pieces. Zigzag is not in this table: zigzag cuts every document, so the number
+# of pieces would be documents × ranks.
 PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
     "zeppelin": zeppelin.place,
     "bytescale": greedy.bytescale,
@@ -51,21 +51,22 @@ PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
 METHODS = (*PLACES, "zigzag")
 """The names of the methods, without "auto"."""
 
-# "auto" tries to cut documents with more than these fractions of a rank's mean work. With 0 every
-# rank gets a part of each long document.
+# "auto" tries several thresholds. A document is cut if its work is more than this fraction of the
+# mean work of a rank. With 0, every rank holds a part of each long document.
 CUT_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
-# From this many documents × ranks on, "auto" tries less capacity only for plans that take more than
-# DONE_RATIO times the bound. For smaller plans, trying takes little time.
+# If documents × ranks reaches this limit, "auto" tries less capacity only if the plan takes more
+# than DONE_RATIO times the bound. For smaller plans, a trial takes little time.
 MEDIUM_PRODUCT = 2**10
-# A plan is large from this many documents × ranks, or above these numbers of ranks and of
-# micro-batches. In a large plan "auto" refines only ByteScale's assignment, with fewer thresholds.
+# A plan is *large* if documents × ranks reaches LARGE_PRODUCT, if there are more than LARGE_RANKS
+# ranks, or if there are more than LARGE_BATCHES micro-batches. In a large plan, "auto" refines only
+# ByteScale's assignment, with fewer thresholds.
 LARGE_PRODUCT = 2**17
 LARGE_RANKS = 128
 LARGE_BATCHES = 8
 CUT_THRESHOLDS_WHEN_LARGE = (0.5, 0.125, 1.0)
-GOOD_RATIO = 1.01  # slowest rank / mean, at which a large plan tries nothing more
+GOOD_RATIO = 1.01  # a large plan tries no more methods at this slowest rank / mean
 MAX_REFINED = 2  # placements that local search improves, best first
-DONE_RATIO = 1.005  # slowest rank / mean, at which no further placement is refined
+DONE_RATIO = 1.005  # no further placement is refined at this slowest rank / mean
 MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks, above which "auto" does not try it
 MAX_BATCHES = 2**20
 
@@ -77,7 +78,7 @@ class Placed(NamedTuple):
     order: Ints  # the documents, in the layout's order
     cut: LayoutCut
     found: Prediction
-    most: float  # the most tokens of its capacity that any method filled on a rank
+    most: float  # the most tokens that any method placed on a rank
 
 
 @outside_graphs
@@ -96,36 +97,37 @@ def plan(
 ) -> Plan:
     """Plan a step: which documents are computed together, and which tokens each rank holds.
 
-    You choose the strategy; `seqpar.recommend` compares strategies by simulating whole steps, with
-    this plan as one of the layouts.
+    The plan does not choose a strategy. `seqpar.recommend` compares strategies: it simulates whole
+    steps, and this plan is one of the layouts.
 
     Args:
-        lengths: (documents,) tokens of each document. Empty documents are dropped, and counted in
-            the plan.
+        lengths: (documents,) tokens of each document. Empty documents are left out, and the plan
+            has their number.
         cluster: the devices and their links, or the name of a preset, such as "4x8-h100".
         model: the model, or the name of a preset, such as "llama-8b". The kinds of its layers
             determine the cost of attention.
         capacity: tokens that a rank may hold in a micro-batch (`Costs.token_capacity`).
         method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
-            "power_of_two"; "auto" takes the method with the least predicted seconds, and refines
-            its result. It also tries less capacity, so that more capacity gives no slower step.
+            "power_of_two"; "auto" uses the method with the least predicted seconds, and refines its
+            result. "auto" also tries smaller capacities, so that a larger capacity never makes a
+            step slower.
         offload: the largest fraction of its activations that a rank may copy to host memory, from 0
-            to 1. Ranks then hold more tokens than their capacity, as far as compute hides the
-            copies (ByteScale), and each micro-batch has the ratio to pass to `seqpar.offload`. Must
-            be 0 with contiguous packing and with `remap`.
+            to 1. With `offload` > 0, ranks hold more tokens than their capacity, as far as
+            compute hides the copies (ByteScale). Each micro-batch has the ratio to pass to
+            `seqpar.offload`. `offload` must be 0 with contiguous packing and with `remap`.
         checkpointing: how activations are kept, as in `Costs.activation_bytes`. Activations that
-            are recomputed are not copied.
+            are recomputed are not copied to host memory.
         remap: whether linear modules run on a layout with equal numbers of tokens per rank
             (`token_balanced`); `Layout.remap` moves tokens to that layout and back in each layer.
-            The plan then balances only attention, and its seconds include the moves (Zeppelin).
-            Must be False with `heads` > 1.
-        micro_batches: number of micro-batches, which then take about equally long, as the stages of
-            a pipeline need (ByteScale's balance for pipelines). None: the fewest that hold the
-            documents, or more if "auto" then predicts a faster step. Must be None with contiguous
-            packing, which keeps the order of documents.
-        heads: number of ranks of a node that share attention's heads. With more than 1 the plan is
+            With `remap`, the plan balances only attention, and its seconds include these moves
+            (Zeppelin). Must be False with `heads` > 1.
+        micro_batches: number of micro-batches. With a number, all micro-batches take about equally
+            long, as a pipeline requires (ByteScale's balance for pipelines). None: the fewest
+            micro-batches that hold the documents, or more if "auto" predicts a faster step with
+            more. Must be None with contiguous packing, which keeps the order of documents.
+        heads: number of ranks of a node that share attention's heads. With `heads` > 1, the plan is
             for `USPAttention` on a mesh of (ranks / heads, heads). Each row of the mesh is planned
-            as one rank, and the ranks of a row hold equal numbers of its tokens.
+            as if it were one rank. The ranks of a row hold equal numbers of the tokens of the row.
 
     Raise a ValueError that names the argument which is wrong, for example if a document exceeds the
     capacity of all ranks together.
@@ -166,8 +168,8 @@ def plan(
     kept, offloading = np.flatnonzero(lengths), None
     whole = DocumentBatch.of(lengths[kept], costs, capacity * heads, None, remap)
     if offload:
-        # A rank may hold one token more than the other ranks of its group, so a group leaves up to
-        # heads − 1 tokens of its capacity unused.
+        # A rank may hold one token more than another rank of its group. A group therefore leaves up
+        # to heads − 1 tokens of its capacity unused.
         room = capacity * heads - (heads - 1)
         offloading = Offloading.of(costs, room, offload, checkpointing)
         offloaded = replace(whole, capacity=room, offloading=offloading)
@@ -226,11 +228,11 @@ class _Fastest:
     def consider(self, division: _Division, method: str) -> float:
         """Place the documents of each micro-batch; keep the result if it is the fastest so far.
 
-        Return the most tokens that any method gave a rank, or infinity if not all micro-batches
-        were placed.
+        Return the largest number of tokens that any method placed on a rank, or infinity if not all
+        micro-batches were placed.
         """
-        # The sum of the seconds of micro-batches that are placed and of the lower bounds of the
-        # micro-batches that are not.
+        # The seconds of all micro-batches that are placed, plus the lower bounds of all
+        # micro-batches that are not placed yet.
         seconds, most = sum(division.bounds), 0.0
         found = list[tuple[Ints, Placed | None]]()
         for documents, batch, bound in zip(
@@ -251,8 +253,9 @@ class _Fastest:
 def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
     """Find the plan of "auto".
 
-    With less capacity, heuristics may find a faster plan. "auto" therefore also tries half of the
-    capacity, a quarter, and so on, so that twice the capacity gives no slower plan.
+    Heuristics may find a faster plan with a smaller capacity. "auto" therefore also tries half of
+    the capacity, a quarter of the capacity, and so on. A plan for twice the capacity is then never
+    slower.
     """
     fastest, before, most = _Fastest(), None, np.inf
     bound, documents = whole.lower_bound(), whole.lengths.size
@@ -264,8 +267,8 @@ def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
             if before is None:
                 raise
             return fastest  # with half the capacity, `micro_batches` do not hold the documents
-        # Methods use the capacity only where a rank is full. If no rank was full, and documents are
-        # divided in the same way, the result would be the same again.
+        # The capacity affects a method only if a rank is full. If no rank was full, and if the
+        # documents are divided in the same way, the result would be the same.
         if before is None or most > whole.capacity or not division.same_as(before):
             most = fastest.consider(division, "auto")
         for name in _others(whole) if division.is_large else ():
@@ -289,7 +292,7 @@ def _divided(whole: DocumentBatch, micro_batches: int | None) -> _Division:
 def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
     """Return whether documents fit better without offloading.
 
-    With offloading, `room` is one token per rank smaller.
+    With offloading, `room` is smaller by one token per rank.
     """
     if batch.lengths.max(initial=0) > batch.room:
         return False
@@ -302,7 +305,7 @@ def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
     """Raise a ValueError unless each document fits on all ranks together.
 
-    `indices` are the documents' indices in the caller's lengths.
+    `indices` are the positions of the documents in the lengths that the user gave.
     """
     too_long = (batch.held > batch.room) | (batch.lengths > MAX_DOCUMENT_TOKENS)
     if not too_long.any():
@@ -317,7 +320,7 @@ def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
 
 
 def _best(batch: DocumentBatch, method: str, large: bool) -> Placed:
-    """Place documents by a method. "auto" refines the best of several methods.
+    """Place documents by a method. "auto" tries several methods and refines the best result.
 
     In a `large` plan, "auto" refines only the best of ByteScale's placements.
     """
@@ -354,12 +357,12 @@ def _best(batch: DocumentBatch, method: str, large: bool) -> Placed:
 
 
 def _others(batch: DocumentBatch) -> list[str]:
-    """Return the methods other than ByteScale's that "auto" tries for these documents."""
+    """Return the methods that "auto" tries in addition to ByteScale."""
     left_out = {"bytescale"}
     if batch.lengths.size * batch.ranks > MAX_KARMARKAR_KARP_PRODUCT:
         left_out.add("karmarkar_karp")
     if batch.offloading is not None:
-        left_out.add("contiguous")  # it counts tokens, also those whose activations are offloaded
+        left_out.add("contiguous")  # this method counts tokens with offloaded activations too
     return [name for name in METHODS if name not in left_out]
 
 
@@ -368,7 +371,7 @@ def _slowest(tried: Tried) -> float:
 
 
 def _ordered(batch: DocumentBatch, tried: Tried, most: float) -> Placed:
-    """Order documents, and thereby rows, as Zeppelin's queues do: inter-node, intra-node, local."""
+    """Order documents as Zeppelin's queues do: inter-node, intra-node, local."""
     method, pieces, found = tried
     order = np.arange(batch.lengths.size)
     if method != "contiguous":

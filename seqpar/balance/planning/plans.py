@@ -27,18 +27,19 @@ _INK, _GREY, _LOCAL = "#222222", "#777777", "#d9d9d9"
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Consecutive micro-batches that together contain every document once.
+    """The micro-batches of a step. Together they contain every document once.
 
     Attributes:
         micro_batches: the documents that are computed together, and their placement.
         method: how documents were placed.
         ranks: number of ranks.
         capacity: tokens that a rank may hold.
-        bound: lower bound on the seconds of any plan, according to the predicted costs. It is the
-            largest of three times: the mean work of the ranks with nothing sent, the longest
-            document over all ranks, and the least time of a rank.
+        bound: lower bound on the seconds of any plan, according to the predicted costs. The bound
+            is the largest of three times: the mean time of the ranks if nothing were sent, the time
+            of the longest document on all ranks together, and the time of a rank with a single
+            token.
         dropped: number of empty documents that were left out.
-        remap: whether linear modules run on other layouts, which `token_balanced` returns.
+        remap: whether linear modules run on separate layouts, which `token_balanced` returns.
         heads: number of ranks of a node that share attention's heads: the row length of
             `USPAttention`'s mesh.
     """
@@ -92,8 +93,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan from which `to_json` made this text.
 
-        Raise a ValueError if the text has another version, or one that names the missing or wrong
-        field.
+        Raise a ValueError if the text has a different version, or if a field is missing or wrong.
+        The error names the field.
         """
         try:
             values = json.loads(text)
@@ -128,9 +129,9 @@ class Plan:
     def plot(self, path: str | Path) -> None:
         """Draw ranks × time into `path`, one colour per document. Requires matplotlib.
 
-        A rank's time is divided between its documents by their pairs and tokens. The `MAX_COLOURS`
-        longest documents have colours, the others are grey. At most `MAX_RANKS_DRAWN` ranks are
-        drawn. A dotted line is the bound.
+        The time of a rank is divided between its documents according to their (query, key) pairs
+        and tokens. The `MAX_COLOURS` longest documents have colours, and all shorter documents are
+        grey. At most `MAX_RANKS_DRAWN` ranks are drawn. A dotted line shows the bound.
         """
         path = as_path("path", path)
         from matplotlib.figure import Figure

@@ -15,25 +15,26 @@ from seqpar.costs.grid import Floats, Tasks
 
 MIN_SHARE_TOKENS = 128  # least tokens of a cut document on a rank: one tile of a kernel
 WAYS = (False, True)  # forward, backward
-COMPUTE_BOUND_TOKENS = 2**20  # with so many, FLOPs take longer than reading the weights
+COMPUTE_BOUND_TOKENS = 2**20  # with so many tokens, FLOPs take longer than reading the weights
 
 
 @dataclass(frozen=True)
 class Offloading:
-    """Activations that wait in host memory for backward, so that ranks hold more tokens.
+    """Activations that are kept in host memory until backward, so that ranks hold more tokens.
 
-    Ge et al., "ByteScale" (2025), section 4. For a document of s tokens, r is the largest ratio
-    whose copy hides under compute. The document takes the fewest ranks of capacity C that hold what
-    stays:
+    Ge et al., "ByteScale" (2025), section 4. For a document of s tokens, r is the largest fraction
+    of activations whose copy is hidden by compute. D(s) is the smallest number of ranks with
+    capacity C that hold the remaining activations:
 
         T(s) ≥ r·Act(s)/min(B_d2h, B_h2d)
         D(s) = ⌈[2·Act(s) + (1 − r)(l − 2)·Act(s)] / (l·Act(C))⌉
 
-    Act and T are per layer, and l is the number of layers.
+    Act is the bytes of activations in a layer, T is the time of a layer, and l is the number of
+    layers.
 
-    `seqpar.offload(r)` around the model keeps that amount on the device: the activations of (1 −
-    r)·l layers, and a fraction r of the activations of two more layers, on their way to the host or
-    back.
+    With `seqpar.offload(r)` around the model, this amount stays on the device. It consists of the
+    activations of (1 − r)·l layers, and of a fraction r of the activations of two more layers,
+    which are being copied to the host or back.
     """
 
     most: float  # largest fraction of a rank's activations to offload, from 0 to 1
@@ -43,7 +44,7 @@ class Offloading:
 
     @classmethod
     def of(cls, costs: Costs, capacity: int, most: float, checkpointing: str) -> Offloading:
-        """Return the limits for activations that are kept as `checkpointing` describes."""
+        """Return the limits of offloading with this kind of checkpointing."""
         copied = float(costs.kept_bytes(1, checkpointing)) / costs.cluster.host.rate
         return cls(most, capacity, len(costs.model.layers), copied)
 
@@ -55,13 +56,13 @@ class Offloading:
     def kept(self, tokens: Ints, forward: Floats) -> Floats:
         """Return the fractions of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
 
-        The ratios r, at most `most`, are the largest whose copies hide under forward. They then
-        hide under backward too, which takes longer.
+        Each ratio r is the largest ratio, up to `most`, whose copy is hidden by the forward pass. A
+        backward pass takes longer, so it hides the copy back too.
         """
         return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
     def needed(self, tokens: Ints) -> Floats:
-        """Return the least ratios, at most `most`, that let ranks hold `tokens` tokens."""
+        """Return the least ratios, up to `most`, with which ranks can hold `tokens` tokens."""
         if not self.free:
             return np.zeros(tokens.shape)
         over = 1 - self.capacity / np.maximum(tokens, self.capacity)
@@ -70,11 +71,11 @@ class Offloading:
 
 @dataclass(frozen=True, eq=False)
 class DocumentBatch:
-    lengths: Ints  # (documents,) tokens of each document, at least 1; together they fit
+    lengths: Ints  # (documents,) tokens of each document, at least 1; all of them fit
     attention: Floats  # (2, documents) seconds of each document's attention, forward and backward
     costs: Costs  # the costs of work and messages
     capacity: int  # tokens that a rank may hold if all of their activations stay on it
-    offloading: Offloading | None = None  # what ranks may copy to host memory; None: nothing
+    offloading: Offloading | None = None  # the limits of copies to host memory; None: no copies
     remap: bool = False  # whether linear modules run on equal numbers of tokens per rank
 
     @classmethod
@@ -101,7 +102,7 @@ class DocumentBatch:
     def kept(self) -> Floats:
         """(documents,) the fraction of each document's activations that stays on devices.
 
-        As many activations are offloaded as compute can hide.
+        Activations are offloaded as far as compute can hide their copies.
         """
         if self.offloading is None:
             return np.ones(self.lengths.size)
@@ -110,7 +111,7 @@ class DocumentBatch:
 
     @cached_property
     def held(self) -> Floats:
-        """(documents,) the tokens of capacity that each document takes."""
+        """(documents,) the number of tokens of the capacity that each document uses."""
         return self.lengths * self.kept
 
     @property
@@ -129,7 +130,7 @@ class DocumentBatch:
 
     @cached_property
     def weights(self) -> Floats:
-        """(documents,) seconds that each whole document adds to a rank; methods balance these."""
+        """(documents,) seconds that each whole document adds to a rank, which methods balance."""
         return self.attention.sum(0) + self.linear * (not self.remap)
 
     @cached_property
@@ -146,7 +147,7 @@ class DocumentBatch:
     def mean(self) -> float:
         """Seconds that documents add to each rank if work could be cut anywhere.
 
-        With `remap`, these are seconds of attention only.
+        With `remap`, only attention counts.
         """
         return float(self.weights.sum()) / self.ranks
 
@@ -154,15 +155,16 @@ class DocumentBatch:
     def ideal(self) -> float:
         """Seconds of each rank if nothing were sent and work could be cut anywhere.
 
-        Linear modules count, also with `remap`.
+        Linear modules count, even with `remap`.
         """
         return float(self.seconds.sum()) / self.ranks
 
     def lower_bound(self) -> float:
         """Return a lower bound on the seconds of any plan, according to the predicted costs.
 
-        It is the largest of three times: the mean work of the ranks, the longest document over all
-        ranks, and a rank with a single token. All three have no messages, and one call per layer.
+        The bound is the largest of three times: the mean time of the ranks, the time of the longest
+        document on all ranks together, and the time of a rank with a single token. All three times
+        include one call per layer, and no messages.
         """
         if not self.lengths.size:
             return 0.0
@@ -190,28 +192,29 @@ class DocumentBatch:
 
     @cached_property
     def least_ranks(self) -> Ints:
-        """(documents,) the number of ranks that it takes to hold each document."""
+        """(documents,) the least number of ranks that can hold each document."""
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def ring_held(self, documents: Ints, sizes: Ints) -> Floats:
-        """Return the most tokens of capacity that each document takes on a rank of its ring."""
-        # A rank of a ring has two chunks, and each may have one token more than another chunk.
+        """Return the most tokens of the capacity that each document uses on a rank of its ring."""
+        # Each rank of a ring has two chunks. A chunk may have one token more than another chunk.
         tokens = -(-self.lengths[documents] // sizes) + 2 * (sizes > 1)
         return tokens * self.kept[documents]
 
     def shares_of(self, seconds: float) -> Ints:
-        """Return over how many ranks to cut each document, in parts of about `seconds`.
+        """Return the number of ranks of each document, for parts that take about `seconds`.
 
-        The numbers are within `least_ranks` and `most_ranks`.
+        The numbers are between `least_ranks` and `most_ranks`.
         """
         wanted = np.minimum(np.ceil(self.weights / max(seconds, 1e-30)), self.most_ranks)
         return np.maximum(wanted.astype(np.int64), self.least_ranks)
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:
-        """By link, the tokens that each rank of a ring needs for its work to hide the messages.
+        """By link, the tokens per rank with which the work of a ring hides its messages.
 
-        The number is infinite without softmax layers, and if messages and work do not overlap.
+        The number is infinite for a model without softmax layers, and if messages and work do not
+        overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
@@ -238,7 +241,7 @@ class Pieces(NamedTuple):
     def rings(cls, batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
         """Cut each document over a ring of `sizes` ranks.
 
-        `members` lists the ranks of one ring after those of another.
+        `members` lists the ranks of the first ring, then the ranks of the second ring, and so on.
         """
         if (sizes == 1).all():
             return cls(documents, members, np.zeros_like(documents), batch.lengths[documents])
@@ -250,7 +253,7 @@ class Pieces(NamedTuple):
         chunks = np.stack([i, 2 * size - 1 - i])
         starts, stops = ((length * x // (2 * size)).ravel() for x in (chunks, chunks + 1))
         whole = cls(np.tile(document, 2), np.tile(members, 2), starts, stops)
-        # A ring of one rank holds a whole document: one span instead of two that touch.
+        # A ring of one rank holds a whole document, as one span instead of two adjacent spans.
         single = size == 1
         whole.stops[: size.size][single] = length[single]
         kept = np.r_[np.ones(size.size, bool), ~single] & (whole.stops > whole.starts)
@@ -269,7 +272,7 @@ class Pieces(NamedTuple):
         return documents, owners, share
 
     def held(self, batch: DocumentBatch) -> Floats:
-        """Return the tokens of capacity that each piece takes."""
+        """Return the tokens of the capacity that each piece uses."""
         return (self.stops - self.starts) * batch.kept[self.documents]
 
     def held_by_rank(self, batch: DocumentBatch) -> Floats:

@@ -1,8 +1,8 @@
 """Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
 
-Messages are those of `RingAttention`. A rank receives keys directly from the ranks that hold them,
-and work on the same document hides the time of these messages. Only time that work does not hide is
-added, and the time of messages with the states of linear layers.
+The prediction has the messages of `RingAttention`: a rank receives keys directly from the ranks
+that hold them. Work on the same document hides these messages, and only the time that this work
+does not hide is added. The time of messages with states of linear layers is added in full.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DocumentShares(NamedTuple):
 
     ranks: Ints  # the rank of each share
     sizes: Ints  # number of ranks that have a share of the document
-    beside: Ints  # how many of these ranks are in the rank's node, including the rank
-    seen: KeyCounts  # number of other ranks' keys to which the share's queries attend
+    beside: Ints  # number of these ranks in the rank's node, the rank included
+    seen: KeyCounts  # number of keys on other ranks that the share's queries attend to
     sent: KeyCounts  # number of keys that the rank sends; a key counts once for each receiver
     work: Floats  # (2, n) seconds of attention, forward and backward
 
@@ -63,15 +63,16 @@ def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
     alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
     if any(layer.kind != "softmax" for layer in costs.model.counts):
         return alone
-    # Interpolation between a grid's points predicts too little time for some spans. A piece takes
-    # at least the fraction of its document's seconds that it has of the document's pairs.
+    # Interpolation between the points of a grid predicts too little time for some spans. A piece
+    # with a fraction x of the pairs of its document therefore takes at least the fraction x of the
+    # seconds of the document.
     length = batch.lengths[pieces.documents]
     share = causal_pairs(starts, stops) / causal_pairs(np.zeros_like(length), length)
     return np.maximum(alone, share * batch.attention[:, pieces.documents])
 
 
 def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
-    """Sum pieces to shares of documents, and count the keys that each share needs and sends."""
+    """Sum pieces to shares of documents, and count the keys that each share receives and sends."""
     documents, ranks, share = pieces.shares(batch.ranks)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
     node = documents * batch.costs.cluster.nodes + ranks // batch.costs.cluster.devices_per_node
@@ -98,8 +99,9 @@ def keys_and_work(
 ) -> tuple[KeyCounts, KeyCounts, Floats]:
     """Return `seen`, `sent` and `work` of shares (`DocumentShares`).
 
-    Piece i belongs to share `share[i]`. The queries of share j end before position `ends[j]`. Piece
-    i is sent to `readers[i]` ranks, and windows reach it if `reached[i]`.
+    Piece i is a part of share `share[i]`. The queries of share j end before position `ends[j]`. The
+    keys of piece i are sent to `readers[i]` ranks. `reached[i]` is whether windows of other ranks'
+    queries reach piece i.
     """
 
     def total(values: Floats | Ints) -> Floats:
@@ -123,10 +125,10 @@ def share_ends(share: Ints, pieces: Pieces, count: int) -> Ints:
 def seconds_of(
     batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict ranks that hold these shares and, in all, `tokens` (ranks,) tokens.
+    """Predict ranks that hold these shares.
 
-    `local` is (2, ranks) seconds of attention, forward and backward, in addition to those of the
-    shares.
+    `tokens` (ranks,) is the number of all tokens on each rank. `local` (2, ranks) is the seconds of
+    attention, forward and backward, that are not part of any share.
     """
     costs, ranks, cut = batch.costs, tokens.size, shares.sizes > 1
     local = np.zeros((2, ranks)) if local is None else local
@@ -140,7 +142,7 @@ def seconds_of(
         offload = batch.offloading.needed(tokens)
         copying = offload * tokens * batch.offloading.copy_seconds
     np.maximum.at(steps, shares.ranks, shares.sizes)
-    # During the last step of a ring no message is left to hide.
+    # In the last step of a ring, no message remains to be hidden.
     hides = cut * (1 - 1 / shares.sizes)
     for way in WAYS:
         work = local[int(way)] + np.bincount(shares.ranks, shares.work[int(way)], ranks)
@@ -159,7 +161,8 @@ def _messages(
 ) -> tuple[Floats, Floats, Floats]:
     """Return each share's bytes, and the seconds of messages of each rank.
 
-    The seconds, (ranks,) each, are of messages that work can hide, and of the others.
+    The first seconds (ranks,) are those of messages that work can hide. The second seconds (ranks,)
+    are those of all other messages.
     """
     row = float(costs.kv_bytes(1))
     moved = np.zeros(shares.ranks.size)
@@ -175,7 +178,7 @@ def _messages(
         if backward:  # gradients of received keys are sent back
             # Each rank has one span of a document, or two spans that are mirror images. Without a
             # window, one kernel call then computes a rank's queries over the keys of another rank.
-            # With a window, several calls may have to compute them, as is assumed here.
+            # With a window, several calls may be needed, and the prediction assumes several calls.
             is_one_call = layer.window is None
             itemsize = costs.key_gradient_itemsize if is_one_call else costs.accumulator_itemsize
             returned = itemsize / costs.itemsize
@@ -189,7 +192,7 @@ def _messages(
 
 
 def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
-    """Return the seconds of each share's messages, if the share sends `sent` bytes.
+    """Return the seconds of each share's messages with `sent` bytes.
 
     A rank sends one message to each other rank, for all of its documents.
     """

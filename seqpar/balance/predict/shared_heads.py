@@ -1,7 +1,7 @@
-"""Plan for groups of ranks that share the heads of attention, each group as if it were one rank.
+"""Costs for groups of ranks that share the heads of attention. A group is planned as one rank.
 
-Fang and Zhao, "USP" (2024). Heads are exchanged within a group of ranks of one node. A ring runs
-between the groups, in which a rank sends only the heads that it computes.
+Fang and Zhao, "USP" (2024). Heads are exchanged within a group of ranks of one node. A ring
+connects the groups. In the ring, a rank sends only the heads that it computes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from seqpar.layout.handle import LayoutCut
 class SharedHeads(Costs):
     """Costs of a cluster whose ranks are groups of `heads` ranks of a node.
 
-    Tokens are per group; seconds and bytes are per rank. A ValueError names `heads` unless it
-    divides a node's devices and the model's heads, KV heads included, and all layers are softmax
-    attention.
+    Numbers of tokens are per group. Seconds and bytes are per rank. A ValueError names `heads` if
+    `heads` does not divide the number of a node's devices, the number of query heads and the number
+    of KV heads, or if the model has linear layers.
     """
 
     def __init__(self, cluster: Cluster, model: Model, heads: int) -> None:
@@ -60,7 +60,7 @@ class SharedHeads(Costs):
     def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
         """Return the bytes that each rank keeps from forward to backward.
 
-        Its group has `tokens` tokens.
+        `tokens` is the number of tokens of its group.
         """
         return self._alone.kept_bytes(tokens, checkpointing) / self.heads
 
@@ -77,7 +77,7 @@ def spread(
     found: Prediction,
     offloading: Offloading | None,
 ) -> tuple[LayoutCut, Prediction]:
-    """Return a cut that spreads a group's tokens evenly over its ranks, and the ranks' prediction.
+    """Spread each group's tokens evenly over its ranks; return the cut and the prediction.
 
     Each rank offloads as `offloading` describes.
     """

@@ -1,9 +1,14 @@
-"""Give ranks equal numbers of tokens, for layers whose work depends only on the number of tokens.
+"""Layouts with equal numbers of tokens per rank, for layers whose work depends on tokens alone.
 
-Zeppelin (2025), "Remapping", moves surplus tokens such that the rank that sends longest is done as
-early as possible: a linear program, min_M max_i Σ_j C_ij M_ij. Sending a token has one price inside
-a node and another between nodes, so the program has a closed solution. Ranks with free places
-receive surplus tokens first from those ranks of their node that would otherwise send longest.
+Zeppelin (2025), "Remapping", moves the tokens that a rank has above the mean. Let M_ij be the
+number of tokens that rank i sends to rank j, and C_ij the time of a token. The moves minimise the
+time of the rank that sends longest, a linear program:
+
+    min_M max_i Σ_j C_ij M_ij
+
+C has only two values, one inside a node and one between nodes, so the program has a closed
+solution. Ranks below the mean first receive tokens from the ranks of their node that would
+otherwise send longest.
 """
 
 from __future__ import annotations
@@ -21,11 +26,11 @@ from seqpar.layout.layout import Layout
 
 @outside_graphs
 def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
-    """Return the layout with ⌊T/P⌋ or ⌈T/P⌉ tokens on each rank to which moving is fastest.
+    """Return the layout with ⌊T/P⌋ or ⌈T/P⌉ tokens per rank that takes the least time to reach.
 
-    `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves the fewest tokens
-    possible, and as many of them as possible inside nodes. A rank that sends tokens keeps its first
-    tokens. `cluster` may be the name of a preset.
+    `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves as few tokens as
+    possible, and moves as many of these tokens as possible inside nodes. A rank that sends tokens
+    keeps its first tokens. `cluster` may be the name of a preset.
 
     Raise a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
     """
@@ -65,7 +70,7 @@ def moves(tokens: Ints, cluster: Cluster) -> Ints:
 
 
 def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
-    """Return how many tokens each rank of a node sends to `room` free places inside the node."""
+    """Return how many tokens each rank sends inside its node, which has `room` free places."""
     # The seconds of a rank that sends a of s surplus tokens inside are inside·a + between·(s − a).
     # The longest time is least if all ranks above a level are brought down to that level.
     if surplus.sum() <= room:
@@ -104,7 +109,7 @@ def _match(sent: Ints, room: Ints) -> Ints:
 
 
 def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
-    """Return the ranks that each rank's tokens go to, itself first, and how many go to each."""
+    """Return each rank's receivers, itself first, and the number of tokens for each receiver."""
     ranks = np.arange(tokens.size)
     kept = tokens - np.bincount(moved[:, 0], moved[:, 2], tokens.size).astype(np.int64)
     table = np.concatenate([np.stack([ranks, ranks, kept], 1), moved])
@@ -115,10 +120,11 @@ def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
 
 def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
     """Return (ranks,) seconds and bytes sent to remap all layers, in forward or in backward."""
-    # A rank may have more `tokens` (ranks,) in attention than in linear modules. For the difference
-    # it receives attention's inputs and sends attention's results. A rank with fewer tokens in
-    # attention does the opposite. Gradients are sent in the opposite direction, so over both passes
-    # each rank sends half of all that is moved.
+    # `tokens` (ranks,) are the numbers of tokens in attention. A rank with more tokens in attention
+    # than in linear modules receives attention's inputs for the difference, and sends attention's
+    # results. A rank with fewer tokens in attention sends inputs and receives results. Gradients
+    # are sent in the opposite direction, so each rank sends half of its moved bytes over both
+    # passes together.
     cluster, ranks = costs.cluster, tokens.size
     one, other, count = moves(tokens, cluster).T
     inside = one // cluster.devices_per_node == other // cluster.devices_per_node
