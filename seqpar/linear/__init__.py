@@ -1,10 +1,14 @@
 """Linear attention, from plain linear attention to Kimi Delta Attention.
 
-Start with `kinds.py`, which has the table of kinds. A head has a *state*, a matrix that summarises
-all earlier tokens of a document. A *span* is consecutive tokens of a document on one rank. Its
-*transition* is the factor by which it multiplies the state that enters it.
+Start with `kinds.py`, which has the table of kinds.
 
-This folder has what all kinds share: which states enter which spans, and how states pass from span
-to span. `states/` is for kinds and calls whose transitions follow from the layout, so that all
-ranks know them. `maps/` is for all others. A *pass* is the forward or the backward of a call.
+* A *state* is a matrix for each head, which summarises all earlier tokens of a document.
+* A *span* is a range of consecutive tokens of a document on one rank. The state before the span
+  *enters* the span, and the state after the span *leaves* the span.
+* The *transition* of a span is the factor by which the span multiplies the entering state.
+* A *pass* is the forward or the backward computation of a call.
+
+This folder has the code that all kinds share: which states enter which spans, and how states are
+passed from span to span. `states/` is for calls whose transitions follow from the layout, so that
+all ranks know the transitions. `maps/` is for all other calls.
 """

@@ -1,9 +1,13 @@
 """Linear attention within the spans of one rank, forward and backward.
 
-Strategies decide how states or maps are sent between ranks. To compute, all of them call
-`begin_forward` and `begin_backward`. Each returns an object that computes in steps, so that an
-exchange fits between them: later tokens of a document need only a state or a map of a span
-(`states/state_options.py`, `maps/map_options.py`). `inputs.py` explains the letters of shapes.
+A *span* is a range of consecutive tokens of a document on one rank. Later tokens of the document
+need only one result of the span: its state (`states/state_options.py`), or its *map*, a function
+from the entering state to the leaving state (`maps/map_options.py`).
+
+A strategy decides how states or maps are sent between ranks. All strategies call `begin_forward`
+and `begin_backward` to compute. Each of the two functions returns an object that computes in
+several steps, and the strategy exchanges states or maps between the steps. `inputs.py` explains the
+letters of shapes.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class Options(ABC, Generic[O]):
 
     @abstractmethod
     def empty(self, inputs: Inputs, count: int) -> O:
-        """Return what leaves `count` spans, filled with zeros, in fp32 (fp64 for fp64)."""
+        """Return zeros for the states or maps of `count` spans, in fp32 (fp64 for fp64)."""
 
     @abstractmethod
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
@@ -63,19 +67,19 @@ class Options(ABC, Generic[O]):
 
 
 class Steps(Protocol[O_co, R_co]):
-    """A forward or backward of a backend in three steps, so that an exchange fits between them.
+    """The forward or backward of a backend in three steps. An exchange can run between the steps.
 
-    1. The constructor computes `outgoing`: what other spans need of each span.
-    2. `local` computes what does not depend on other spans, while states are sent. Calling it is
-       optional. Otherwise `finish` does this work.
+    1. The constructor computes `outgoing`, the states or maps that other spans need. 2. `local`
+    computes everything that does not depend on other spans, while states are sent. The call is
+    optional: without the call, `finish` does this work.
     3. `finish` returns the results.
 
     In forward, `outgoing` has the state or the map of each span's own rows, at the index
-    `state_out` of the span. In backward, it has an entry for each span that a state enters, at the
-    index `state_in`. If states are exchanged, this is the gradient of the entering state that comes
-    from the span's own rows. If maps are exchanged, it is the map from the gradient of the leaving
-    state to the gradient of the entering state. The transition of this map is the transpose of
-    forward's.
+    `state_out` of the span. In backward, `outgoing` has an entry for each span that a state enters,
+    at the index `state_in`. If states are exchanged, the entry is the gradient of the entering
+    state, as far as this gradient comes from the span's own rows. If maps are exchanged, the entry
+    is the map from the gradient of the leaving state to the gradient of the entering state. The
+    transition of the backward map is the transpose of the forward transition.
     """
 
     @property
@@ -85,7 +89,8 @@ class Steps(Protocol[O_co, R_co]):
         """Compute everything that does not depend on other spans."""
 
     def finish(self, states: Tensor | None) -> R_co:
-        """Return the results, given the states that enter spans. None means that all of them are 0.
+        """Return the results, given the states that enter spans. None means that all entering
+        states are 0.
 
         In forward, the result is out (B, T, max(Hq, H), V) in q's dtype, and the given states are
         (states_in, B, H, K, V). Without causality, the state that enters a run is the sum over the
@@ -96,7 +101,7 @@ class Steps(Protocol[O_co, R_co]):
 
 
 def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> HookedSteps[O, Tensor]:
-    """Begin a forward. This computes its `outgoing`."""
+    """Begin a forward, and compute its `outgoing`."""
     make = load_backend(options.family, options.backend).Forward
     return HookedSteps(
         lambda: make(inputs, spans, options),
@@ -110,10 +115,10 @@ def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> Hoo
 def begin_backward(
     inputs: Inputs, dout: Tensor, spans: SpanStates, options: Options[O], states_in: Tensor | None
 ) -> HookedSteps[O, Any]:
-    """Begin a backward, given dout, which is like out, and the states that entered spans in
-    forward.
+    """Begin a backward, and compute its `outgoing`.
 
-    This computes its `outgoing`. `finish` returns at least dq, dk and dv.
+    `dout` has the shape of out. The given states are the states that entered spans in forward.
+    `finish` returns at least dq, dk and dv.
     """
     make = load_backend(options.family, options.backend).Backward
     return HookedSteps(

@@ -1,12 +1,15 @@
-"""The order in which ranks pass states on, along each document.
+"""The chains along which ranks pass states from span to span of each document.
 
-The *chain* of a document is its spans in order, with the ranks that hold them. A *link* is a state
-that a span sends to the next span of the chain. Without causality, the elements of a chain are
-runs: all tokens of a document on one rank. A *hop* is all links that one rank sends to another
-rank, or to itself, in one message.
-
-The *slot* of a state is its index along the first dimension of a tensor of states. A *station* is a
-place that needs a sum of states, such as the start of a span (`routes.py`).
+* A *span* is a range of consecutive tokens of a document on one rank.
+* The *chain* of a document is the list of its spans in order, with the rank of each span. Without
+  causality, a chain consists of *runs* instead of spans. A run is all tokens of a document on one
+  rank.
+* A *link* is a state that a span sends to the next span of the chain.
+* A *hop* is one message: all links that one rank sends to another rank, or to itself, at the same
+  depth of the chains.
+* The *slot* of a state is its index in the first dimension of a tensor of states.
+* A *station* is a position of a document at which a sum of states is needed, such as the start of a
+  span (`routes.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ class Hop(NamedTuple):
     `own_states`). A link may also begin or end at the end of a document instead of a span.
 
     The *depth* of a link grows along each chain. All links of a hop have the same depth, and their
-    states are sent in one message for all documents. When states were sent one by one, 5,000 short
-    documents on 64 ranks took 40,000 messages per rank. Links that pass on a sum come first. All
-    ranks process their hops in the same order, by depth first (`scanning.py` explains it for
-    blocks), so that no two ranks wait for each other.
+    states are sent in one message for all documents. When each state had a message of its own,
+    5,000 short documents on 64 ranks took 40,000 messages per rank. Links that pass on a sum come
+    first in a hop. All ranks process their hops in the same order, sorted by depth, so that no two
+    ranks wait for each other. `scanning.py` explains the order for blocks of states.
     """
 
     depth: int
@@ -47,10 +50,9 @@ class Hop(NamedTuple):
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
     """Return the hops to and from a rank, sorted by depth, source and target.
 
-    They are kept with the routes.
-
-    The two ranks of a hop have its links in the same order. With `ends` False, links that begin or
-    end at the end of a document are left out.
+    The hops are stored with the routes. The sender and the receiver of a hop have the hop's links
+    in the same order. With `ends` False, links that begin or end at the end of a document are left
+    out.
     """
 
     def build() -> list[Hop]:
@@ -71,9 +73,9 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
 class Chain(NamedTuple):
     """The spans of all ranks as arrays (spans,), document by document, in the order of a pass.
 
-    Without causality, the elements are runs. In forward, the last run of a document is the one with
-    its last token, and the others are in the order of the ranks. In backward, the order is
-    reversed.
+    Without causality, the arrays have runs instead of spans. In forward, the last run of a document
+    is the run with the last token, and all other runs are in the order of their ranks. In backward,
+    the order is reversed.
     """
 
     holder: Ints  # the rank that holds the span
@@ -113,7 +115,7 @@ class Chain(NamedTuple):
         """Return the spans whose links begin or end on a rank, and the last spans of documents on
         the rank.
 
-        Both are indices in the chain. A span passes its state on to the span with the next index.
+        The spans are indices in the chain. A span passes its state to the span with the next index.
         """
         here, last = self.holder == rank, self.behind == 0
         to_here = np.r_[here[1:], False]
@@ -134,7 +136,7 @@ class Chain(NamedTuple):
 
         `source` and `target` are spans, as indices in the chain. `slots` are the slots of the links
         on their targets. The other arguments have a value for each span, which is used for the link
-        that begins there.
+        that begins at the span.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -160,8 +162,8 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
     """Yield the links of a rank without causality.
 
-    In each document, sums are passed from run to run. The last run then passes the sum of all runs
-    back to the others. Nothing decays.
+    In each document, sums are passed from run to run. The last run then sends the sum of all runs
+    back to all other runs. No state decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
@@ -196,8 +198,9 @@ def _links_from_ends(
 ) -> Iterator[Ints]:
     """Yield the links of a rank in backward that come from the ends of documents.
 
-    All ranks have the gradients of final states, at the ends of documents. The links lead from
-    there to the `last` spans of documents. `slots` (spans,) has the slot of each span on its rank.
+    All ranks have the gradients of final states, at the ends of documents. The links lead from the
+    ends to the `last` spans of the documents. `slots` (spans,) has the slot of each span on its
+    rank.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

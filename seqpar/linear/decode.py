@@ -1,6 +1,7 @@
-"""Decoding: continue each document by one or a few tokens, from the states of earlier tokens.
+"""Decoding: each document is continued by one or a few tokens, from the state of the earlier
+tokens.
 
-Everything here is plain PyTorch and sends nothing.
+The functions of this file are plain PyTorch and send nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Send the final state of each document to all ranks, and its gradients back.
+"""The exchange of the final state of each document, and of the gradients of final states.
 
-One rank computes the final state of a document and sends it. If each rank computed it, ranks would
-add states in different orders, and ranks that decode from it could differ in the last bits.
+One rank computes the final state of a document, and sends the state to all ranks. If each rank
+computed the final state, the ranks would add states in different orders. Ranks that decode from the
+final state could then differ in the last bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ STEP = 1  # the step of these exchanges in traffic and traces; states that enter
 class FinalStates:
     """The exchange of the final states of all documents.
 
-    `own` (ended, B, H, K, V) has the states of the documents whose last token this rank holds.
+    `own` (ended, B, H, K, V) has the final states of the documents whose last tokens are on this
+    rank.
     """
 
     def __init__(self, comm: Comm, call: LinearCall, own: Tensor, strategy: str) -> None:
@@ -48,9 +50,7 @@ class FinalStates:
 
 
 class ArrivalOrder(TableHolder):
-    """The order in which final states arrive: rank by rank, and last those of documents without
-    tokens.
-    """
+    """The order in which final states arrive: rank by rank. Documents without tokens come last."""
 
     def __init__(self, routes: StateRoutes, rank: int) -> None:
         ranks = range(routes.ranks)
@@ -94,7 +94,7 @@ def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[T
 
 
 class FinalGradients:
-    """The exchange of the gradients of final states. Each rank gets the sums that it needs.
+    """The exchange of the gradients of final states, which are added up over the ranks.
 
     `own` (documents, B, H, K, V) are this rank's gradients.
     """
@@ -110,9 +110,7 @@ class FinalGradients:
         self._rank = comm.rank
 
     def wait(self) -> Tensor:
-        """Return (ended, B, H, K, V): the sums for the documents whose last token this rank
-        holds.
-        """
+        """Return (ended, B, H, K, V): the sums for documents whose last tokens are on this rank."""
         self._pending.wait()
         parts = [*self._arriving]
         parts.insert(self._rank, self._own)

@@ -1,13 +1,13 @@
-"""The tensors of a call of linear attention, checks of these, and how heads are shared.
+"""The tensors of a call of linear attention, the checks of the tensors, and the sharing of heads.
 
 Letters of shapes: B is the batch, T the number of rows, H the number of states, Hq, Hk and Hv the
 numbers of heads of queries, keys and values, K the head dim of queries and keys, and V the head dim
 of values.
 
-H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. If a tensor has fewer
-heads than another, each of its heads is used with the same number of consecutive heads of the
-other, as in `repeat_interleave`. Examples are the queries that share a key under GQA, and the
-values that share a key in Qwen3-Next.
+H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. A tensor with fewer
+heads than another tensor shares each head among the same number of consecutive heads of the other
+tensor, as in `repeat_interleave`. Examples are queries that share a key under GQA, and values that
+share a key in Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class CallTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of `Inputs`, in the dtypes of the inputs, or None for inputs that the kind has
-    not.
+    """The gradients of `Inputs`, in the dtypes of the inputs. The gradient of a missing input is
+    None.
     """
 
     q: Tensor
@@ -85,7 +85,7 @@ class Gradients(NamedTuple):
 
 
 def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inputs:
-    """Return uninitialised q, k and v of a shape. kv_heads of the shape is the number of states."""
+    """Return uninitialised q, k and v of a shape, whose kv_heads is the number of states."""
     heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.dim, shape.dim)
     return Inputs(
         *(
@@ -116,8 +116,8 @@ def expand(inputs: Inputs) -> Inputs:
 def expanded_gradients(inputs: Inputs) -> Gradients:
     """Return uninitialized gradients for `fold`.
 
-    Those of q, k and v have the shapes and dtypes of `inputs`. Those of log_decay and beta are in
-    the accumulator's dtype, with the shapes that `expand` returns.
+    The gradients of q, k and v have the shapes and dtypes of `inputs`. The gradients of log_decay
+    and beta are in the accumulator's dtype, with the shapes that `expand` returns.
     """
     dtype, rows = accumulator_dtype(inputs.q.dtype), inputs.q.shape[:2]
 

@@ -1,12 +1,13 @@
-"""The kinds of linear attention, and the recurrence that each of them follows.
+"""The kinds of linear attention, and the recurrence of each kind.
 
-A head has a state S (K, V). A token's step is
+Each head has a state S (K, V), which token t updates:
 
     S̄ₜ = diag(exp gₜ) Sₜ₋₁
     Sₜ = S̄ₜ + kₜ vₜᵀ, or by the delta rule S̄ₜ + βₜ kₜ (vₜ − S̄ₜᵀ kₜ)ᵀ
     oₜ = scale · Sₜᵀ qₜ
 
-Keys are used without normalisation. Models whose keys have length 1 must normalise keys first.
+The recurrence does not normalise keys. If the keys of a model have length 1, the model must
+normalise them before the call.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def kind(name: str) -> Kind:
 def advance(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
     """Return the states (…, K, V) after one token.
 
-    k is (…, K), v (…, V), decay (…, K or 1), which is exp g, and beta (…, 1) or None.
+    The key `k` is (…, K), and the value `v` is (…, V). `decay` is exp g, (…, K or 1). `beta` is (…,
+    1), or None without the delta rule.
     """
     state = decay[..., None] * state
     if beta is not None:
@@ -83,5 +85,5 @@ def advance(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | N
 
 
 def read(state: Tensor, k: Tensor) -> Tensor:
-    """Return Sᵀ k (…, V), the values that states hold for a key."""
+    """Return Sᵀ k (…, V), the value that the state S returns for the key k."""
     return (state * k[..., :, None]).sum(-2)

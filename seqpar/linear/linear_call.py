@@ -32,10 +32,11 @@ _MANY_SPANS = 4
 
 
 class LinearArguments(NamedTuple):
-    """The arguments of a call except tensors of numbers, in the form that torch's operator carries.
+    """The arguments of a call that are not tensors of numbers, in the form that torch's operator
+    takes.
 
-    The module checks types, because the operator accepts only the right ones.
-    `LinearStrategy.resolve` checks values.
+    The module checks the types of the arguments before it calls the operator.
+    `LinearStrategy.resolve` checks the values.
     """
 
     # Stands for a layout (`seqpar.layout.handle`); all other arguments can be hashed.
@@ -96,20 +97,22 @@ class LinearCall:
 
     @property
     def kept(self) -> Memo:
-        """The results that calls with the same routes share. They are stored with the layout."""
+        """The results that all calls with the same routes share. The layout stores these
+        results.
+        """
         return self.routes.derived
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """The optional inputs and results that the call has. Tables depend on them."""
+        """The optional inputs and results of the call, on which tables depend."""
         return self.rank, self.shape, self.options.backend
 
     def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
         """Return `build()`, which is called only once for all calls that differ only in their
         tensors.
 
-        Tables in the result are on the device. The result is stored with the layout. It must
-        therefore not refer to the layout or to the call: it would keep them alive.
+        Tables in the result are on the device. The layout stores the result. The result must
+        therefore not refer to the layout or to the call, because it would keep them alive.
         """
         return kept_on(device, self.kept, (*key, self.rank, self.shape), build)
 
@@ -126,9 +129,9 @@ def shape_of(inputs: Inputs) -> OperandShape:
 
 
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
-    """Return initial states as (documents, B, …). Raise a ValueError if their shape is wrong.
+    """Return initial states as (documents, B, …). Raise a ValueError if the shape is wrong.
 
-    `dims` are the other dimensions, as errors name them, such as "Hkv, D, Dv".
+    `dims` is the text for the other dimensions in errors, such as "Hkv, D, Dv".
     """
     if initial_state.dim() != 4 + batched:
         expected = f"({'B, ' * batched}documents, {dims})"
@@ -139,7 +142,7 @@ def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
 def returned(
     out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out and any final states with the dimensions of the operands; undoes
+    """Return out and any final states with the dimensions of the operands: the inverse of
     `batch_second`.
     """
     out = heads.restore(out if batched else out[0], -2)
@@ -173,10 +176,10 @@ def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtyp
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
-    """Raise a ValueError on all ranks if what spans send is larger than their tokens.
+    """Raise a ValueError on all ranks if spans send more bytes than their tokens have.
 
-    A span sends `elements` numbers per head, in the accumulator's dtype. `what` is their name in
-    the error.
+    A span sends `elements` numbers per head, in the accumulator's dtype. `what` is the name of
+    these numbers in the error.
     """
     sizes = shape.dim, shape.value_dim, shape.dtype, elements
     why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))

@@ -1,8 +1,9 @@
-"""The operators to which a call of linear attention lowers.
+"""The torch operators that compute a call of linear attention.
 
-The strategy of a call decides whether `states/` or `maps/` computes it. The results are out, the
-final states, and the states that entered this rank's spans, which backward needs. States are (n, B,
-H, K, V) here: the batch is the second dimension, and not the first one as in a module's arguments.
+The strategy of the call decides whether `states/` or `maps/` computes the call. The results are
+out, the final states, and the states that entered this rank's spans. Backward needs the entering
+states. In this file, states are (n, B, H, K, V): the batch is the second dimension. In a module's
+arguments, the batch is the first dimension.
 """
 
 from __future__ import annotations

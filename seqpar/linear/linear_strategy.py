@@ -1,7 +1,8 @@
 """`LinearStrategy`, the base class of all strategies of linear attention.
 
-Its subclasses `StateStrategy` and `MapStrategy` are for strategies that exchange states, and for
-those that exchange maps.
+Its subclass `StateStrategy` is for strategies that exchange states. Its subclass `MapStrategy` is
+for strategies that exchange *maps*, functions from the state that enters a span to the state that
+leaves the span.
 """
 
 from __future__ import annotations
@@ -50,29 +51,33 @@ class Exchange(Protocol[O_contra]):
     """An exchange of states or maps in one pass, which returns the states at the stations of a
     rank.
 
-    It can be made before the states are known, so that sending does not wait for weights. With maps
-    of backward, it passes gradients of states back. `travels` says whether anything is sent or
-    received, so that other computation can hide it.
+    A *station* is a position at which a rank needs a state, such as the start of a span
+    (`routes.py`). An exchange can be made before the states are known, so that sending does not
+    wait for weights. In a backward with maps, the exchange passes gradients of states back.
+    `travels` says whether the exchange sends or receives anything. If it does, other computation
+    can hide the exchange.
     """
 
     travels: bool
 
     def post(self, outgoing: O_contra) -> None:
-        """Begin to send this rank's states, ordered by the slots of its sources, or its maps.
+        """Begin to send this rank's maps, or this rank's states, which are ordered by the slots of
+        their sources.
 
-        Of the map of a head (`maps/ends.py`), only the state is used.
+        For the first span of a document (`maps/ends.py`), only the state of the map is used.
         """
 
     def wait(self) -> Tensor:
         """Return (stations, B, H, K, V), ordered by slot: sums of states, or the states that enter
         spans.
 
-        With maps, the states that enter heads are not set; `Ends.begin` writes them.
+        With maps, the states that enter the first spans of documents are not set. `Ends.begin`
+        writes these states.
         """
 
 
 def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) -> Tensor:
-    """Return the states of an exchange. Meanwhile, compute what needs no states of other spans."""
+    """Return the states of an exchange. During the exchange, run `Steps.local`."""
     exchange.post(outgoing)
     if exchange.travels:
         steps.local()
@@ -106,9 +111,8 @@ class LinearStrategy(Generic[C]):
     ) -> C:
         """Return the resolved call.
 
-        Raise a ValueError if the call is wrong or cannot be computed exactly.
-
-        The error names the argument, its value, what was expected, and the rank.
+        Raise a ValueError if the call is wrong or cannot be computed exactly. The error names the
+        argument, its value, the expected value, and the rank.
         """
         with naming_rank(comm):
             comm.check_device("q", inputs.q.device)
@@ -132,8 +136,8 @@ class LinearStrategy(Generic[C]):
     def default_backend(self, inputs: Inputs) -> str:
         """Return the backend that is used if the user forces none.
 
-        On CPUs it is "aten". On CUDA, "aten" consists of many small operators, so a warning is
-        logged once if it is used.
+        On CPUs, the default is "aten". On CUDA, "aten" consists of many small operators, so the
+        first use of "aten" logs a warning.
         """
         chosen, preferred = "aten", PREFERRED[self.family]
         if inputs.q.is_cuda:
@@ -159,7 +163,7 @@ class LinearStrategy(Generic[C]):
     ) -> C:
         """Return the resolved call. Raise a ValueError if the layout or a number is wrong.
 
-        What all calls with these settings share is stored with the layout.
+        The layout stores the data that all calls with these settings share.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""The base of `LASP2Attention` and `RecurrentAttention`: it turns arguments into operator calls."""
+"""The base class of `LASP2Attention` and `RecurrentAttention`, which calls torch's operator."""
 
 from __future__ import annotations
 

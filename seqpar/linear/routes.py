@@ -1,16 +1,19 @@
-"""Find which rank sends which states to which rank, so that each span gets the state that enters
-it.
+"""The routes of states: which rank sends which states to which rank, so that each span gets the
+state that enters the span.
 
-A *source* is a position at which a rank has a state: in forward, the end of a span, with the state
-of the span. A *station* is a position that needs the sum of all states of its document before it,
-each decayed over the rows in between: in forward, the start of a span. In backward, the sources are
-the starts of spans, with gradients of states, the stations are the ends of spans, and positions are
-counted from the end of the document. The *slot* of a source or station is the index of its state in
-a tensor of states.
+* A *span* is a range of consecutive tokens of a document on one rank.
+* A *source* is a position at which a rank has a state. In forward, each end of a span is a source,
+  with the state of the span. In backward, each start of a span is a source, with the gradient of a
+  state.
+* A *station* is a position at which a rank needs a sum of states. In forward, each start of a span
+  is a station. It needs the sum of all states of the document from sources before the station, each
+  decayed over the rows in between. In backward, each end of a span is a station, and positions are
+  counted from the end of the document.
+* The *slot* of a source or a station is the index of its state in a tensor of states.
 
 If final states are returned, the end of a document is a station in forward, on the rank that holds
-the last token. This rank sends the sum to all ranks (`final_states.py`), so that all have the same
-bits. In backward, the end of a document is then a source on every rank.
+the last token. This rank sends the sum to all ranks (`final_states.py`), so that the sum has the
+same bits on all ranks. In backward, the end of a document is then a source on every rank.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from seqpar.layout.geometry import Geometry
 class SpanStates:
     """The spans of a rank, and the states that enter and leave them.
 
-    Tensors of states contain only states that are needed, so each span has an index into these
-    tensors. Without causality, the elements are runs instead of spans.
+    Tensors of states contain only the states that are needed. Each span therefore has an index into
+    these tensors. Without causality, runs take the place of spans. A run is all tokens of a
+    document on one rank.
     """
 
     edges: Ints  # (spans + 1,): span i has the rows edges[i] … edges[i + 1] − 1
@@ -57,8 +61,9 @@ class SpanStates:
 class StatePoints(NamedTuple):
     """The sources or the stations of a rank, sorted by document, then by position.
 
-    `slots` has the slot of each. In a tensor of states (n, B, Hkv, D, Dv), the states of spans come
-    first, in the order of the spans, and then the states of the ends of documents.
+    `slots` has the slot of each source or station. In a tensor of states (n, B, Hkv, D, Dv), the
+    states of spans come first, in the order of the spans. The states of the ends of documents
+    follow.
     """
 
     documents: Ints
@@ -82,8 +87,8 @@ class HeldSpans(NamedTuple):
 class Route:
     """The states that one rank sends to the stations of another rank.
 
-    Sources for which the same station of the other rank comes next are a *group*. Their states are
-    combined into one state, which is sent.
+    A *group* is all sources after which the same station of the other rank comes next. The states
+    of a group are combined into one state, which is sent.
     """
 
     members: Ints  # the slots of the sources
@@ -109,7 +114,7 @@ class StateSums(NamedTuple):
 class StateRoutes:
     """The sources and stations of all ranks in a layout.
 
-    They are found once and kept with the layout.
+    They are computed once, and stored with the layout.
 
     Without `causal`, each state of a document is sent to all stations of the document, and all
     positions count as 0. `backward` chooses the pass.

@@ -1,10 +1,10 @@
-"""Pass states on from span to span in rounds, while the rank computes something else.
+"""The exchange that passes states from span to span in rounds, in the background.
 
-ZeCO and `maps/scan.py` use it. States are cut into blocks. Block b of a hop of depth d
-(`chains.py`) is sent in round d + b. In a round, a rank posts everything that it sends and receives
-as one exchange. A round sends only sums that arrived in earlier rounds. All ranks process the
-rounds in the same order. No two ranks therefore wait for each other, even on NCCL, which runs the
-exchanges of a communicator one after another.
+ZeCO and `maps/scan.py` use this exchange. States are cut into blocks. Block b of a hop of depth d
+(`chains.py`) is sent in round d + b. In each round, a rank posts all its sends and receives as one
+exchange. A round sends only sums that arrived in earlier rounds. All ranks process the rounds in
+the same order. No two ranks therefore wait for each other, even on NCCL, which runs the exchanges
+of a communicator one after another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def index_of(numbers: Ints) -> Index:
 
 
 class Carrying(NamedTuple):
-    """Sums that have arrived and are added to the links of a message, to be passed on."""
+    """The arrived sums that are added to the links of a message, which passes them on."""
 
     message: int
     # The number of the message's first links that pass on a sum; None means all.
@@ -48,10 +48,10 @@ class Carrying(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank does in one round, in this order.
+    """The operations of a rank in one round, in this order.
 
-    Outgoing messages are numbered: all messages with the first block, then all with the second
-    block, and so on. Incoming messages are numbered in the same way.
+    Outgoing messages are numbered. All messages with the first block come first, then all messages
+    with the second block, and so on. Incoming messages are numbered in the same way.
     """
 
     number: int
@@ -151,9 +151,10 @@ def joined(parts: list[Ints]) -> Ints:
 
 
 def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
-    """Run a function that uses some tensors. Return a function that waits until it has ended.
+    """Run a function that uses some tensors. Return a second function, which waits until the first
+    has ended.
 
-    With `aside`, it runs in a thread, and on a GPU in a stream of its own.
+    With `aside`, the first function runs in a thread, and on a GPU in a stream of its own.
     """
     if aside:
         return run_async(run, *used)
@@ -162,14 +163,12 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 
 
 class ScannedStates:
-    """An exchange in which states are passed on.
+    """An exchange that passes states on, and returns the sums of states at a rank's stations.
 
-    It returns the sums of states at a rank's stations.
-
-    States are passed on by a thread, and on a GPU in a stream of its own, so that the rank can
-    compute while it waits for states that it must pass on. On gloo, a thread is necessary because
-    gloo reports that a message has arrived only to a thread that waits for it. A subclass decides
-    how a sum changes from station to station.
+    A thread passes the states on, and on a GPU in a stream of its own. The rank can therefore
+    compute while it waits for states. On gloo, the thread is necessary, because gloo reports the
+    arrival of a message only to a thread that waits for the message. A subclass decides how a sum
+    changes from station to station.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:
@@ -181,7 +180,7 @@ class ScannedStates:
         raise NotImplementedError
 
     def _begin(self, states: Tensor, used: Sequence[Tensor]) -> None:
-        """Begin to pass on states. Their second-to-last dimension is cut into blocks.
+        """Begin to pass states on. The second-to-last dimension of the states is cut into blocks.
 
         `used` are the tensors that `_carry` reads.
         """

@@ -1,10 +1,11 @@
 """The first and last spans of documents, for which states are sent instead of maps.
 
-In a pass, the first span of a document's chain (`chains.py`) is its *head* and the last one its
-*tail*. The state that enters the head is known: the initial state, or in backward the gradient of
-the final state. The rank with the head therefore knows the state that leaves the head, and sends
-this state and no map. With the delta rule, this is K·V numbers instead of K·(K + V). On two ranks,
-or with many short documents, nearly all spans that send something are heads.
+The *head* of a document is the first span of its chain (`chains.py`) in a pass, and the *tail* is
+the last span. The state that enters the head is known: in forward the initial state, and in
+backward the gradient of the final state. The rank of the head can therefore compute the state that
+leaves the head, and sends this state instead of a map. With the delta rule, a state has K·V
+numbers, and a map has K·(K + V) numbers. On two ranks, or with many short documents, nearly all
+spans that send something are heads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from seqpar.linear.scanning import as_table
 
 
 class Ends(TableHolder):
-    """The heads and tails that one rank holds in one pass."""
+    """The heads and tails of documents on one rank, in one pass."""
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
         chain = Chain.of(routes, backward)
@@ -43,7 +44,7 @@ class Ends(TableHolder):
         self._tail_stations = as_table(chain.stations[tails[carried]])
 
     def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
-        """Return the maps, in which the state of a head's map is replaced by the state that leaves
+        """Return the maps. In the map of each head, the state is replaced by the state that leaves
         the head.
 
         `entering` (heads, B, H, K, V) are the states that enter heads.
@@ -59,8 +60,8 @@ class Ends(TableHolder):
         sums.index_copy_(0, self._head_stations, entering)
 
     def leave(self, kind: Kind, maps: Maps, sums: Tensor) -> Tensor:
-        """Return the states that leave tails, ordered by document, given the states that enter all
-        spans.
+        """Return the states that leave tails, ordered by document. The states that enter all spans
+        are given.
         """
         states = maps.state.index_select(0, self._tail_maps)
         if self._carried.numel():

@@ -1,12 +1,16 @@
-"""The transport "all_gather": a rank sends its maps to every rank that needs them, in one exchange.
+"""The transport "all_gather": one exchange sends the map of each span to every rank that needs the
+map.
 
-The receiver *folds* maps: it applies them to a state one after another. This is algorithm 2 of Sun
-et al., "LASP-2" (2025), with maps in place of states. Context parallelism for Gated DeltaNet and
-KDA works in the same way. Each pass has one exchange, which is posted before the work within spans.
+The *map* of a span is the function from the state that enters the span to the state that leaves the
+span (`maps.py`). The receiver *folds* maps: it applies the maps of earlier spans to a state, one
+map after another. This is algorithm 2 of Sun et al., "LASP-2" (2025), with maps in place of states.
+Context parallelism for Gated DeltaNet and KDA works in the same way. Forward and backward have one
+exchange each. The exchange is posted before a rank computes attention among the tokens of each
+span, so that this computation hides the exchange.
 
-Maps can be combined only in the order of the document. A rank therefore receives the maps of all
-spans of other ranks before its own last span of the document. From a head (`ends.py`) it receives
-only a state.
+Maps can be combined only in the order of the document. Take the last span of a document on a rank.
+The rank receives the map of each earlier span of the document that is on another rank. For the
+first span of the document (its *head*, `ends.py`), the rank receives a state instead of a map.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ from seqpar.linear.scanning import Index, as_table, index_of
 
 
 class Fold(NamedTuple):
-    """One step of a fold, which applies the map of one span of each document that the rank needs.
+    """One step of a fold, which applies one map for each document that the rank needs.
 
-    `running` has a state for each document, those with the longest chains first.
+    `running` has a state for each document. Documents with the longest chains come first.
     """
 
     stations: Tensor | None  # the slots of the states that enter these spans
@@ -49,8 +53,8 @@ class Fold(NamedTuple):
 class Gathering(TableHolder):
     """The messages and folds of one rank in one pass.
 
-    There is one tensor of states of heads, and one of maps. In both, the rank's own entries come
-    first.
+    One tensor has the states of heads, and a second tensor has the maps. In both tensors, the
+    rank's own entries come first.
     """
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:

@@ -1,14 +1,14 @@
 """The options of calls that exchange maps.
 
-The step of each token is an affine function of the state (`kinds.py`). A whole span is therefore
-one affine function, its map (`maps.py`), and later tokens of the document need nothing else of the
-span. Maps of consecutive spans can be combined in any grouping.
+The step of each token is an affine function of the state (`kinds.py`). The steps of a whole span
+are therefore one affine function too, the *map* of the span (`maps.py`). Later tokens of the
+document need only this map. Maps of consecutive spans can be combined in any grouping.
 
-With the delta rule, a transition is a matrix, and computing it takes as long as computing the
-state. If nothing is multiplied with a transition, it is not computed, and is 0. In forward this
-holds for a span that no state enters (`state_in` −1), and in backward for a span whose leaving
-state has no gradient (`state_out` −1). With one document on two ranks, no rank computes a
-transition.
+With the delta rule, a transition is a matrix, and its computation takes as long as the computation
+of the state. A transition that is multiplied with nothing is not computed, and is set to 0. In
+forward, this holds for a span that no state enters (`state_in` −1). In backward, it holds for a
+span whose leaving state has no gradient (`state_out` −1). If one document is on two ranks, no rank
+computes a transition.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`MapStrategy`, the base class of strategies that exchange maps.
 
-A subclass decides how maps are sent and combined, to get the states that enter spans.
+A *map* is the function from the state that enters a span to the state that leaves the span
+(`maps.py`). A subclass decides how maps are sent and combined.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Maps of spans: how they act on states, how they are combined, and how they are packed in
-messages.
+"""The maps of spans: their action on states, their combination, and their form in messages.
 
-A span turns the state S that enters it into T S + N. T is the transition. N is the state of the
-span's own rows. A transition is one number for each head, (n, B, H), or one for each key channel,
-(n, B, H, K), or a matrix, (n, B, H, K, K). It multiplies the state from the left.
+The *map* of a span is S → T S + N, where S is the state that enters the span. T is the transition
+of the span. N is the state of the span's own rows. A transition multiplies a state from the left. A
+transition is one number for each head (n, B, H), one number for each key channel (n, B, H, K), or a
+matrix (n, B, H, K, K).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Maps(NamedTuple):
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
-    """Return transition · states, (n, B, H, K, V). The states N of the spans are not added."""
+    """Return transition · states, (n, B, H, K, V), without adding the states N of the spans."""
     if kind.transition == "matrix":
         return transition @ states
     return states * transition[(..., *[None] * (states.dim() - transition.dim()))]
 
 
 def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
-    """Return the maps of `earlier` spans that are followed by `later` spans."""
+    """Return the map of each span in `earlier` together with the span in `later` that follows."""
     if kind.transition == "matrix":
         transition = later.transition @ earlier.transition
     else:

@@ -1,9 +1,10 @@
-"""The transport "scan": states pass from span to span in blocks, and each rank applies its maps.
+"""The transport "scan": states are sent from span to span in blocks, and each rank applies its
+maps.
 
-"ZeCO" (2025), section 3, with a map in place of a decay. If (A, N) is the map of a rank's span, the
-rank receives a state S and sends A S + N. Only states are sent. A acts on each column of a state
-separately, so a block can be some heads of a state, or some columns of one head. A rank sends one
-block while it receives the next.
+The algorithm is from "ZeCO" (2025), section 3, with a map in place of a decay. If (A, N) is the map
+of a rank's span, the rank receives a state S and sends the state A S + N. No map is sent. A acts on
+each column of a state separately. A block can therefore be some heads of a state, or some columns
+of one head. A rank sends one block while it receives the next.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class Scan(MapStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The exchange of states that are passed on. It returns the states that enter a rank's spans.
+    """The exchange that passes states on, and returns the states that enter a rank's spans.
 
-    Within it, states are transposed, (n, B, H, V, K), so that a block is some rows of K elements.
+    In this class, states are transposed, (n, B, H, V, K), so that a block is some rows of K
+    elements.
     """
 
     def __init__(
@@ -97,9 +99,9 @@ class _Scanned(ScannedStates):
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return into how many equal blocks a state can be cut: at most `blocks`.
+    """Return the number of equal blocks into which a state can be cut, which is at most `blocks`.
 
-    A block has whole heads, or columns of one head.
+    A block has whole heads, or some columns of one head.
     """
     heads = shape.batch * shape.kv_heads
     fits = (

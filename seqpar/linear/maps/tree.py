@@ -1,18 +1,19 @@
-"""The transport "tree": maps of more and more spans are combined by recursive doubling.
+"""The transport "tree": recursive doubling combines the maps of twice as many spans in each step.
 
 Hillis and Steele, "Data parallel algorithms" (1986): the parallel prefix by recursive doubling,
 here in the exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear Recurrent Neural
 Nets Over Sequence Length" (2018), section 2, use such a scan for affine recurrences.
 
-The *window* of span i is a range of spans that ends with span i, and its combined map. At first it
-has only span i. In step d, the rank of span i sends its window of 2ᵈ spans to the span i + 2ᵈ,
-whose window then has twice as many spans. If a window reaches back to the head (`ends.py`), it is
-*complete*, and is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. A rank holds the
-window of each of its spans twice, on any number of ranks.
+The *window* of span i is a range of spans that ends with span i, together with the combined map of
+these spans. At the start, the window has only span i. In step d, the rank of span i sends the
+window of 2ᵈ spans to the rank of span i + 2ᵈ. The window of span i + 2ᵈ then has twice as many
+spans. A window is *complete* if it begins with the first span of the document (`ends.py`). A
+complete window is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. Each rank needs
+memory for two windows for each of its spans, on any number of ranks.
 
-The exclusive form needs one exchange less than the inclusive form, and one more combination in each
-step. A work-efficient tree would send two maps per rank instead of log₂ n, but in twice as many
-exchanges, and the work within short spans could not hide the waiting for these.
+The exclusive form needs one exchange less than the inclusive form, but one more combination of maps
+in each step. A work-efficient tree would send two maps per rank instead of log₂ n maps. It would
+need twice as many exchanges, however, and the work within short spans could not hide all exchanges.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
-    """Windows that arrive at a rank in a step, either all complete or none."""
+    """The windows that arrive at a rank in a step. Either all of them are complete, or none is."""
 
     stations: Tensor  # (arrivals,): the slots of the spans at which they arrive
     # (rank, slice): which windows come from each rank, ascending, with this rank.
@@ -89,9 +90,7 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
-    """Return the windows that arrive at spans, from the spans that are `apart` places before
-    them.
-    """
+    """Return the windows that arrive at spans. The window at span i is from span i − `apart`."""
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
     reached, sources = reached[order], sources[order]
@@ -134,7 +133,7 @@ class Tree(MapStrategy):
 
 
 class _Doubled:
-    """The exchange in which maps are combined. It returns the states that enter a rank's spans.
+    """The exchange that combines maps, and returns the states that enter a rank's spans.
 
     A thread, and on a GPU a stream of its own, combines maps while the rank computes.
     """
@@ -207,7 +206,7 @@ class _Doubled:
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
         """Write the states that enter spans.
 
-        Compute the states that leave spans, if they are sent on.
+        Compute the states that leave spans, if these states are sent.
         """
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):
@@ -222,7 +221,7 @@ class _Doubled:
             left.index_copy_(0, arrivals.maps, passed)
 
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
-        """Combine windows with the windows that arrive, which end directly before them."""
+        """Combine each window with the arrived window that ends directly before it."""
         arrivals, kind = step.others, self._call.options.kind
         if not len(arrivals.stations):
             return

@@ -5,8 +5,9 @@ Row i of a span, counted from 0, has the output
     out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
 
 where S is the state that enters the span, and λ = exp(log_decay) is a number for each KV head.
-Later tokens of the document need only the state of the span's L rows, Σ_j λ^{L−1−j} k_jᵀ v_j. The
-states of two consecutive spans combine to λ^{L₂} S₁ + S₂. Spans can be combined in any grouping.
+Later tokens of the document need only the state of the span's L rows, which is Σ_j λ^{L−1−j} k_jᵀ
+v_j. The combined state of two consecutive spans is λ^{L₂} S₁ + S₂. Spans can be combined in any
+grouping.
 
 B is the batch, T the number of rows, Hq the query heads, Hkv the KV heads, D the head dim of q and
 k, and Dv the head dim of v.
@@ -55,7 +56,7 @@ class StateOptions(Options[Tensor]):
     def once(self, device: torch.device, plan: object, compute: Callable[[StateOptions], T]) -> T:
         """Return `compute(self)`, the weights of a plan on a device.
 
-        It is called once for each stream.
+        `compute` is called once for each stream.
         """
         return on_stream(device, self.derived, (plan,), lambda: compute(self))
 
@@ -77,10 +78,10 @@ class StateOptions(Options[Tensor]):
         return inputs.q.new_zeros((count, *inputs.state_shape), dtype=dtype)
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of steps, derived from their numbers of matrix products.
+        """Return the work of steps, which follows from the number of matrix products in each step.
 
-        Each step multiplies rows with states, and `local` also multiplies the rows of a chunk with
-        each other.
+        Each step multiplies rows with states. `local` also multiplies the rows of a chunk with each
+        other.
         """
         batch, rows, heads, dim = inputs.q.shape
         value_dim = inputs.v.shape[3]
@@ -99,8 +100,8 @@ class StateOptions(Options[Tensor]):
 def check_values(log_decay: Tensor) -> None:
     """Raise a ValueError unless all values are finite and at most 0.
 
-    To read values on a GPU, the host must wait. A tensor is therefore read only once, until it is
-    changed.
+    The host must wait to read values from a GPU. A tensor is therefore read only once, and again
+    after it was changed.
     """
     if log_decay.device.type == "cpu":
         _check(*log_decay.tolist())

@@ -43,7 +43,9 @@ class StateCall(LinearCall):
     options: StateOptions
 
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
-        """Return `sums(rank)` as a function of states, cached under `name`."""
+        """Return the sum `sums(rank)` as a function of states. The function is cached under
+        `name`.
+        """
         tables = self.once_on(device, (name,), lambda: WeightedSums([sums(self.rank)], self.shape))
         return self.options.once(device, tables, tables.weigh)[0]
 

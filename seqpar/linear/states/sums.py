@@ -1,14 +1,15 @@
-"""Weighted sums of states, which all exchanges of states compute, and the plan of LASP-2's
+"""Weighted sums of states, which every exchange of states computes, and the plan of LASP-2's
 exchange.
 
     sums[g] = Σ λ^rows · states[member]
 
-The sum is over the members of group g, each with its own number of rows. Sums and states are (n, B,
-Hkv, D, Dv).
+The sum runs over the members of group g. Each member has its own number of rows. Sums and states
+are (n, B, Hkv, D, Dv). A *source* is a position at which a rank has a state, and a *station* is a
+position at which a rank needs a sum of states (`routes.py`).
 
-One call of torch.embedding_bag computes all groups, without atomic additions. With it, 32 documents
-in a zigzag layout on 8 ranks take 38 operators in forward. With a separate sum for each source and
-station, they took 389.
+One call of torch.embedding_bag computes all groups, without atomic additions. With this call, the
+forward of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for
+each source and station, the forward took 389 operators.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Sum = Callable[[Tensor], Tensor]  # from states to their sums
 
 
 class WeightedSums(TableHolder):
-    """Several weighted sums, whose weights are computed together."""
+    """A list of weighted sums, whose weights are computed together."""
 
     def __init__(self, sums: Sequence[StateSums], shape: OperandShape) -> None:
         # A bag is the sum of one group for one batch entry and one head. A row of a bag has the
@@ -55,7 +56,7 @@ class WeightedSums(TableHolder):
         self._rows, self._heads = map(torch.from_numpy, columns)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Compute the weights, and return each sum as a function of states."""
+        """Compute the weights, and return one function of states for each sum."""
         weights: Sequence[Tensor | None] = [None] * len(self._sums)
         if options.log_decay is not None:
             powers = torch.exp(self._rows * options.log_decay[self._heads])
@@ -77,8 +78,8 @@ def _sum(
 class Gathering(TableHolder):
     """The messages and sums of one rank in LASP-2's exchange in one pass.
 
-    The rank combines states, sends some of the results to each rank, and adds up what arrives from
-    all ranks, including itself.
+    The rank combines states, sends some of the results to each rank, and adds up the results that
+    arrive from all ranks, including itself.
     """
 
     def __init__(
@@ -116,10 +117,11 @@ class Gathering(TableHolder):
         self._sums = WeightedSums(sums, shape)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Return the sums of this rank as functions, in order.
+        """Return the functions with which this rank computes its sums, in the order of their calls.
 
-        The first function combines states. The second adds the states that arrive at each station.
-        All further functions add to each station the sums of the earlier stations of its document.
+        The first function combines the rank's states into the states that are sent. The second
+        function adds up the arrived states at each station. All further functions add the sums of
+        the earlier stations of a document to each later station of the document.
         """
         unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
@@ -128,8 +130,8 @@ class Gathering(TableHolder):
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
     """Return the sums of states to send, the sizes of their parts, and the part of each route.
 
-    Routes that send the same states share a part. If the result has None for the sums, states are
-    sent as they are.
+    Routes that send the same states share a part. If the result has None instead of the sums, the
+    rank's states are sent unchanged.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -151,7 +153,7 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
     """Return the steps in which the sums of earlier stations are added to each station of a rank.
 
-    The steps add the sum of the station 1, then 2, then 4, … before it.
+    Step i adds the sum of the station that is 2ⁱ stations earlier.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

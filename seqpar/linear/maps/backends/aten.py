@@ -1,8 +1,8 @@
 """The backend "aten" for maps: batched matrix products over chunks of spans, which are fast on
 CPUs.
 
-It runs on every device that torch supports. A span is cut into chunks of C rows. Let S be the state
-that enters a chunk. What the rows of the chunk write to the state is
+The backend runs on every device that torch supports. A span is cut into chunks of C rows. Let S be
+the state that enters a chunk. The rows of the chunk write to the state
 
     Y = U − W S, where (I + L) [W U] = diag β [K̂ V]   (delta rule; otherwise Y = V)
 
@@ -13,9 +13,9 @@ scale · Q include the decays since the start of the chunk, and K̃ the decays u
 
     out = Q̂ S + (scale · Q Kᵀ ⊙ Λ) Y,    next S = D S + K̃ᵀ Y
 
-where D is the decay over the whole chunk. Only the states are computed one chunk after another. In
-backward, gradients of states are computed one chunk after another in reverse, in steps of the same
-form:
+where D is the decay over the whole chunk. Only the states are computed one chunk after another.
+Backward computes the gradients of states one chunk after another in reverse order, in steps of the
+same form:
 
     dY = (scale · Q Kᵀ ⊙ Λ)ᵀ dout + K̃ dS,    next dS = D dS + Q̂ᵀ dout − Wᵀ dY
 
@@ -43,7 +43,7 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 class Forward:
     """A forward.
 
-    For spans that no state enters, the constructor already does all work except reading states.
+    For a span that no state enters, the constructor does all work except the reads of states.
     """
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:

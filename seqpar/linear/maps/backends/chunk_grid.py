@@ -1,9 +1,9 @@
-"""Cut spans into chunks of C rows, and order them so that all spans are computed together.
+"""The grid that cuts spans into chunks of C rows, so that all spans are computed together.
 
-States pass from chunk to chunk, so that a span with n chunks takes n steps. In step i, the chunks
-number i of all spans are computed at once. Chunks are therefore ordered by step: first the first
-chunks of all spans, then the second chunks of all spans that have two, and so on. Spans with the
-most chunks come first. The chunks of a step are neighbours in memory.
+A state is passed from chunk to chunk, so a span with n chunks takes n steps. Step i computes chunk
+i of all spans at once. Chunks are therefore ordered by step: the first chunk of each span, then the
+second chunk of each span with at least two chunks, and so on. Spans with the most chunks come
+first. The chunks of a step are neighbours in memory.
 
 A tensor of chunks is (M, N, G, C, D): M chunks, N = B · H, and G heads that share a state; some
 tensors have no dimension G. The last chunk of a span is padded with rows of 0.
@@ -25,9 +25,7 @@ from seqpar.linear.routes import SpanStates
 
 
 class Places(NamedTuple):
-    """The spans of a grid that have a state, and the index of each such state among the call's
-    states.
-    """
+    """The spans of a grid that have a state, and the index of this state in the call's states."""
 
     spans: Tensor
     states: Tensor
@@ -77,7 +75,8 @@ class Grid(TableHolder):
     def cut(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         """Return the chunks of x (B, T, h, D), as a copy (M, B·H, G, C, D).
 
-        If h < H, heads are repeated and G is 1. If h > H, each of the H states has G = h / H heads.
+        If h < H, heads are repeated, and G is 1. If h > H, G = h / H heads share each of the H
+        states.
         """
         if self.plain is not None:
             x = x[:, self.plain]
@@ -113,10 +112,10 @@ class Grid(TableHolder):
 
 
 def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
-    """Return a grid of the spans that have no state, and a grid of those that have one.
+    """Return a grid of the spans without a state, and a grid of the spans with a state.
 
     A grid without spans is left out. Grids are stored with the spans. `states` is "state_in" or
-    "state_out", and `most` the largest number of rows of a chunk.
+    "state_out". `most` is the largest number of rows of a chunk.
     """
 
     def build() -> list[Grid]:

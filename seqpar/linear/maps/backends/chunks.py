@@ -1,9 +1,9 @@
 """The chunks of spans, through which states pass, in the notation of `aten.py`.
 
-States pass from chunk to chunk for all spans at once, which is the only sequential work. States
-between chunks are in fp64. In fp32, a decay close to 1 would round a state in the same direction in
-each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add up to 6e-6. In fp64
-they stay below 2.4e-7.
+States are passed from chunk to chunk for all spans at once. This loop is the only sequential work.
+States between chunks are in fp64. In fp32, a decay close to 1 would round a state in the same
+direction in each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add up to
+6e-6. In fp64 they stay below 2.4e-7.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Chunks:
     def read(self) -> None:
         """Compute the scores between the rows of a chunk, and the rows that read states.
 
-        Only the first call does anything.
+        Further calls do nothing.
         """
         if not self._has_read:
             self._has_read = True
@@ -154,8 +154,8 @@ class Chunks:
             self.queries = self.powers.read(self.q).flatten(2, 3)
 
     def starts(self, states: Tensor | None, places: Places) -> Tensor:
-        """Return `states` (n, B, H, K, V) at those spans of the grid that have a state, and 0 at
-        the others.
+        """Return the state of each span of the grid, from `states` (n, B, H, K, V). The state of a
+        span without a state is 0.
         """
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
@@ -211,8 +211,8 @@ class Chunks:
 class ChunkGradients(Chunks):
     """Chunks through which states have passed, with the gradient of out.
 
-    Gradients of states pass through the chunks in reverse. They are computed explicitly, because an
-    operator's implementation runs below autograd.
+    Gradients of states are passed through the chunks in reverse. They are computed without
+    autograd, because an operator's implementation runs below autograd.
     """
 
     def __init__(
@@ -256,9 +256,9 @@ class ChunkGradients(Chunks):
         )
 
     def local(self) -> None:
-        """Compute the gradients of q, and that part of dk that comes from rows that read k.
+        """Compute the gradient of q, and the part of dk that comes from rows that read k.
 
-        Only the first call does anything.
+        Further calls do nothing.
         """
         if not self._has_local:
             self._has_local = True

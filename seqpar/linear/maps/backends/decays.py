@@ -1,8 +1,8 @@
 """The decays within chunks, for each head or also for each key channel, and their gradients.
 
-A *power* is the product of the decays between two rows. Chunks are (M, N, C, K). Rows that read,
-such as queries, are (M, N, X, C, K): at each of the C positions there are X rows, which read what
-rows at earlier positions wrote.
+A *power* is the product of the decays between two rows. Chunks are (M, N, C, K). Rows that read
+from the state, such as queries, are (M, N, X, C, K). Each of the C positions has X such rows, which
+read the keys and values of earlier positions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def flush_(powers: Tensor) -> Tensor:
 def lower_ones(size: int, like: Tensor) -> Tensor:
     """Return a lower triangle of ones, (size, size).
 
-    A product with it from the left gives, for each row, the sum of all rows up to it.
+    The product of the triangle with a matrix has the cumulative sums over the rows of the matrix.
     """
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
@@ -52,8 +52,8 @@ class _Powers:
 class PerHead(_Powers):
     """The powers of g (M, N, C), or of no decay if g is None.
 
-    For each pair of rows, the sum of g over the rows between them is computed directly. It is not
-    computed as the difference of two sums from the start, so that no digits cancel and g may be −∞.
+    For each pair of rows, the sum of g over the rows between them is computed directly. If the sum
+    were the difference of two sums from the start, digits would cancel, and g could not be −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -78,7 +78,7 @@ class PerHead(_Powers):
 
 
 class PerHeadGradients:
-    """Adds up the gradient of g from the gradients of the results of `PerHead`."""
+    """The backward of `PerHead`, which also adds up the gradient of g."""
 
     def __init__(self, powers: PerHead) -> None:
         self.powers, g = powers, powers.log_decay
@@ -175,16 +175,18 @@ class _Level(NamedTuple):
 class PerKey(_Powers):
     """The powers of g (M, N, C, K).
 
-    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). It is not a product of two matrices,
-    because the exponential depends on i, j and c. Writing the exponential as a quotient of two
-    powers would make it one, but exp could overflow. Yang et al., "Gated Linear Attention" (2024),
-    section 4.3, cut a chunk into blocks and measure powers from the first row of a block.
+    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). The matrix of scores is not a product of
+    two matrices, because the exponential depends on i, j and c. If the exponential were written as
+    a quotient of two powers, the matrix would be a product, but exp could overflow. Yang et al.,
+    "Gated Linear Attention" (2024), section 4.3, cut a chunk into blocks and measure powers from
+    the first row of a block.
 
-    Here, chunks are cut into halves, these into halves, and so on. Take two neighbouring blocks of
-    s rows. For rows of the later block, powers are measured from the start of the block, and for
-    rows of the earlier block to its end. The scores between the two blocks are then a product of
-    two matrices. Pairs of blocks with s = 1, 2, 4 … C/2 rows cover all pairs of rows. Powers are
-    products of exp g, at most 1, and nothing is subtracted.
+    Here, a chunk is cut into halves, each half is cut into halves, and so on. Take two neighbouring
+    blocks of s rows. The powers of rows in the later block are measured from the start of the later
+    block. The powers of rows in the earlier block are measured to the end of the earlier block. The
+    scores between the two blocks are then a product of two matrices. Pairs of blocks with s = 1, 2,
+    4 … C/2 rows cover all pairs of rows. Powers are products of exp g and at most 1, and no sums
+    are subtracted.
     """
 
     def __init__(self, log_decay: Tensor, size: int) -> None:

@@ -1,14 +1,15 @@
 """The backend "fla": the recurrence over spans with fla-core's kernels, on CUDA.
 
-It calls fla's public functions, which compute bf16 and fp16, with states in fp32. Each span is a
-sequence for them. They return the last state of a sequence, but not its map. If a state enters a
-span and the span passes a state on, v therefore gets K additional columns: zeros, with the identity
-as their initial state. The last state of these columns is the transition of the span, and their out
-is what an entering state is multiplied by. The out of such a span is rounded twice. Backward first
-makes this call without gradients, to compute the map.
+The backend calls fla's public functions, which compute bf16 and fp16, with states in fp32. Each
+span is a sequence of the call. The functions return the last state of a sequence, but not the map
+of the sequence. The map is needed if a state enters a span and a state leaves the span. v of such a
+span therefore gets K additional columns of zeros, and the initial state of these columns is the
+identity. The last state of the additional columns is the transition of the span. The out of the
+additional columns is the factor for an entering state. The out of such a span is rounded twice.
+Backward first makes the same call without gradients, to compute the map.
 
-Log decays below −30 count as −30, a factor of 1e-13. fla adds up log decays over a chunk in fp32,
-and with larger sums other rows would lose digits.
+A log decay below −30 is replaced by −30, which is a factor of 1e-13. The reason is that fla adds up
+log decays over a chunk in fp32. With larger sums, the log decays of other rows would lose digits.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class _OnHost:
 
 
 class _Group(NamedTuple):
-    """Some spans with rows, as the sequences of one call of fla.
+    """A group of spans that have rows, as the sequences of one call of fla.
 
-    The sequences of one batch entry are followed by those of the next.
+    All sequences of the first batch entry come first, then all sequences of the second, and so on.
     """
 
     rows: Tensor | None  # (rows,): the indices of the rows in a batch entry; None means all rows
@@ -135,8 +136,8 @@ _Groups = tuple[list[_Group], tuple[Places, Places]]
 def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
     """Return the groups of spans with rows, and the states that leave and enter spans without rows.
 
-    There are up to three groups: spans without the state `first` ("state_in" or "state_out"), spans
-    with both states, and spans with only `first`. Empty groups are left out.
+    There are at most three groups: spans without the state `first` ("state_in" or "state_out"),
+    spans with both states, and spans that have only the state `first`. Empty groups are left out.
     """
 
     def build() -> _Groups:
@@ -166,7 +167,7 @@ class _Mapped(NamedTuple):
 
 
 class _Work:
-    """What forward and backward share: the inputs in fla's form, with max(Hq, H) heads."""
+    """The base of forward and backward: the inputs in fla's form, with max(Hq, H) heads."""
 
     first: str  # "state_in" or "state_out": groups without this state need not wait for an exchange
     # 0 if maps are those of the states that leave spans, 1 if of the states that enter them.

@@ -1,8 +1,8 @@
 """The backend "reference" for maps: the plain recurrence, one token after another.
 
-All other backends are tested against it. Tensors of a span have the tokens as their first
-dimension: q (L, B, H, G, K), where G query heads share a state, k (L, B, H, K), v (L, B, H, V),
-decay (L, B, H, K or 1), and beta (L, B, H, 1). A state is (B, H, K, V).
+All other backends are tested against the reference. Tensors of a span have the tokens as their
+first dimension: q (L, B, H, G, K), where G query heads share a state, k (L, B, H, K), v (L, B, H,
+V), decay (L, B, H, K or 1), and beta (L, B, H, 1). A state is (B, H, K, V).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Span(NamedTuple):
 
 
 class _Work:
-    """What forward and backward share: the spans, and the inputs with one head for each state."""
+    """The base of forward and backward: the spans, and the inputs with one head for each state."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.spans, self.options = options.kind, inputs, spans, options

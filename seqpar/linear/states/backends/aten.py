@@ -1,17 +1,18 @@
 """The backend "aten" for states: batched matrix products over chunks of spans, fast on CPUs.
 
-It runs on every device that torch supports. As in Qin et al., "Lightning Attention-2" (2024),
-section 3, spans are cut into chunks of C rows. The output of a row has two parts. Rows of its own
-chunk contribute (QKᵀ ⊙ Λ) V. Earlier rows of the span contribute through the state that enters the
-chunk. Each product is over all heads of one chunk, and reads the chunk without a copy. States pass
-from chunk to chunk in fp64, because rounding errors of λ^C would add up. Half precision is computed
-in fp32.
+The backend runs on every device that torch supports. As in Qin et al., "Lightning Attention-2"
+(2024), section 3, spans are cut into chunks of C rows. The output of a row has two parts. Rows of
+its own chunk contribute (QKᵀ ⊙ Λ) V. Earlier rows of the span contribute through the state that
+enters the chunk. Each product is over all heads of one chunk, and reads the chunk without a copy.
+States pass from chunk to chunk in fp64, because rounding errors of λ^C would add up. Half precision
+is computed in fp32.
 
 No product has rows of two documents or of two chunks. A NaN or an infinity in a token therefore
 reaches only the rows that attend to the token, and the earlier rows of its chunk (because 0 · NaN
 is NaN). In the reference, it reaches the earlier rows of the whole span. To keep all earlier rows
-exact, each row would need a product of its own. The kernels of softmax attention do the same for
-the earlier rows of a tile. A product for each chunk takes no longer than a product for 16 chunks.
+exact, each row would need a product of its own. The kernels of softmax attention spread a NaN in
+the same way, to the earlier rows of a tile. A product for each chunk takes no longer than a product
+for 16 chunks.
 
 The tensors of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. The G query
 heads that share a KV head follow one another, with C rows each, so that a product over rows also
@@ -87,7 +88,7 @@ def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
 
 
 class _Work:
-    """What forward and backward share: chunks, powers of λ, and the states that enter chunks."""
+    """The base of forward and backward: chunks, powers of λ, and the states that enter chunks."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.q, self.k, self.v = inputs[:3]
@@ -111,8 +112,9 @@ class _Work:
     def power(self, exponents: Tensor) -> Tensor:
         """Return (N, …): λ^exponent, and 0 for negative exponents.
 
-        Powers below about 1e-31 are 0, too. Products with them would be subnormal, and a matrix
-        product with subnormal numbers takes twenty times as long on a CPU.
+        Powers below about 1e-31 are also set to 0. Products with such powers would be subnormal. On
+        a CPU, a matrix product with subnormal numbers takes twenty times as long as with normal
+        numbers.
         """
         powers = self.options.power(exponents, self.heads).movedim(-1, 0).to(self.accumulator)
         limits = torch.finfo(self.accumulator)
@@ -164,10 +166,10 @@ class _Work:
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
         """Return the sums Σ xᵀy, with decay, before each chunk and over whole spans.
 
-        The sums before chunks are (chunks, N, D, Dv). Those over whole spans are at the indices
-        `wanted` (spans,); spans with the index −1 are left out. With `reverse`, the first are the
-        sums after each chunk, and the second what the rows of a span add to the gradient of the
-        state that enters the span.
+        The sums before chunks are (chunks, N, D, Dv). The sums over whole spans are at the indices
+        `wanted` (spans,), and spans with the index −1 are left out. With `reverse`, the first
+        result has the sums after each chunk. The second result then has the sums that the rows of a
+        span add to the gradient of the state that enters the span.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)
@@ -194,9 +196,9 @@ class _Work:
     ) -> Tensor:
         """Return the state that enters a chunk, (N, D, Dv).
 
-        It is the sum of `inner`, from rows of the span, and of the decayed `outer`. `outer` is the
-        state that enters the span or, with `reverse`, the gradient of the state that leaves the
-        span.
+        The state is the sum of `inner`, from rows of the span, and of the decayed `outer`. `outer`
+        is the state that enters the span. With `reverse`, `outer` is the gradient of the state that
+        leaves the span.
         """
         index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
         if outer is None or index < 0:
@@ -276,7 +278,7 @@ class Backward(_Work):
         return dq, dk, dv
 
     def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq of a chunk, and those parts of dk and dv that come from rows of the chunk."""
+        """Return dq of a chunk, and the parts of dk and dv that come from rows of the chunk."""
         q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
         state = self.entering(number, chunk, self.before, self.initial, reverse=False)
         dq = (dout * self.head(chunk.length)) @ state.mT

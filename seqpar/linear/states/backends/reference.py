@@ -1,6 +1,7 @@
 """The backend "reference" for states: each span in the parallel form (QKᵀ ⊙ Λ) V, in plain PyTorch.
 
-All other backends are tested against it. Tensors of a span have the heads first, grouped by KV
+All other backends are tested against the reference. Tensors of a span have the heads first, grouped
+by KV
 head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D) and v (B, Hkv, 1, L, Dv), with batch B, G query heads
 that share a KV head, and L rows. States are (n, B, Hkv, D, Dv).
 """
@@ -20,7 +21,7 @@ from seqpar.linear.states.state_options import StateOptions
 
 
 class _Work:
-    """What forward and backward share: the tensors of spans, and powers of λ."""
+    """The base of forward and backward: the tensors of spans, and powers of λ."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.operands, self.spans, self.options = inputs[:3], spans, options

@@ -1,9 +1,9 @@
 """The backend "triton" for states: our kernels in `seqpar.kernels.lightning_attention`.
 
-It runs on CUDA, for bf16, fp16 and fp32, and for tests on a CPU in Triton's interpreter
-(TRITON_INTERPRET=1). What launches need in addition to tensors is computed once for each layout,
-and stored with the spans. Letters of shapes: B batch, T rows, Hq and Hkv numbers of heads, D and Dv
-their dims. States are (n, B, Hkv, D, Dv) in fp32.
+The backend runs on CUDA, for bf16, fp16 and fp32. For tests, it runs on a CPU in Triton's
+interpreter (TRITON_INTERPRET=1). The arguments of launches, except tensors, are computed once for
+each layout, and stored with the spans. Letters of shapes: B batch, T rows, Hq and Hkv numbers of
+heads, D and Dv their dims. States are (n, B, Hkv, D, Dv) in fp32.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
 class _Walk:
     """The launches of kernels that go through spans in one direction.
 
-    A walk belongs to operands with the same shapes and dtypes. It has the tables of the segments of
-    spans. The launches are cached, by the walk and by the name of the result.
+    A walk is for operands of fixed shapes and dtypes. A *segment* is a range of rows of a span. A
+    walk has the tables of the segments. The launches are cached by the walk and by the name of the
+    result.
     """
 
     def __init__(self, tables: kernels.SegmentTables, reverse: bool, k: Tensor, v: Tensor) -> None:
@@ -191,7 +192,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write to `out` the sum of `before` and of what the entering states contribute."""
+        """Write to `out` the sum of `before` and of the contributions of the entering states."""
         kernels.carry(
             x, self._tables, self._configs[2], before=before, out=out, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -200,10 +201,11 @@ class _Walk:
 
 
 def _walks(kinds: tuple[str, ...], spans: SpanStates, *operands: Tensor) -> list[_Walk]:
-    """Return one walk for each kind. k and v are the second and the third operand.
+    """Return one walk for each direction. k and v are the second and the third operand.
 
-    The kinds are "forward" for out, "queries" for dq, and "backward" for dk and dv. "queries" goes
-    forward, but no state leaves. "backward" goes from the end of a span to its start.
+    The walk "forward" computes out, "queries" computes dq, and "backward" computes dk and dv.
+    "queries" goes forward like "forward", but returns no state that leaves a span. "backward" goes
+    from the end of a span to its start.
     """
 
     def build() -> list[_Walk]:
