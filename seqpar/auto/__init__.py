@@ -1,5 +1,5 @@
-"""The strategy "auto": simulate the candidates, measure those that are close, call the fastest.
+"""The strategy "auto": simulate all candidates, measure the best few, and call the fastest.
 
-A *candidate* is a strategy with the shape of its mesh. Start with `choosing.py`, then `module.py`,
-which users call.
+A *candidate* is a strategy with the shape of its mesh. Start with `choosing.py`, and continue with
+`module.py`, which users call.
 """

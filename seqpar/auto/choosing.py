@@ -32,9 +32,9 @@ class CandidatePrediction(NamedTuple):
 
     candidate: Candidate  # the strategy and its mesh
     seconds: float = torch.inf  # forward and backward, until the last rank ends; ∞: impossible
-    sent_bytes: int = 0  # the bytes of the rank that sends most
-    limit: str = ""  # what takes the most time: "compute", "imbalance" or "communication"
-    why_not: str = ""  # why another candidate is better, or this one impossible; "" for the best
+    sent_bytes: int = 0  # bytes sent by the rank that sends the most
+    limit: str = ""  # the largest part of the time: "compute", "imbalance" or "communication"
+    why_not: str = ""  # why another is better, or why this is impossible; "" for the best
     measured: float | None = None  # the seconds that the call took on the group's ranks
 
 
@@ -45,7 +45,7 @@ class SimulatedCall:
     shape: OperandShape
     layout: Layout
     options: dict[str, object]  # the call's other arguments
-    backward: bool = True  # whether its gradients are also computed
+    backward: bool = True  # whether gradients are also computed
 
     def record(
         self,
@@ -85,11 +85,12 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy chosen for a call, with the reasons; `str()` of it is a table.
+    """The strategy chosen for a call, with the reasons. `str(choice)` is a table.
 
     Attributes:
-        ranked: all predictions. Measured candidates come first, by measured time; then the others,
-            by predicted time; impossible candidates come last.
+        ranked: all predictions, best first. Measured candidates come first, in the order of their
+            measured times. Candidates that were only predicted come next, in the order of their
+            predicted times. Impossible candidates come last.
         cluster: the name of the simulated cluster.
     """
 
@@ -140,20 +141,23 @@ def choose(
 
     Equal arguments give equal choices. No numbers are computed and no data is sent. On more than
     128 devices, only four ranks are recorded, and their peers post messages when these ranks do
-    (`seconds_in_step`). Candidates whose tensors exceed a device's memory are then impossible.
+    (`seconds_in_step`). On these devices, a candidate whose tensors exceed the memory of a device
+    is impossible.
 
     Args:
         cluster: the devices and their links, or the name of a preset.
-        found: the candidates; equally fast ones keep this order.
+        found: the candidates. Equally fast candidates keep this order.
         shape: the shapes of the operands.
         layout: which rank holds which tokens.
         backward: whether the call's gradients are also computed.
         pricing: as in `play`.
         ordered: as in `record`. None: True if messages travel while devices compute.
-        call: the call's other arguments. Their tensors must not be on the ranks' devices.
+        call: the remaining arguments of the call. Tensors among these arguments must not be on the
+            devices of the ranks.
 
     Raises:
-        ValueError: if no candidate can compute the call; the message has each one's reason.
+        ValueError: if no candidate can compute the call. The message has a reason for each
+            candidate.
     """
     cluster = as_cluster(cluster)
     if ordered is None:
@@ -189,7 +193,7 @@ def choose(
 def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:
     """Return the ranks to record: both ends, and those of a middle node.
 
-    None: all, if there are few.
+    Return None if there are few ranks, which are all recorded.
     """
     if ranks <= MAX_SIMULATED_RANKS:
         return None

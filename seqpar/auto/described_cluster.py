@@ -24,24 +24,24 @@ from seqpar.strategies.registry import make_attention
 
 MEASURE_SECONDS = 60.0  # the default limit for rank 0 to measure its machine
 _ACTIVITY = "rank 0 measures this machine"
-_MEASURING_SHARE = 0.8  # of the limit, after which no new round begins
+_MEASURING_SHARE = 0.8  # fraction of the limit after which no new round begins
 _MIN_SECONDS = 2.0  # enough to read a profile from the cache
 _STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring")
 _RANKS = (2, 4, 8)
 _TOKENS_PER_RANK = 16  # few tokens, so that only the number of launches counts
 _MAX_ROUNDS = 12
 _MIN_ROUNDS = 4
-_MAX_SECONDS = 10.0  # for all strategies together; after it, each has only _MIN_ROUNDS
+_MAX_SECONDS = 10.0  # for all strategies; later, each has only _MIN_ROUNDS
 _MIN_LAUNCH_SECONDS = 1e-9  # on a busy machine the fitted time may be negative
 _names = count()
 _log = logging.getLogger("seqpar")
 
 
 def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
-    """Return rank 0's `Cluster.here()` on all ranks; all ranks raise an error of rank 0.
+    """Return rank 0's `Cluster.here()` on all ranks, or raise rank 0's error on all ranks.
 
-    If rank 0 takes longer than `seconds`, the result is `Cluster.assumed()`, with a warning. The
-    other ranks wait at the group's store.
+    If rank 0 takes longer than `seconds`, log a warning and return `Cluster.assumed()`. All other
+    ranks wait at the group's store.
     """
     hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
     if len(hosts) > 1:
@@ -82,12 +82,12 @@ def _here(seconds: float) -> Cluster:
 
 
 def operator_seconds() -> float:
-    """Return the seconds of a core for one torch operator in a call, regardless of its size.
+    """Return the seconds that a core needs for one torch operator, whatever its size.
 
-    It is the slope of the seconds of a call over its number of recorded operators. The calls are
-    those of strategies on tiny tensors, on several numbers of ranks, without messages or attention.
-    The time of views and of Python between operators is included. Measuring takes about a second,
-    at most about ten.
+    Strategies run on tiny tensors, for several numbers of ranks, without messages and attention.
+    The result is the slope of a line: seconds of a call, by the number of recorded operators in the
+    call. The time of views and of Python code between operators is included. Measuring takes about
+    one second, and at most about ten seconds.
     """
     end = time.monotonic() + _MAX_SECONDS
     calls = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]
@@ -97,14 +97,14 @@ def operator_seconds() -> float:
 
 
 def with_host(cluster: Cluster) -> Cluster:
-    """Return a cluster of cores with this machine's time per operator; other clusters unchanged."""
+    """Set this machine's time per operator in a cluster of cores; return GPUs unchanged."""
     if cluster.overlaps:  # the host launches operators ahead of the device
         return cluster
     return replace(cluster, device=replace(cluster.device, operator=operator_seconds()))
 
 
 def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
-    """Return a call's number of operators on the last rank, and its core's seconds by `end`."""
+    """Return the number of operators of a call on the last rank, and the seconds of its core."""
     layout = Layout.zigzag(_TOKENS_PER_RANK * ranks, ranks)
 
     def step(comm: Comm, device: str = "meta") -> None:

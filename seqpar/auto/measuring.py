@@ -17,22 +17,23 @@ from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.playback.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
 
-MIN_ROUNDS, MAX_ROUNDS = 5, 20  # after one round that is not counted
-ROUND_QUANTILE = 0.25  # other processes disturbed slower rounds
+MIN_ROUNDS, MAX_ROUNDS = 5, 20  # in addition to one round that is not counted
+ROUND_QUANTILE = 0.25  # slower rounds were disturbed by other processes
 MAX_ROUNDS_SECONDS = 1.0  # unless the minimum number of rounds takes longer
-# A candidate is close if its predicted time exceeds that of the first by at most this many standard
-# errors of one prediction, which are two standard deviations of the ratio of two predictions.
+# A candidate is *close* to the fastest candidate if its predicted time is longer by at most this
+# many standard errors of a prediction. This limit equals two standard deviations of the ratio of
+# two predictions.
 MAX_RELATIVE_ERRORS = 2 * 2**0.5
 
 
 def can_be_measured(q: Tensor) -> bool:
-    """Return whether a call would take its usual time; all ranks return the same."""
+    """Return whether a call would take its usual time. The result is equal on all ranks."""
     replaced = hooks().skip_messages or hooks().replace_compute is not None
     return not (is_meta(q) or replaced or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
-    """Return a call's tensors as leaves of a new graph; with `backward` they require gradients."""
+    """Return a call's tensors as leaves of a new graph, with gradients if `backward`."""
     normal = not torch.is_inference_mode_enabled()
     # Outside inference mode, tensors created inside it cannot require gradients.
     detached = (x.clone() if normal and x.is_inference() else x.detach() for x in tensors)
@@ -64,12 +65,13 @@ def measured(
     comm: Comm,
     backward: bool,
 ) -> Choice:
-    """Return a choice in which close candidates are ranked by their time on the live ranks.
+    """Measure close candidates on the live ranks; return a choice that ranks them by this time.
 
-    All ranks call this function together. Rounds interleave the candidates; `module` returns the
-    module of a candidate, and `call` calls it. A candidate's time is the lower quartile of its
-    slowest rank's seconds. Ranks exchange the times, so all ranks make the same choice. `error` is
-    the relative standard deviation of a prediction.
+    All ranks call this function together. Each round runs every candidate once. `module` returns
+    the module of a candidate, and `call` calls this module. The time of a round is that of the
+    slowest rank, and the time of a candidate is the lower quartile over all rounds. Ranks exchange
+    their times, so all ranks make the same choice. `error` is the relative standard deviation of a
+    prediction.
     """
     candidates = close(choice, error)
     if len(candidates) < 2:
@@ -99,7 +101,8 @@ def measured(
         return torch.stack(comm.all_gather(own, label="seconds")).amax(0)
 
     with set_hooks(traces=()):
-        # No message precedes the first round, so that modules first compare their calls.
+        # No message is sent before the first round, because modules first compare the calls of all
+        # ranks.
         once = float(run(1, False).sum())
         rounds = max(MIN_ROUNDS, int(MAX_ROUNDS_SECONDS / once))
         slowest = run(min(MAX_ROUNDS, rounds), True)

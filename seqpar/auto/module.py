@@ -1,4 +1,4 @@
-"""The module of `make_attention("auto", group)`: it chooses a strategy by simulation."""
+"""The module of `make_attention("auto", group)`, which chooses a strategy by simulation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MAX_KEPT_CHOICES = 4096  # a choice for each kind of call
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """The options of the choice, which ranks compare; `plan` is a digest of the options."""
+    """The options of the choice. Ranks compare them; `plan` is a digest of the options."""
 
     name: ClassVar[str] = "auto"
     routable: ClassVar[bool] = False
@@ -55,46 +55,51 @@ class Auto(Strategy):
 class AutoAttention(Attention):
     """Softmax attention that chooses a strategy for each layout, mask and shape.
 
-    The strategies, and for USP all meshes whose rows lie within a node, are simulated on a
-    description of the cluster (`seqpar.simulate`). Candidates that predictions cannot tell from the
-    fastest are measured on the ranks in the first such call, forward and backward, in interleaved
-    rounds. The call then goes through the fastest candidate's module.
+    The module has several candidates: each strategy, and for USP each mesh whose rows lie within a
+    node. All candidates are simulated on a description of the cluster (`seqpar.simulate`).
+    Predictions have an error, so several candidates may be as fast as the fastest candidate within
+    this error. The first call with a new layout, mask or shape measures these candidates on the
+    ranks, forward and backward, in interleaved rounds. The module then calls the fastest candidate.
 
-    All ranks make the same choice, once for each combination of layout, mask and shape; a
-    prediction is kept with the layout. If every batch has a new layout, this takes longer than a
-    call of a fixed strategy (see the guide). `decode` needs no choice.
+    All ranks make the same choice, once for each combination of layout, mask and shape. The layout
+    keeps the predictions. If every batch has a new layout, the choice takes additional time in
+    every batch (see the guide). `decode` needs no choice.
 
     See `Attention` for the call, which all strategies share. torch.compile breaks its graph at the
-    choice: in every call, or with `once` only in the first call.
+    choice. With `once`, the graph breaks only in the first call, and otherwise in every call.
 
     Args:
         group: a process group or a mesh, whose ranks are counted along its rows.
         check_ranks, deterministic: as in `Attention`. With `check_ranks`, the first call and
             `decode` raise an error on all ranks if their clusters or options differ.
-        cluster: the cluster of the ranks, or the name of a preset, the same on all of them;
-            `Cluster` defines on which device each rank runs. None: rank 0's `Cluster.here()`, which
-            it sends to the others. All ranks must then construct the module together and be on one
-            host. The first time on a machine, rank 0 measures it, which takes 15 seconds on a quiet
-            CPU, while the other ranks wait without regard to the group's timeout. It saves the
-            result in $SEQPAR_CACHE or ~/.cache/seqpar; `Cluster.here()` in an earlier program does
-            the same.
-        strategies: names of the strategies to choose from. None: all.
-        backward: whether calls are differentiated, which decides what is simulated; in inference
-            mode they never are.
-        once: whether all calls use the choice of the first call. A later call that the chosen
-            module cannot compute is refused.
-        measure: whether to measure candidates that predictions cannot tell apart. Without it, only
-            the call's own messages are sent, and every run of a program makes the same choice.
-        measure_seconds: the time limit for rank 0 to measure its machine, without a `cluster`.
-            After it, rank 0 uses `Cluster.assumed()` and logs a warning. 0 reads the saved profile,
-            if there is one, and measures nothing.
+        cluster: the cluster of the ranks, or the name of a preset, equal on all ranks. The
+            docstring of `Cluster` says on which device each rank runs. None: rank 0 describes its
+            machine by `Cluster.here()`, and sends the description to all other ranks. With None,
+            all ranks must be on one host and construct the module together. The first time on a
+            machine, rank 0 measures the machine, which takes 15 seconds on a quiet CPU. All other
+            ranks wait, for longer than the timeout of the group if necessary. Rank 0 saves the
+            result in $SEQPAR_CACHE or ~/.cache/seqpar. An earlier program that calls
+            `Cluster.here()` saves the result too.
+        strategies: names of the strategies to choose from. None: all strategies.
+        backward: whether the backward pass is simulated in addition to the forward pass. In
+            inference mode, only the forward pass is simulated.
+        once: whether all calls use the choice of the first call. The module refuses a later call if
+            the chosen candidate cannot compute it.
+        measure: whether to measure candidates whose predictions differ by less than their error.
+            With False, nothing is sent except the messages of the call, and every run of a program
+            makes the same choice.
+        measure_seconds: the time limit for rank 0 to measure its machine if `cluster` is None. If
+            measuring takes longer, rank 0 uses `Cluster.assumed()` and logs a warning. With 0, rank
+            0 reads the saved profile, if one exists, and measures nothing.
 
     Attributes:
-        choice: the choice of the last call, with reasons (`str()` of it is a table); None before.
+        choice: the choice of the last call, with reasons (`str(choice)` is a table); None before
+            the first call.
 
     Raises:
         ValueError: if an argument is wrong, which the message names. A call raises the errors of
-            `Attention`, and one with all reasons if no strategy can compute the call.
+            `Attention`. If no strategy can compute the call, the call raises a ValueError with the
+            reason of each strategy.
         ImportError: without simpy, which the extra "plan" installs.
     """
 
@@ -149,8 +154,8 @@ class AutoAttention(Attention):
         self._compared = False  # whether the ranks have compared clusters and options
         self._measure = measure and comm.size > 1
         self._measured: dict[Hashable, Choice] = {}
-        # Whether `once` may use the existing choice. It may not if `chosen` made the choice, on one
-        # rank only.
+        # Whether `once` may use the existing choice. A choice that `chosen` made may not be used,
+        # because `chosen` may have run on one rank only.
         self._settled = False
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
@@ -184,9 +189,9 @@ class AutoAttention(Attention):
     ) -> Attention:
         """Return the module that a call with these arguments uses.
 
-        If there is no choice yet, this method makes it, without computing or sending anything.
-        Until a call has measured the candidates, the choice follows the predictions. Of the
-        tensors, only shapes and dtypes matter.
+        If there is no choice yet, this method makes the choice, and computes and sends nothing.
+        Until a call has measured the candidates, the choice follows the predictions. Only the
+        shapes and dtypes of the tensors matter.
         """
         self.choice = self._known_choice(q, k, v, layout, **options)
         return self._module(self.choice.candidate)
@@ -195,7 +200,7 @@ class AutoAttention(Attention):
     def unsupported(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> str | None:
-        """Return why this rank would refuse a call with these arguments, or None.
+        """Return the reason why this rank would refuse a call with these arguments, or None.
 
         Nothing is computed or sent.
         """
@@ -292,9 +297,9 @@ class AutoAttention(Attention):
     ) -> tuple[Hashable, Choice]:
         """Return the key under which the call's measured choice is kept, and its prediction.
 
-        Both depend only on arguments that are equal on all ranks. Layouts keep predictions, but not
-        measured choices: ranks may drop a layout at different times, and some ranks would then
-        measure without the others.
+        The key and the prediction depend only on arguments that are equal on all ranks. Layouts
+        keep predictions but not measured choices. If layouts kept measured choices, and ranks freed
+        a layout at different times, some ranks would measure without all other ranks.
         """
         call = self._resolve(q, k, v, layout, **options)
         shared: dict[str, Any] = {
