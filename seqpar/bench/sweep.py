@@ -1,4 +1,4 @@
-"""Measure all points of a sweep: check results, measure costs, and time in interleaved rounds."""
+"""Measure the points of a sweep: check results, measure costs, and time interleaved rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_FAULT = re.compile("refused|out of memory|it took|nothing to compare|.*memor
 def run(
     options: SweepOptions, results: SweepResults, ranks: RankProcesses, begin: Callable[[str], None]
 ) -> None:
-    """Measure all points that the results lack, and write each step; `begin` announces rounds."""
+    """Measure all points that the results lack, and write each step. `begin` announces rounds."""
     workloads = options.workloads()
     points = itertools.product(workloads, (ONE, *options.contenders))
     if any(results.lacks(*point, options.rounds) for point in points):
@@ -56,7 +56,7 @@ def steps(options: SweepOptions) -> int:
 
 
 def preflight(most: int, results: SweepResults, ranks: RankProcesses) -> None:
-    """Measure links unless they are known; raise a ValueError if results are from other devices."""
+    """Measure links that are unknown; raise a ValueError if results are from other devices."""
     try:
         places = ranks.ask(most, {"do": "device"}, MAX_PREFLIGHT_SECONDS)
         known = results.content["links"]
@@ -82,7 +82,7 @@ class _Measured:
     rows: dict[str, Row]
 
     def add(self, name: str, action: Literal["check", "costs", "time"]) -> None:
-        """Measure a contender and write the results; the point fails if the check finds errors."""
+        """Measure a contender and write the results. If results are wrong, the point fails."""
         row, answers = self.rows[name], self._ask(name, action)
         if answers is None:
             pass
@@ -100,7 +100,7 @@ class _Measured:
         self.results.write()
 
     def _ask(self, name: str, action: str) -> list[Any] | None:
-        """Return all ranks' answers. On failure, return None and record the reason in the row."""
+        """Return the answers of all ranks, or record the reason of a failure and return None."""
         row = self.rows[name]
         if row["failed"] is not None:
             return None
@@ -110,8 +110,8 @@ class _Measured:
             "contender": name,
         }
         remaining = self.limit - row["spent"]
-        # Another contender may have crashed the ranks. Their restart does not count as time of this
-        # contender.
+        # If another contender has crashed the ranks, the ranks restart here. The time of the
+        # restart does not count as time of this contender.
         self.ranks.ready(self.workload.ranks)
         start = time.monotonic()
         try:
@@ -131,8 +131,8 @@ def judge(
 ) -> tuple[Check, str | None]:
     """Return a contender's errors, from the sums of all ranks, and a description of a fault.
 
-    `one` is the row of one device, the reference. None: the contender is one device, and is
-    compared with PyTorch.
+    `one` is the row of the contender "one device", which is the reference. If `one` is None, the
+    contender itself is one device, and is compared with PyTorch.
     """
     errors, sizes = oracle.add([answer["errors"] for answer in answers])
     eager, _ = oracle.add([answer["eager"] for answer in answers])
@@ -162,7 +162,7 @@ def judge(
 
 
 def faulty(rows: list[Row]) -> bool:
-    """Return whether one of our strategies, or one device, was wrong or crashed (not: refused)."""
+    """Return whether a strategy of seqpar, or one device, was wrong or crashed (not: refused)."""
     ours = (*attention_modules(), ONE)
     failed = [x["failed"] for x in rows if x["contender"] in ours and x["failed"] is not None]
     return any(not _NO_FAULT.match(reason) for reason in failed)

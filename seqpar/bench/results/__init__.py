@@ -1,4 +1,4 @@
-"""The results of a sweep: the file, tables, plots, and thresholds that figures must keep.
+"""The results of a sweep: the results file, tables, plots, and thresholds for figures.
 
 Start with `results_file.py`.
 """

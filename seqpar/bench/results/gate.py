@@ -1,8 +1,14 @@
-"""Thresholds for the figures of a sweep: read a file of rules, and list the broken ones.
+"""Thresholds for the figures of a sweep: read a file of rules, and list broken rules.
 
-A file has {"rules": [rule, ...]}. A rule has "figure" and "at_least", "at_most" or both. Its other
-names select points: fields of a workload, and "contender" (by default all strategies of ours). With
-"relative_to", the figure is divided by that contender's figure on the same workload.
+A *point* is a contender on a workload, and a *figure* is a number of a point, such as its seconds
+(`sweep_report.figures`). A file of rules has {"rules": [rule, ...]}. A rule has these keys:
+
+* "figure" is the name of the figure.
+* "at_least" and "at_most" are the limits of the figure. A rule has one limit or two limits.
+* "contender" and the fields of a workload select the points of the rule. The default contenders are
+  all strategies of seqpar.
+* "relative_to" is the name of another contender. The figure is divided by the figure of this
+  contender on the same workload.
 """
 
 from __future__ import annotations
@@ -83,7 +89,7 @@ def _chooses(rule: Rule, workload: Mapping[str, object], contender: str) -> bool
 def broken(rules: list[Rule], rows: list[Row]) -> list[str]:
     """Return a message for each point that breaks a rule.
 
-    A point without the figure breaks the rule.
+    A point also breaks a rule if the point does not have the figure of the rule.
     """
     messages = []
     by_point = {(Workload(**row["workload"]), row["contender"]): row for row in rows}
@@ -108,7 +114,7 @@ def broken(rules: list[Rule], rows: list[Row]) -> list[str]:
 
 
 def _value(row: Row, figure: str) -> tuple[float | None, str]:
-    """Return a point's figure, or None and the reason why it has none."""
+    """Return the figure of a point, or None and the reason why the figure is missing."""
     figures = row["figures"]
     if figures is None:
         return None, row["failed"] or "it was not measured"

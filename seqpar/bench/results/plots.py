@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Series = dict[str, list[tuple[float, float]]]
-_MAX_BARS = 24  # per plot; the bars with the most ranks and tokens are drawn
+_MAX_BARS = 24  # per plot; bars with few ranks and tokens are left out
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -112,7 +112,7 @@ def _ticks(axis: Axes, values: Iterable[float]) -> None:
 
 
 def _breakdown(points: Points, shape: str) -> Figure | None:
-    """Plot the parts of a step's time: one device's work, other work, exposed communication."""
+    """Plot the parts of a step: the work of one device, other work, exposed communication."""
     bars = []
     for workload, row in sorted(points, key=lambda point: (point[0].ranks, point[0].tokens)):
         figures = row["figures"] or {}

@@ -1,4 +1,4 @@
-"""The results file of a sweep. It grows point by point, and an interrupted sweep continues it."""
+"""The results file of a sweep. An interrupted sweep continues with the points in its file."""
 
 from __future__ import annotations
 
@@ -84,9 +84,11 @@ class SweepResults:
 
     @classmethod
     def open(cls, folder: Path, options: SweepOptions, again: bool = False) -> SweepResults:
-        """Read the file in a folder, or start a new one; with `again`, forget points that failed.
+        """Read the results file of a folder, or start a new file.
 
-        Raise a ValueError unless the file can be written, and is of this machine and these options.
+        With `again`, points that failed are removed and will be measured again. Raise a ValueError
+        if the file cannot be written, or if its measurements are from a different machine or have
+        different options.
         """
         path = folder / NAME
         here, requested = environment(options.contenders), options.as_dict()
@@ -137,7 +139,7 @@ class SweepResults:
         return row["failed"] is None and unknown
 
     def check_places(self, then: list[dict[str, str]], now: list[dict[str, str]]) -> None:
-        """Raise a ValueError if ranks were on other devices, or divided differently among hosts."""
+        """Raise a ValueError if ranks were on different devices or in different groups per host."""
         before, after = _where(then), _where(now)
         check_same(self.path, "of another machine", before, after, tuple(after))
 
@@ -153,7 +155,7 @@ class SweepResults:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock the folder for this sweep; raise a ValueError if it is in use or cannot be used."""
+    """Lock the folder for this sweep, or raise a ValueError if the folder cannot be locked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
@@ -173,7 +175,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def environment(contenders: Sequence[str] = ()) -> harness.Environment:
-    """Return the hardware, versions (also of contenders' packages), commit and usable cores."""
+    """Return the hardware, the versions of packages, the commit and the usable cores."""
     here = harness.environment()
     here["cores"] = len(os.sched_getaffinity(0))
     packages = [x for name in contenders if name in PEERS for x in PEERS[name][2]]
@@ -186,9 +188,9 @@ def environment(contenders: Sequence[str] = ()) -> harness.Environment:
 
 
 def _where(places: list[dict[str, str]]) -> dict[str, object]:
-    """Return the properties of ranks' places that must not change.
+    """Return the properties of the ranks' devices that must not change.
 
-    Hosts may, as a queue assigns them.
+    The names of hosts may change, because a queue may assign different hosts.
     """
     hosts = [place["host"] for place in places]
     firsts = [hosts.index(host) for host in hosts]

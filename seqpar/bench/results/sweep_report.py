@@ -14,7 +14,7 @@ from seqpar.bench.workloads.sweep_batches import PackedBatch
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import quartiles
 
-MAX_QUARTILE_SPREAD = 0.1  # spread / median, above which the spread is reported
+MAX_QUARTILE_SPREAD = 0.1  # the spread is reported if spread / median is above this
 MIB = 2**20
 # The columns after the contender: a figure, its heading, its factor and its format.
 _COLUMNS: tuple[tuple[str, str, float, str], ...] = (
@@ -33,18 +33,22 @@ FILE_WIDTH = 150  # characters of a table that is not printed to a terminal
 
 
 def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
-    """Return the figures of a point, or None if it failed; unknown figures are None.
+    """Return the figures of a point, or None if the point failed. Unknown figures are None.
 
     `area()` returns the mask's area. It is called only for measured points, because counting the
     area of a batch that is too large to measure may take too long.
 
-    * seconds: the median over rounds of the slowest rank's seconds; spread: their quartiles;
-    * tokens_per_second: of all ranks; tflops_per_device: by the mask's area;
+    * seconds: the median over rounds of the slowest rank's seconds; spread: the quartiles over
+      rounds;
+    * tokens_per_second: the tokens of all ranks per second; tflops_per_device: the FLOP/s of a
+      device, where FLOPs follow from the mask's area;
     * of_ideal: the one-device kernel's time for 1/P of the work, divided by `seconds`;
-    * exposed_seconds: of communication; exposed_share: divided by the seconds of the step in which
-      they were measured, which is not one of the timed steps; exposed: divided by the seconds of
-      communication without computation;
-    * bytes: of the rank that sends most; memory: the peak bytes of a rank, operands included;
+    * exposed_seconds: the seconds of communication that computation does not hide. They are
+      measured in a separate step, which is not timed. exposed_share: exposed_seconds divided by the
+      seconds of that step; exposed: exposed_seconds divided by the seconds of communication without
+      computation;
+    * bytes: the bytes sent by the rank that sends the most; memory: the peak bytes of memory on a
+      rank, operands included;
     * error: the largest RMS error divided by the RMS of the expected tensor; of_one_device: the
       largest ratio to the error of the one-device kernel.
     """

@@ -1,4 +1,4 @@
-"""Measure messages between every two ranks before strategies are measured."""
+"""Measure messages between all pairs of ranks, before strategies are measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.costs.profile.harness import median_time
 
 ROUNDS_OF = {"latency": 21, "rate": 5}
 MESSAGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}  # in each direction
-SLOW_RATIO = 2.0  # seconds / those of the median pair, above which a pair is reported
+SLOW_RATIO = 2.0  # a pair is reported if seconds / median seconds is above this
 
 
 class RankPair(TypedDict):
@@ -26,7 +26,7 @@ class RankPair(TypedDict):
 
 
 class LinksReport(TypedDict):
-    """The place of each rank, all pairs, and descriptions of slow pairs."""
+    """The device of each rank, all pairs of ranks, and descriptions of slow pairs."""
 
     places: list[dict[str, str]]
     pairs: list[RankPair]
@@ -39,7 +39,7 @@ def place(device: torch.device) -> dict[str, str]:
 
 
 def rounds(ranks: int) -> list[list[tuple[int, int]]]:
-    """Return all pairs of ranks in rounds, in each of which a rank occurs once: a tournament."""
+    """Return rounds with all pairs of ranks. In each round, every rank is in at most one pair."""
     seats = [*range(ranks + ranks % 2)]
     schedule = []
     for _ in range(len(seats) - 1):
@@ -50,9 +50,10 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(comm: Comm, device: torch.device) -> list[RankPair]:
-    """Return this rank's measurements of the pairs in which it is the lower rank.
+    """Measure the pairs in which this rank is the lower rank.
 
-    The pairs of a round exchange simultaneously, so they share links as the ranks of a strategy do.
+    All pairs of a round exchange messages at the same time. They therefore share links, like the
+    ranks of a strategy.
     """
     measured: list[RankPair] = []
     for pairs in rounds(comm.size):
@@ -82,7 +83,7 @@ def _seconds(comm: Comm, peer: int, message: torch.Tensor, count: int) -> float:
 
 
 def report(places: list[dict[str, str]], answers: list[list[RankPair]]) -> LinksReport:
-    """Return all pairs, and descriptions of pairs that are slow among pairs of their kind."""
+    """Return all pairs, and descriptions of pairs that are slower than similar pairs."""
     pairs = sorted((x for answer in answers for x in answer), key=lambda x: x["ranks"])
     for pair in pairs:
         a, b = (places[rank]["host"] for rank in pair["ranks"])

@@ -1,7 +1,8 @@
-"""Random operands, and exact attention on them in fp64, with which results are compared.
+"""Random operands, and attention in fp64 on these operands, for comparison with results.
 
-A batch of at most 2,048 tokens is compared as a whole, with some heads on each rank. For a larger
-workload, a small batch of the same kind is compared, and some rows of the workload's out.
+If a batch has at most 2,048 tokens, all results are compared, and each rank compares some of the
+heads. For a larger batch, all results of a small batch of the same kind are compared, and some rows
+of `out` of the large batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from seqpar.bench.workloads.sweep_batches import PackedBatch
 
 MAX_ERROR_RATIO = 1.35  # RMS error / the one-device kernel's (docs/internals/numerics.md)
 MAX_KERNEL_ERROR_RATIO = 2.0  # the one-device kernel's RMS error / plain PyTorch's in its dtype
-MIN_TOKENS_FOR_RATIOS = 1024  # with fewer tokens, errors are compared with the dtype's rounding
+MIN_TOKENS_FOR_RATIOS = 1024  # with fewer tokens, the allowed error is the rounding of the dtype
 MAX_ROUNDINGS = 16  # the tests of small shapes allow the same
 NAMES = ("out", "dq", "dk", "dv")
 Q, K, V, DOUT = range(4)
@@ -26,7 +27,7 @@ Sums = dict[str, list[float]]  # by tensor: squared error, squared value, count
 
 
 class CheckSums(TypedDict):
-    """One rank's sums for a contender, for plain PyTorch, and for rows of a large workload."""
+    """One rank's error sums: for a contender, for plain PyTorch, and for rows of a large batch."""
 
     errors: Sums
     eager: Sums
@@ -55,11 +56,11 @@ def attention(
     dout: Tensor | None = None,
     places: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return out and, with dout, the gradients of q, k and v from the formulas, in q's dtype.
+    """Compute `out` and, with `dout`, the gradients of q, k and v by the formulas of attention.
 
     Tensors are (T, H, D). k and v may have fewer heads than q and, without dout, another dtype.
-    `places` has the queries' indices in the batch, by default all. The memory is T times the number
-    of queries.
+    Results have q's dtype. `places` are the indices of the queries in the batch, by default all
+    indices. The scores take memory for T times the number of queries.
     """
     everything = torch.arange(len(k), device=k.device)
     seen = batch.visible(everything if places is None else places, everything)
@@ -83,7 +84,7 @@ def attention(
 
 
 def sums(results: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
-    """Return sums of each tensor that add up over ranks: squared error, squared value, count."""
+    """Return three sums per tensor, to add over ranks: squared error, squared value, count."""
     by_tensor = {}
     for name, x, y in zip(NAMES, results, expected, strict=False):
         error = (x.double() - y.double()).square().sum()
@@ -101,7 +102,7 @@ def add(parts: Sequence[Sums]) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def wrong(errors: dict[str, float], allowed: dict[str, float], factor: float) -> str | None:
-    """Return a description of the first RMS error above `factor` times the allowed, or None."""
+    """Describe the first RMS error above `factor` times the allowed error, or return None."""
     for name, error in errors.items():
         if not error <= factor * allowed[name]:
             times = error / allowed[name] if allowed[name] else math.inf

@@ -1,6 +1,6 @@
-"""One rank of a sweep: it checks and times contenders and measures their costs.
+"""One rank of a sweep, which checks contenders, times them and measures their costs.
 
-`ranks.py` starts it as a process: `-m seqpar.bench.workers.rank`.
+`ranks.py` starts this file as a process: `-m seqpar.bench.workers.rank`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from seqpar.costs.profile import harness
 from seqpar.strategies.registry import attention_modules
 
 EXPOSURE_ROUNDS = 3
-SPOT_CHECK_ROWS = 16  # rows per rank to compare, if a batch is too large to compare all
+SPOT_CHECK_ROWS = 16  # rows per rank to compare, if a batch has too many to compare all
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +55,7 @@ class MeasuredStep:
 
 
 class Rank:
-    """One rank of the group; it answers the driver's requests and keeps a workload's steps."""
+    """One rank of the group, which answers requests and keeps the steps of a workload."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
@@ -83,7 +83,7 @@ class Rank:
         return contenders.make(name, self._comm, batch, *heads, self._device)
 
     def _step(self, workload: Workload, name: str) -> MeasuredStep:
-        """Return a step. It shares tensors with contenders of equal tokens and heads."""
+        """Return a step, which shares tensors with contenders that have equal tokens and heads."""
         if name not in self._steps:
             batch = PackedBatch.of(workload.mask, workload.tokens)
             contender = self._contender(name, workload, batch)
@@ -136,7 +136,7 @@ class Rank:
         kv = torch.tensor([*parts], dtype=torch.int64, device=self._device)
         group = workload.heads // workload.kv_heads
         q = (kv[:, None] * group + torch.arange(group, device=self._device)).flatten()
-        if name == ONE:  # compute the same heads of the same tokens as the other contenders
+        if name == ONE:  # compute the heads and tokens that all other contenders compute
             contender = contenders.one_device(batch, len(q), len(kv))
         everything = torch.arange(batch.tokens, device=self._device)
         whole = _operands(workload, everything, workload.heads, workload.kv_heads)
@@ -161,14 +161,14 @@ class Rank:
         """Return a workload of the same kind that is small enough to compare all results."""
         if workload.tokens <= MAX_TOKENS_CHECKED:
             return workload
-        chunks = 2 * workload.ranks  # some libraries need that many equal chunks
+        chunks = 2 * workload.ranks  # some libraries need this number of equal chunks
         tokens = MAX_TOKENS_CHECKED // chunks * chunks + workload.tokens % chunks
         return replace(workload, tokens=tokens)
 
     def _expected(
         self, small: Workload, batch: PackedBatch, mine: list[Tensor]
     ) -> tuple[list[Tensor], oracle.Sums]:
-        """Return attention of this rank's heads in fp64, and the error sums of plain PyTorch."""
+        """Return fp64 attention of this rank's heads, and the error sums of plain PyTorch."""
         if self._expected_of is None or self._expected_of[0] != small:
             exact, eager = (
                 oracle.attention(batch, q, k, v, dout if small.backward else None)
@@ -178,7 +178,7 @@ class Rank:
         return self._expected_of[1:]
 
     def _whole(self, x: Tensor, indices: Tensor, tokens: int) -> Tensor:
-        """Return the rows of all ranks' tokens, in packed order."""
+        """Gather the rows of all ranks in packed order."""
         gathered = {}
         counts = self._comm.all_gather(torch.tensor([len(x)], device=x.device), label="sweep")
         longest = max(map(int, counts))
@@ -192,7 +192,7 @@ class Rank:
         return result
 
     def _spot(self, workload: Workload, name: str) -> dict[str, oracle.Sums]:
-        """Return the error sums of some rows of the workload's out, and those of plain PyTorch."""
+        """Return error sums of some rows of `out`, for the contender and for plain PyTorch."""
         step = self._step(workload, name)
         out = step()[0]
         count = min(SPOT_CHECK_ROWS, len(out))
@@ -227,8 +227,8 @@ def release_memory() -> None:
 def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
     """Return the bytes by which a step raises the peak memory, results included.
 
-    On a CPU, Linux counts the bytes of the process, within about 100 KiB; other systems return
-    None.
+    On a CPU, the number comes from Linux, which counts the bytes of the process with an error of
+    about 100 KiB. Return None on a CPU without Linux.
     """
     release_memory()
     if device.type == "cuda":

@@ -1,8 +1,8 @@
-"""Start and supervise the processes that measure. The *driver* sends requests, and ranks answer.
+"""Start and supervise the processes of ranks. The *driver* sends requests, and ranks answer.
 
-The driver starts ranks as separate processes; under a launcher, each of its processes starts some.
-A rank can then die, hang or run out of memory: the driver reports the reason, and all ranks
-restart.
+The driver starts ranks as separate processes. Under a launcher, each process of the launcher starts
+some of the ranks. If a rank crashes, hangs or runs out of memory, the driver reports the reason,
+and all ranks restart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seqpar.bench.workloads.workloads import WorkloadFields
 from seqpar.comm.launch import LaunchedProcess, Store, store_of
 
 MAX_START_SECONDS = 300.0
-GRACE_SECONDS = 10.0  # in which all ranks must answer after one rank has failed
+GRACE_SECONDS = 10.0  # time for all ranks to answer after one rank has failed
 _POLL_SECONDS = 0.01
 _GONE_KEY = "seqpar/gone"
 _ROOT = str(Path(__file__).parents[3])
@@ -35,7 +35,7 @@ class StartError(RuntimeError):
 
 
 class PointError(Exception):
-    """A request failed, for the reason in the message. `late`: it exceeded its time limit."""
+    """A request failed, for the reason in the message. `late`: the time limit was exceeded."""
 
     def __init__(self, reason: str, late: bool = False) -> None:
         super().__init__(reason)
@@ -43,7 +43,7 @@ class PointError(Exception):
 
 
 class RankRequest(TypedDict, total=False):
-    """What ranks do with a workload's contender: "device", "links", "check", "costs" or "time"."""
+    """A request to ranks. Actions: "device", "links", "check", "costs" or "time"."""
 
     do: Required[str]
     workload: WorkloadFields
@@ -108,7 +108,7 @@ class RankProcesses:
     """The driver's ranks, as a context manager; `ask` sends them requests."""
 
     def __init__(self, where: LaunchedProcess | None, most: int, device: str) -> None:
-        """Connect to the launcher's processes; `most` is the largest number of ranks in use."""
+        """Connect to the launcher's processes. `most` is the largest number of ranks in use."""
         self._store, self._address = store_of(where)
         self._others = 0 if where is None else where.size - 1
         mine = range(most) if where is None else [0]
@@ -132,9 +132,9 @@ class RankProcesses:
         return f"seqpar/{self._started}"
 
     def ready(self, ranks: int) -> None:
-        """Start this number of ranks, unless as many are running; this may take a while.
+        """Start this number of ranks, unless this number is already running.
 
-        Raises a StartError if they do not begin.
+        Raise a StartError if the ranks do not start.
         """
         if ranks == self._size:
             return
@@ -159,7 +159,7 @@ class RankProcesses:
         return lost
 
     def ask(self, ranks: int, request: RankRequest, limit: float) -> list[Any]:
-        """Return each rank's answer; a PointError restarts ranks, unless all refused to answer."""
+        """Return the answer of each rank. A PointError restarts ranks, unless all ranks refused."""
         self.ready(ranks)
         number = self._asked
         self._asked += 1

@@ -1,8 +1,8 @@
 """The contenders on a workload: one device, our strategies, and other libraries.
 
-For another library, a contender calls the function that the library documents, on tensors (T_local,
-H, D), and all ranks of the process group take part. The sweep shows the library's refusals and
-failures.
+A contender of another library calls the function that the library documents, on tensors (T_local,
+H, D). All ranks of the process group call the function. The sweep reports what the library refuses,
+and its failures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from seqpar.strategies.registry import attention_modules, make_attention
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 ONE = "one device"
-ON_CONTIGUOUS = ("ulysses",)  # with all tokens of some heads, ranks are balanced on every layout
+ON_CONTIGUOUS = ("ulysses",)  # ranks with all tokens of some heads are balanced on every layout
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Contender:
     """A contender on one rank."""
 
     indices: Tensor  # (T_local,) the batch's tokens on this rank
-    heads: int  # the number of heads it computes
-    kv_heads: int  # the number of KV heads it computes
+    heads: int  # the number of heads that the contender computes
+    kv_heads: int  # the number of KV heads that the contender computes
     attend: Attend  # (q, k, v) -> out, differentiable
     context: Context = field(default=nullcontext)  # the context in which a step runs
     sent_bytes: Callable[[], int] | None = None  # the bytes that this rank has sent, if known
 
 
 def divisor(ranks: int, kv_heads: int) -> int:
-    """Return the number by which one device's heads are divided: `ranks`, as far as heads allow."""
+    """Return the number of parts into which one device divides the heads, at most `ranks`."""
     return math.gcd(ranks, kv_heads)
 
 
@@ -68,7 +68,7 @@ def make(
 
 
 def one_device(batch: PackedBatch, heads: int, kv_heads: int) -> Contender:
-    """Return our kernel on one device: all tokens of some heads, without communication."""
+    """The contender "one device": our kernel on all tokens of some heads, without communication."""
     attention = make_attention("ring", Comm(ONE, 0, 1))
     return _on_layout(attention, Layout.contiguous(batch.cu_seqlens, 1), batch, heads, kv_heads)
 
@@ -86,7 +86,7 @@ def _on_layout(
 
 
 def grid(ranks: int) -> tuple[int, int]:
-    """Return a mesh of `ranks`: one row per host if hosts have several ranks, or nearly square."""
+    """Return a mesh: one row per host if hosts have several ranks, otherwise nearly square."""
     local = on_a_host()
     if 1 < local < ranks and ranks % local == 0:
         return ranks // local, local
@@ -112,7 +112,7 @@ def _all_to_all(x: Tensor, to_heads: bool) -> Tensor:
 
 
 def all_to_all_by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention by SDPA between two all-to-alls: a short Ulysses without a library."""
+    """Ulysses written by hand: SDPA between two all-to-alls."""
     if k.shape[1] % plain.rank_of_all()[1]:
         raise ValueError(f"ranks must divide KV heads, got {k.shape[1]}")
     q, k, v = (_all_to_all(x, True) for x in (q, k, v))
@@ -127,7 +127,7 @@ def ring_attention_pytorch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
 
 
 def ring_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention by the package ring-flash-attn: zigzag ring if causal, otherwise ring."""
+    """Attention by the package ring-flash-attn: zigzag ring if causal, otherwise ring."""
     import ring_flash_attn as package
 
     ring = package.zigzag_ring_flash_attn_func if causal else package.ring_flash_attn_func
@@ -168,7 +168,7 @@ def _plainly(
 
 
 def torch_context_parallel(batch: PackedBatch, device: torch.device) -> Peer:
-    """Return torch's context parallel, which decides by itself which tokens each rank holds."""
+    """The contender torch context parallel, which chooses the tokens of each rank itself."""
     _, ranks = plain.rank_of_all()
     if batch.tokens % (2 * ranks):
         raise ValueError(f"it needs {2 * ranks} equal chunks, got {batch.tokens} tokens")
@@ -181,7 +181,8 @@ def torch_context_parallel(batch: PackedBatch, device: torch.device) -> Peer:
     return indices.cpu(), attend, lambda: plain.context_parallel(chunks())
 
 
-# By name: the factory, the module that it imports (or None), and packages to record versions of.
+# By name: the factory, the module that the factory imports (or None), and the packages whose
+# versions are recorded.
 PEERS: dict[str, tuple[MakePeer, str | None, tuple[str, ...]]] = {
     "all-to-all-by-hand": (_plainly(all_to_all_by_hand, even_parts), None, ()),
     "torch-context-parallel": (torch_context_parallel, None, ()),

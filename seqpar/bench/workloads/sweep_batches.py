@@ -1,7 +1,10 @@
-"""The batches of a sweep: a mask, and documents with lengths of well-known collections.
+"""The batches of a sweep: masks, and documents with the lengths of known collections.
 
-A name consists of a kind, for packed batches "-" and a collection, and for kinds with a number ":"
-and the number: causal, full, window:1024, full-window:512, prefix, causal-pile, window-pile:256.
+The name of a batch has up to three parts:
+
+* the kind of the mask, as in "causal", "full" or "prefix";
+* for packed batches, "-" and the name of a collection, as in "causal-pile";
+* for some kinds, ":" and a number, as in "window:1024", "full-window:512" or "window-pile:256".
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ _EDGES = (
     0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536,
     131072, 196608, 393216,
 )  # fmt: skip
-# Edges in tokens, and the number (or the percentage) of documents between two edges. Between edges,
-# lengths are uniform, as in the benchmarks that publish the tables. The first three collections
-# come from LongCA-bench (arXiv 2510.17896), the last from MagiAttention's benchmark.
+# Histograms of document lengths: the edges in tokens, and the number (or the percentage) of
+# documents between two edges. Lengths between two edges are uniform, as in the benchmarks that
+# publish these histograms. The first three collections come from LongCA-bench (arXiv 2510.17896),
+# and the last collection comes from MagiAttention's benchmark.
 COLLECTIONS: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
     "pile": ((*_EDGES, 524288, 9323147), (
         1103032, 9192701, 15691267, 33759245, 49972885, 19843834, 11070542, 6568231, 4588038,
@@ -43,7 +47,7 @@ COLLECTIONS: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
         (0.22, 2.91, 5.2, 10.23, 28.19, 24.64, 15.65, 7.34, 3.05, 1.29, 0.85, 0.14, 0.17, 0.14),
     ),
 }  # fmt: skip
-_QUARTER = ("magi",)  # its protocol limits documents to a quarter of the batch
+_QUARTER = ("magi",)  # the benchmark limits documents to a quarter of the batch
 
 
 def parse(name: str) -> tuple[str, str | None, int | None]:
@@ -76,7 +80,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, mask: str, tokens: int, seed: int = 0) -> PackedBatch:
-        """Return the batch of `tokens` tokens that a mask's name describes."""
+        """Return the batch of this name with `tokens` tokens."""
         kind, collection, number = parse(mask)
         lengths = np.array([tokens]) if collection is None else draw(collection, tokens, seed)
         cu_seqlens = np.r_[0, np.cumsum(lengths)]
@@ -94,7 +98,7 @@ class PackedBatch:
 
     @property
     def plain(self) -> bool:
-        """Whether it is one document with a causal or full mask, as most libraries require."""
+        """Whether the batch is one document with a causal or full mask, as libraries require."""
         return len(self.cu_seqlens) == 2 and self.window_size == (-1, -1) and not self.has_prefix
 
     @property

@@ -1,4 +1,4 @@
-"""The workloads of a sweep, from the options of the command. All contenders run each workload."""
+"""The workloads of a sweep, which follow from the options of the command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALINGS = ("strong", "weak", "both")
 _PUBLISHED: dict[str, object] = {"heads": ["64:8x128"], "dtype": "bf16", "passes": list(PASSES)}
 PRESETS: dict[str, dict[str, object]] = {
     # LongCA-bench, arXiv 2510.17896: 8K tokens per device, short documents from the Pile, longer
-    # ones from ProLong.
+    # documents from ProLong.
     "longca": _PUBLISHED
     | {
         "masks": [
@@ -44,7 +44,7 @@ WorkloadFields = dict[str, Any]  # a `Workload` in JSON
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of attention and the number of ranks it runs on."""
+    """A call of attention, and the number of ranks that compute the call."""
 
     ranks: int
     tokens: int  # the length of the whole batch
@@ -65,19 +65,19 @@ class Workload:
         return self.passes == PASSES[1]
 
     def flops(self, area: int) -> int:
-        """Return the FLOPs: two products per pair, head and dimension; five more in backward."""
+        """Return the FLOPs: two products per pair, head and dim, and five more in backward."""
         return area * self.heads * self.head_dim * 2 * (7 if self.backward else 2)
 
     def as_dict(self) -> WorkloadFields:
         return asdict(self)
 
 
-MAX_TOKENS_CHECKED = 2048  # the fp64 reference holds all scores, tokens²
+MAX_TOKENS_CHECKED = 2048  # the fp64 reference has tokens² scores in memory
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The options that determine the points of a sweep; all points of a results file share them."""
+    """The options of a sweep, which determine its points. A results file has one set of options."""
 
     device: str
     contenders: tuple[str, ...]  # strategies, then other libraries
@@ -130,8 +130,8 @@ class SweepOptions:
         return made
 
     def workloads(self) -> list[Workload]:
-        """Return all workloads, by ascending ranks, since another number restarts processes."""
-        workloads: dict[Workload, None] = {}  # without repetition, as scalings share points
+        """Return all workloads, sorted by ranks, because a new number restarts processes."""
+        workloads: dict[Workload, None] = {}  # without repetition, because scalings share points
         lengths = [
             (ranks, length * (ranks if scaling == "weak" else 1))
             for ranks, scaling, length in itertools.product(
