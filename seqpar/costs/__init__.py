@@ -1,7 +1,8 @@
-"""Describe a cluster and a model, and compute the cost of work and messages on them.
+"""Describe a cluster and a model, and compute the cost of work and messages.
 
-`Cluster` and `Model` are the descriptions, `Costs` combines them. Start with `costs.py`; `grid.py`
-has the measured seconds of softmax attention, and `profile/` measures this machine.
+`Cluster` and `Model` are the descriptions, and `Costs` combines a cluster with a model. Start with
+`costs.py`. `grid.py` has the measured seconds of softmax attention, and `profile/` measures this
+machine.
 """
 
 from seqpar.costs.cluster import Cluster

@@ -1,4 +1,4 @@
-"""Cluster: the devices that ranks run on, and the links between them."""
+"""Cluster: the devices of ranks, and the links between these devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from seqpar.costs.profile.harness import Profile, environment
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")
-_MAX_LOCK_SECONDS = 300.0  # a process that has waited so long for another measures itself
+_MAX_LOCK_SECONDS = 300.0  # after waiting this long for another process, a process measures
 _log = logging.getLogger("seqpar")
 
 
@@ -29,23 +29,24 @@ _log = logging.getLogger("seqpar")
 class Cluster:
     """Nodes with equal devices. Rank r runs on device r mod `devices_per_node` of its node.
 
-    Create one with `preset`, `from_json` or `here`; change fields with `dataclasses.replace`.
+    Create a cluster with `preset`, `from_json` or `here`. Change fields with `dataclasses.replace`.
 
     Attributes:
         name: a name for messages and tables.
         nodes: the number of nodes.
         devices_per_node: the number of devices per node, one for each rank.
-        nics: the number of NICs per node, shared by its devices; 0 is allowed for a single node.
+        nics: the number of NICs per node, which the devices of the node share; 0 is allowed for a
+            single node.
         device: the speed and memory of each device.
         inside: the link between two devices of a node, one for each device.
         between: the link between two nodes, one for each NIC.
-        host: the link from a device to its host's memory, one for each device.
-        overlaps: whether messages travel while devices compute. If not, a core is busy while it
-            sends or receives, and communication is never hidden.
-        fabric: a `FatTree` or `Torus` of links that the messages of several nodes share; None if
-            only NICs are shared.
+        host: the link between a device and the memory of its host, one for each device.
+        overlaps: whether messages travel while devices compute. If False, a core is busy while it
+            sends or receives, so computation never hides communication.
+        fabric: a `FatTree` or a `Torus`, whose links carry messages of several nodes; None if
+            messages of different nodes share no links.
         measured: the profile (hardware, versions, raw samples) that the figures were fitted to, or
-            None. JSON files include it; comparisons of clusters ignore it.
+            None. JSON files include the profile, and comparisons of clusters ignore it.
     """
 
     name: str
@@ -87,8 +88,8 @@ class Cluster:
     def preset(cls, name: str) -> Cluster:
         """Return a cluster by name: "4x8-h100" has 4 nodes of 8 H100.
 
-        There can be any number of nodes, with 1 to 8 devices each. A node with fewer than 8 devices
-        has proportionally fewer NICs. Devices: h100, h200, h100_fa4, h200_fa4 (both with
+        A cluster can have any number of nodes, with 1 to 8 devices per node. A node with fewer than
+        8 devices has proportionally fewer NICs. Devices: h100, h200, h100_fa4, h200_fa4 (both with
         FlashAttention-4), h800, a100, a800.
         """
         match = re.fullmatch(r"(\d+)x(\d+)-(\w+)", name.lower() if isinstance(name, str) else "")
@@ -104,19 +105,19 @@ class Cluster:
 
     @classmethod
     def here(cls, path: str | Path | None = None, refresh: bool = False) -> Cluster:
-        """Return this machine as one node; its devices are its GPUs or, without GPUs, its cores.
+        """Return this machine as one node. Its devices are the GPUs or, without GPUs, the cores.
 
         The description is read from the profile at `path`. The default is a file named after the
         devices in $SEQPAR_CACHE or ~/.cache/seqpar. If the file does not exist, or with `refresh`,
-        this machine is measured and the profile saved. On a CPU this takes about 15 seconds, during
-        which the machine should be otherwise idle. Ranks that plan together should read the same
-        file.
+        this machine is measured, and the profile is saved. On a CPU this takes about 15 seconds,
+        during which the machine should be otherwise idle. Ranks that plan together should read the
+        same file.
 
-        If two processes need the same folder, one process measures, and the other waits and then
-        reads the result. A default file that is damaged or describes another device is replaced by
-        a new measurement. If the default folder is not writable, the profile is not saved. Both
-        cases log a warning. With your own `path`, a damaged file raises a ValueError, and a file
-        that cannot be written an OSError.
+        If several processes use the same folder, one process measures, and all other processes wait
+        and then read the result. A default file that is damaged or describes another device is
+        replaced by a new measurement. If the default folder is not writable, the profile is not
+        saved. In both cases, a warning is logged. If you pass a `path`, a damaged file raises a
+        ValueError, and a file that cannot be written raises an OSError.
         """
         from seqpar.costs.profile import machine  # imports kernels, which presets do not need
 
@@ -177,10 +178,11 @@ class Cluster:
 
     @classmethod
     def assumed(cls) -> Cluster:
-        """Return this machine as one node without measuring it, with figures of similar devices.
+        """Return this machine as one node, with figures of similar devices and no measurement.
 
-        A GPU has the figures of the preset whose device appears in the GPU's name, otherwise those
-        of an H100. A core has the figures of `devices.core`.
+        If the name of the GPU contains the name of a preset's device, the GPU has the figures of
+        this preset. Otherwise the GPU has the figures of an H100. A core has the figures of
+        `devices.core`.
         """
         import torch
 
@@ -196,7 +198,7 @@ class Cluster:
         return cls("assumed", 1, count, 0, kind, SHARED_MEMORY, SHARED_MEMORY, host, False)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the cluster as JSON text, including the profile that it was fitted to.
+        """Return the cluster as JSON text, including its profile.
 
         With `path`, the text is also written to that file.
         """
@@ -218,10 +220,10 @@ class Cluster:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Cluster:
-        """Return the cluster that a file describes, as `to_json` writes it.
+        """Return the cluster of a file that `to_json` has written.
 
-        Raise a ValueError for an unknown version, or one that names a field which is missing, wrong
-        or inconsistent with another field.
+        Raise a ValueError if the version is unknown, or if a field is missing, wrong or
+        inconsistent with another field. The error names the field.
         """
         try:
             return cls.from_text(Path(path).read_text())
@@ -230,7 +232,7 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str) -> Cluster:
-        """Return the cluster that a text of `to_json` describes; errors are as in `from_json`."""
+        """Return the cluster of a text that `to_json` has made, with the errors of `from_json`."""
         try:
             return _from_fields(json.loads(text))
         except (json.JSONDecodeError, RecursionError) as error:
@@ -238,7 +240,7 @@ class Cluster:
 
 
 def as_cluster(value: Cluster | str) -> Cluster:
-    """Return a Cluster, or the preset with the given name; raise an error that names `cluster`."""
+    """Return the cluster, or the preset of this name; raise an error that names `cluster`."""
     if isinstance(value, str):
         try:
             return Cluster.preset(value)
@@ -252,7 +254,7 @@ def as_cluster(value: Cluster | str) -> Cluster:
 
 @contextmanager
 def _measuring_alone(folder: Path) -> Iterator[None]:
-    """Lock the folder against other measuring processes, if its file system supports locks."""
+    """Lock the folder, so that only this process measures, if the file system supports locks."""
     from seqpar.costs.profile.machine import seconds_left
 
     end = time.monotonic() + min(_MAX_LOCK_SECONDS, seconds_left())

@@ -31,8 +31,8 @@ class Costs:
     """The cost of work and messages of a `model` on a `cluster`.
 
     The cluster and the model may be given by the names of presets, as in `Costs("1x8-h100",
-    "llama-8b")`. Softmax attention is looked up in the device's measured grid (see `Grid`). Other
-    costs are amounts divided by rates.
+    "llama-8b")`. The seconds of softmax attention come from the measured grid of the device (see
+    `Grid`). All other costs are amounts divided by rates.
     """
 
     def __init__(self, cluster: Cluster | str, model: Model | str) -> None:
@@ -50,10 +50,11 @@ class Costs:
 
     @cached_property
     def key_gradient_itemsize(self) -> int:
-        """Bytes of an element of gradients of keys that one kernel call returned.
+        """Bytes of an element of the gradients of keys that one kernel call returns.
 
-        GPUs are assumed to have FlashAttention-4. Gradients of fp32 and fp64 tensors, of head dims
-        that it does not compute, and of CPUs are in the accumulator's dtype.
+        GPUs are assumed to have FlashAttention-4. Gradients have the dtype of the accumulator in
+        three cases: on CPUs, for fp32 and fp64 tensors, and for head dims that FlashAttention-4
+        does not compute.
         """
         # Only kernels on GPUs compute all tasks together.
         device = torch.device("meta" if self.cluster.device.attention.fused else "cpu")
@@ -62,9 +63,9 @@ class Costs:
         return dtype_of_one_call(HeadDims(dtype, dim, dim), options, device, True).itemsize
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
-        """Return (n,) seconds of one softmax layer's attention, with a separate call for each task.
+        """Return (n,) seconds of attention in one softmax layer, with one call per task.
 
-        `heads` is the number of query heads on the device, by default all.
+        `heads` is the number of query heads on the device, by default all heads.
         """
         check_type("tasks", tasks, Tasks)
         backward, heads = as_bool("backward", backward), self._heads(heads)
@@ -81,8 +82,8 @@ class Costs:
     ) -> Floats:
         """Return (owners,) seconds of one softmax layer, with one call for all tasks of each owner.
 
-        `owner` is (n,), the owner of each task, for example a rank or a step of a rank; by default
-        all tasks have one owner.
+        `owner` (n,) is the number of the owner of each task. An owner is, for example, a rank, or a
+        step of a rank. By default, all tasks have the same owner.
         """
         check_type("tasks", tasks, Tasks)
         backward, heads = as_bool("backward", backward), self._heads(heads)
@@ -102,9 +103,10 @@ class Costs:
     def span_work(self, starts: ArrayLike, stops: ArrayLike, backward: bool = False) -> Floats:
         """Return (n,) seconds that each span adds to a rank in the attention of all layers.
 
-        A span is positions start to stop − 1 of a document. Under a causal mask it attends to all
-        earlier keys of the document, or to those in a layer's window. Linear layers are included.
-        The constant cost of calls (`call_seconds`) is not, so the work of spans can be added up.
+        A span has the positions start to stop − 1 of a document. Under a causal mask, each query
+        attends to all earlier keys of the document or, in a layer with a window, to the keys in the
+        window. Linear layers are included. The constant cost of calls (`call_seconds`) is not
+        included, so the work of several spans can be added.
         """
         starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
         backward = as_bool("backward", backward)
@@ -119,7 +121,7 @@ class Costs:
         return seconds
 
     def call_seconds(self, backward: bool = False) -> float:
-        """Return the constant seconds of attention's calls in all layers."""
+        """Return the seconds of attention's calls that do not depend on their size, all layers."""
         device, backward = self.cluster.device, as_bool("backward", backward)
         return sum(
             count * (device.recurrent if x.kind == "linear" else device.attention).call[backward]
@@ -136,8 +138,8 @@ class Costs:
     ) -> Floats:
         """Return (owners,) seconds of the attention of all layers, one call per layer and owner.
 
-        Spans are as in `span_work`, owners as in `attention_call`. The result includes no waiting
-        for keys and no splitting into several calls.
+        Spans are as in `span_work`, and owners are as in `attention_call`. The result does not
+        include waiting for keys, or the cost of several calls per layer and owner.
         """
         starts, stops = np.broadcast_arrays(*(np.atleast_1d(x) for x in (starts, stops)))
         index = owners_of(owner, starts, owners)
@@ -155,8 +157,9 @@ class Costs:
     def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of all linear modules: projections, feed-forward parts and the head.
 
-        It is the FLOPs of the modules (doubled in backward) over the rate that the device reaches,
-        and at least the time to read their weights from memory.
+        The result is the larger of two times. The first time is the FLOPs of the modules (doubled
+        in backward) divided by the FLOP/s that the device reaches. The second time is the time to
+        read the weights of the modules from memory.
         """
         device, tokens = self.cluster.device, as_amounts("tokens", tokens)
         ways = 2 if as_bool("backward", backward) else 1
@@ -168,17 +171,18 @@ class Costs:
     def message(
         self, nbytes: ArrayLike, link: str = "inside", *, senders: int = 1, nics: int = 1
     ) -> Floats:
-        """Return the seconds of messages over a class of links; a message of 0 bytes takes 0.
+        """Return the seconds of messages over a class of links. A message of 0 bytes takes 0 s.
 
         Args:
             nbytes: the bytes of each message, b.
             link: "inside" a node, "between" nodes, or "host" (to or from host memory).
-            senders: the number of devices of the node that send such a message between nodes
-                simultaneously. They share the NICs.
-            nics: x, the number of NICs that each message uses. With x > 1, x − 1 other devices in
-                each of the two nodes forward 1/x of the message each (Zeppelin's routing). This
-                takes the time of b·(x − 1)/x bytes inside the sender's node, b/x bytes between
-                nodes, and b·(x − 1)/x bytes inside the receiver's node.
+            senders: the number of devices of a node that send such a message to another node at the
+                same time. These devices share the NICs of the node.
+            nics: x, the number of NICs that each message uses. With x > 1, the message is divided
+                into x equal parts, and x − 1 further devices in each of the two nodes forward one
+                part each (Zeppelin's routing). The message then takes the sum of three times: that
+                of b·(x − 1)/x bytes inside the sender's node, b/x bytes between nodes, and b·(x −
+                1)/x bytes inside the receiver's node.
         """
         as_choice("link", link, LINKS)
         cluster, nbytes = self.cluster, as_amounts("nbytes", nbytes)
@@ -194,8 +198,8 @@ class Costs:
             raise ValueError(
                 f"nics must be at most {most}, the NICs and the devices of a node, got {nics}"
             )
-        # The fraction of a message on each NIC: 1/x, or if more, the messages of all senders
-        # divided by the number of NICs.
+        # The fraction of a message on each NIC. The fraction is the larger of 1/x and the number of
+        # senders divided by the number of NICs.
         part = max(1 / nics, senders / cluster.nics)
         passed_on = cluster.inside.seconds(nbytes * (nics - 1) / nics)
         return cluster.between.seconds(nbytes * part) + 2 * passed_on
@@ -214,13 +218,13 @@ class Costs:
         return self.model.state_elements * self.accumulator_itemsize
 
     def activation_bytes_per_token(self, checkpointing: str = "none") -> tuple[int, int]:
-        """Return (each, once): the bytes per token that backward needs, over all layers.
+        """Return (each, once): two numbers of bytes per token of the activations in all layers.
 
-        `each` is kept from forward to backward. `once` is needed while backward recomputes a layer,
-        and is 0 without checkpointing. `checkpointing` is "none"; "full", which keeps only each
-        layer's input; or "attention", which also keeps the results of attention, as
-        `seqpar.checkpoint` does. Neither logits, which are computed in blocks, nor copies of tokens
-        for several experts are included.
+        `each` bytes are kept from forward to backward. `once` bytes are needed in addition while
+        backward recomputes a layer; they are 0 without checkpointing. `checkpointing` is "none";
+        "full", which keeps only each layer's input; or "attention", which also keeps the results of
+        attention, as `seqpar.checkpoint` does. Logits are not included, because they are computed
+        in blocks. Copies of tokens for several experts are not included either.
         """
         as_choice("checkpointing", checkpointing, CHECKPOINTING)
         counts = self.model.counts
@@ -247,13 +251,17 @@ class Costs:
     def parameter_bytes(self, ranks: int | None = None, stage: int = 3) -> int:
         """Return the bytes of parameters, gradients and Adam's state on each rank.
 
-        They are sharded over `ranks` ranks, by default all. Parameters and gradients have
-        `itemsize` bytes each. Adam's two moments have 4 bytes each, or 8 in fp64. Parameters of
-        less than 4 bytes have a copy of 4 bytes.
+        All of these are sharded over `ranks` ranks, by default over all ranks. Parameters and
+        gradients have `itemsize` bytes each. Adam's two moments have 4 bytes each, or 8 in fp64.
+        Parameters of less than 4 bytes have a copy of 4 bytes.
 
-        ZeRO's stage 0 shards none of these, stage 1 shards Adam's state and the copy, stage 2 also
-        gradients, and stage 3 (FSDP) everything. Stage 3 also needs memory for the gathered
-        parameters of two layers.
+        `stage` is the stage of ZeRO, which determines what is sharded:
+
+        * 0: nothing;
+        * 1: Adam's state and the copies of 4 bytes;
+        * 2: gradients in addition;
+        * 3 (FSDP): parameters in addition. Stage 3 also needs memory for the gathered parameters of
+          two layers.
         """
         ranks, stage = self._sharding(ranks, stage)
         model, itemsize = self.model, self.itemsize
@@ -267,12 +275,12 @@ class Costs:
         return model.parameters * whole - (-model.parameters * sharded // ranks) + gathered
 
     def optimizer_seconds(self, ranks: int | None = None, stage: int = 3) -> float:
-        """Return the seconds of Adam's update on a rank: its bytes over the memory bandwidth.
+        """Return the seconds of Adam's update on a rank: bytes divided by the memory bandwidth.
 
-        A rank updates the parameters of its shard; at stage 0 it updates all of them. For each
-        parameter it reads the gradient, reads and writes two moments of 4 bytes (8 in fp64), and
-        writes the parameter. It also reads the parameter, or the copy of the parameter in fp32.
-        `ranks` and `stage` are as in `parameter_bytes`.
+        A rank updates the parameters of its shard or, at stage 0, all parameters. For each
+        parameter, the update reads the gradient, reads and writes two moments of 4 bytes (8 in
+        fp64), and writes the parameter. The update also reads the parameter, or the fp32 copy of
+        the parameter. `ranks` and `stage` are as in `parameter_bytes`.
         """
         ranks, stage = self._sharding(ranks, stage)
         parameters, itemsize = self.model.parameters, self.itemsize
@@ -284,7 +292,7 @@ class Costs:
     def token_capacity(
         self, checkpointing: str = "none", ranks: int | None = None, stage: int = 3
     ) -> int:
-        """Return the number of tokens that fit into a device's memory next to the parameters."""
+        """Return the number of tokens that fit into a device's memory in addition to parameters."""
         free = self.cluster.device.memory - self.parameter_bytes(ranks, stage)
         return max(0, int(free // sum(self.activation_bytes_per_token(checkpointing))))
 
@@ -323,11 +331,11 @@ class Costs:
         return model.heads * (model.head_dim * self.itemsize + lse_bytes)
 
     def _layer_bytes(self, layer: Layer) -> int:
-        """Return the bytes per token that a layer keeps in plain PyTorch with fused norms.
+        """Return the bytes per token that a layer keeps for backward in PyTorch with fused norms.
 
-        They are the inputs of two norms and of the projections after them, attention's operands and
-        results, and the input and the result of the feed-forward part. A gated feed-forward part
-        also keeps the gate and the product.
+        A layer keeps the inputs of two norms, and the inputs of the projections after these norms.
+        A layer also keeps the operands and the results of attention, and the input and the result
+        of the feed-forward part. A gated feed-forward part also keeps the gate and the product.
         """
         model = self.model
         if layer.kind == "linear":

@@ -1,4 +1,4 @@
-"""Devices, links and fabrics: the speed of one device and one link, and what nodes share."""
+"""Devices, links and fabrics: the speed of a device, of a link, and of shared links."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Link:
     Attributes:
         latency: seconds of a message, regardless of its size.
         rate: bytes per second in each direction.
-        shared: the fraction of `rate` that remains in total if several messages share an end.
+        shared: the fraction of `rate` that remains in total if several messages use the same sender
+            or receiver.
     """
 
     latency: float
@@ -56,15 +57,15 @@ class Link:
 
 @dataclass(frozen=True)
 class FatTree:
-    """Leaf switches, which other switches connect.
+    """Leaf switches, which are connected by further switches.
 
     Attributes:
-        nodes_per_leaf: the number of consecutive nodes of a leaf switch.
-        oversubscription: the rate of all NICs of a leaf switch over the rate of its uplinks, at
-            least 1.
-        rails: whether these nodes have one leaf switch for each of a node's NICs. The device with
-            index i in its node then sends through NIC i, and messages between devices with
-            different indices use the uplinks.
+        nodes_per_leaf: the number of consecutive nodes on a leaf switch.
+        oversubscription: the rate of all NICs on a leaf switch divided by the rate of its uplinks,
+            at least 1.
+        rails: whether these nodes have several leaf switches, one for each NIC of a node. The
+            device with index i in its node then sends through NIC i, and messages between devices
+            with different indices use the uplinks.
     """
 
     nodes_per_leaf: int
@@ -83,8 +84,9 @@ class FatTree:
 class Torus:
     """Nodes in a grid whose rows, columns, … are rings of links, as TPUs have.
 
-    Each link carries one message at full rate in each direction. A message takes the shortest way,
-    along one dimension after another, and needs the latency of a link on each link.
+    Each link carries one message at full rate in each direction. A message takes the shortest
+    route, along one dimension after another, and takes the latency of a link on each link of the
+    route.
 
     Attributes:
         shape: the number of nodes in each dimension. Nodes are numbered along the last dimension
@@ -103,7 +105,7 @@ class Torus:
         return prod(self.shape)
 
     def links(self, source: int, target: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the links on the way between two nodes as (node, dimension, direction)."""
+        """Yield the links of the route between two nodes, as (node, dimension, direction)."""
         place, end = (np.unravel_index(node, self.shape) for node in (source, target))
         here = [int(x) for x in place]
         for dimension, size in enumerate(self.shape):
@@ -126,10 +128,10 @@ def fabric_as_dict(fabric: Fabric | None) -> dict[str, object] | None:
 
 
 def fabric_from_dict(values: Any) -> Fabric | None:
-    """Return the fabric that plain values describe; raise a ValueError that names a wrong field."""
+    """Create a fabric from JSON values; raise a ValueError that names a wrong field."""
     if values is None:
         return None
-    kinds = [*_FABRICS]  # a list, since a damaged file's kind may have no hash
+    kinds = [*_FABRICS]  # a list, because the kind in a damaged file may be unhashable
     if not isinstance(values, Mapping) or values.get("kind") not in kinds:
         raise ValueError(f"fabric.kind must be one of {kinds}, got {shown(values)}")
     others = {name: x for name, x in values.items() if name != "kind"}
@@ -177,14 +179,15 @@ class Device:
         name: its name.
         memory: bytes.
         matmul_rate: peak FLOP/s of dense matrix products in `dtype`.
-        matmul_share: the fraction of that rate that linear modules reach, between 0 and 1.
+        matmul_share: the fraction of `matmul_rate` that linear modules reach, between 0 and 1.
         memory_bandwidth: bytes per second.
-        dtype: of weights and activations.
+        dtype: the dtype of weights and activations.
         attention: the measured seconds of softmax attention.
         recurrent: the measured seconds of linear attention.
-        new_memory: seconds per byte to allocate memory, in addition to using it; 0 if torch reuses
-            freed memory, as on GPUs.
-        operator: seconds of the host per torch operator; 0 if the host runs ahead of the device.
+        new_memory: seconds per byte to allocate memory, in addition to the time of using it; 0 if
+            torch reuses freed memory, as on GPUs.
+        operator: seconds of the host for each torch operator; 0 if the host runs ahead of the
+            device.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Devices and nodes of preset clusters, with the source of each figure.
 
 Rates of devices, memories and links come from NVIDIA's data sheets: "H100 Tensor Core GPU", "H200
-Tensor Core GPU", "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100, and an H800 an H100, with
-NVLink at 400 GB/s in both directions together. The fractions of these rates that programs reach are
-assumed:
+Tensor Core GPU", "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100 with NVLink at 400 GB/s in
+both directions together. An H800 is an H100 with such an NVLink. These rates are multiplied by
+assumed fractions, which programs reach:
 
 * 65% of NVLink, 90% of InfiniBand, and latencies of 10 and 20 µs per message: calculon-ai/calculon,
   systems/a100_80g.json. PCIe has the efficiency of InfiniBand.
@@ -11,7 +11,8 @@ assumed:
 * 90% of the memory rate for linear attention: a copy reached 4.3 of an H200's 4.8 TB/s.
 
 Kinds that end in "_fa4" have the rates of FlashAttention-4, as measured on one H200
-(benchmarks/results/nvidia-h200/quick.txt). An H100 has the same multiprocessors and clock rates.
+(benchmarks/results/nvidia-h200/quick.txt). An H100 has the same multiprocessors and clock rates as
+an H200.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MEMORY_EFFICIENCY = 0.9
 H100_CAUSAL = {128: 0.030e-3, 1024: 0.133e-3, 8192: 3.71e-3, 65536: 206e-3}
 HEADS, HEAD_DIM, TILE_ROWS = 64, 128, 128
 MULTIPROCESSORS = 132
-H100_FLOPS_PER_SECOND = 341e12  # of that forward with 65,536 tokens
+H100_FLOPS_PER_SECOND = 341e12  # of the forward with 65,536 tokens
 # FlashAttention-2, abstract: 50 to 73% of an A100's 312 TFLOP/s; 0.615 is the middle.
 A100_FLOPS_PER_SECOND = 0.615 * 312e12
 # A backward has 2.5 times the FLOPs. FlashAttention-3's paper measures FlashAttention-2 on an H100
@@ -51,13 +52,13 @@ def published_grid(
 ) -> Grid:
     """Return the published seconds of an H100 as a grid, scaled to another saturated FLOP/s.
 
-    `to_forward` is the seconds of backward, divided by those of forward.
+    `to_forward` is the seconds of backward divided by the seconds of forward.
 
-    The four published times are nodes of the grid. The other nodes follow from three constants:
-    seconds per call, per row and per pair. The constants are fitted to the four times within 0.5%.
-    If a call has fewer tiles of rows × heads than the GPU has multiprocessors, its pairs take the
-    time of one full set of tiles. The times include the cut tiles of a causal call, so `edge` is 0.
-    A window adds half a tile of keys per row.
+    The four published times are nodes of the grid. All further nodes follow from three constants:
+    the seconds per call, per row and per pair. The constants reproduce the four times with an error
+    of at most 0.5%. If a call has fewer tiles of rows × heads than the GPU has multiprocessors, the
+    pairs of the call take as long as with one tile per multiprocessor. The times include the cut
+    tiles of a causal call, so `edge` is 0. A window adds half a tile of keys per row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
     seen = (rows + 1) / 2  # average keys per row
@@ -78,25 +79,27 @@ def published_grid(
 
 
 def memory_bound(bandwidth: float) -> Recurrent:
-    """Return linear attention whose time is that of its memory traffic, as for lightning attention.
+    """Return linear attention that is limited by memory bandwidth, as lightning attention is.
 
-    In bf16 with D = 128, a forward reads operands in two passes (keys and values, then all
-    operands) and moves 1,536 bytes per token and head. A backward in four passes moves 3,584 bytes.
+    In bf16 with D = 128, a forward moves 1,536 bytes per token and head: the first pass reads keys
+    and values, and the second pass reads all operands. A backward has four passes and moves 3,584
+    bytes.
     """
     call, rate = published_grid().call, MEMORY_EFFICIENCY * bandwidth
     return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
 
 
 def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: float) -> Device:
-    """Return a GPU from its data sheet and the FLOP/s at which attention saturates."""
+    """Return a GPU from the figures of its data sheet and the largest FLOP/s of attention."""
     grid, recurrent = published_grid(attention), memory_bound(bandwidth)
     return Device(name, memory, rate, MATMUL_EFFICIENCY, bandwidth, "bfloat16", grid, recurrent)
 
 
 def core() -> Device:
-    """Return one core of a server's CPU, for use without a measurement.
+    """Return one core of a server's CPU, for machines that were not measured.
 
-    Rounded values of a core with AVX-512 in fp32 suffice to rank strategies, but not for seconds.
+    The figures are rounded values of a core with AVX-512 in fp32. They are good enough to rank
+    strategies, but not to predict seconds.
     """
     rows = keys = np.array([64.0, 512.0, 4096.0])
     heads, dim, rate = 8, 64, 30e9
@@ -119,7 +122,7 @@ class NodeKind(NamedTuple):
 
     @property
     def links(self) -> tuple[Link, Link, Link]:
-        """The links at the rates that programs reach: inside a node, between nodes, to the host."""
+        """The links, with the rates that programs reach: in a node, between nodes, to the host."""
         return (
             Link(10e-6, self.nvlink * NVLINK_EFFICIENCY),
             Link(20e-6, self.nic * INFINIBAND_EFFICIENCY),
@@ -136,8 +139,8 @@ _FLASH_ATTENTION_4 = published_grid(
 
 # By the kind of a device, the kind with the rates of FlashAttention-4.
 WITH_FLASH_ATTENTION_4 = {"h100": "h100_fa4", "h200": "h200_fa4"}
-# NICs: a DGX H100 has 8 of 400 Gbit/s, a DGX A100 has 8 of 200. The NICs of A800, H800 and H200
-# come from the clusters in Zeppelin's evaluation.
+# A DGX H100 has 8 NICs of 400 Gbit/s, and a DGX A100 has 8 NICs of 200 Gbit/s. The NICs of A800,
+# H800 and H200 come from the clusters in Zeppelin's evaluation.
 NODES = {
     "h100": NodeKind(_H100, 450e9, 8, 50e9, 64e9),
     "h200": NodeKind(_H200, 450e9, 8, 50e9, 64e9),
@@ -150,6 +153,6 @@ NODES = {
 
 
 def node_like(device: object) -> NodeKind:
-    """Return the node whose device appears in a GPU's name, otherwise a node of H100s."""
+    """Return the node whose device is part of a GPU's name, or else a node of H100s."""
     named = [kind for kind in NODES if kind in str(device).lower()]
     return NODES[named[0] if named else "h100"]

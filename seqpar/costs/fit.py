@@ -1,4 +1,4 @@
-"""Fit the description of a machine to a profile, the timings of `profile/machine.py`."""
+"""Fit the description of a machine to a profile, which has the timings of `profile/machine.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sample_tasks(sample: Sample) -> Tasks:
         pairs = float(rows * keys)
     else:
         pairs = float(causal_pairs(keys - rows, keys, window))
-    windowed = float(sample["kind"] == "window")  # even the first row has a whole window
+    windowed = float(sample["kind"] == "window")  # the window of the first row is not cut
     return Tasks.of(np.full(sample["documents"], rows), keys, pairs, windowed)
 
 
@@ -34,8 +34,9 @@ def seconds(sample: Sample) -> Floats:
 def fit_grid(profile: Profile) -> Grid:
     """Return the grid of a profile's samples.
 
-    `call` is the time that each further task of equal size saves if it shares a call. `edge` is the
-    multiple of 16 keys with the smallest squared errors of the causal samples.
+    `call` is the time that is saved for each task of equal size that is added to a call, compared
+    with a separate call. `edge` is the multiple of 16 keys with the smallest squared errors for the
+    causal samples.
     """
     samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]
@@ -74,12 +75,12 @@ def errors(grid: Grid, sample: Sample) -> Floats:
 
 
 def ascending(tables: Floats) -> Floats:
-    """Raise the values of tables so that no call takes less time than a smaller call."""
+    """Increase values of the tables such that no call takes less time than a smaller call."""
     return np.maximum.accumulate(np.maximum.accumulate(tables, -1), -2)
 
 
 def fit_recurrent(profile: Profile) -> Recurrent:
-    """Return linear attention's seconds: a plane without negative constants, by relative errors."""
+    """Fit linear attention by a plane with constants ≥ 0 and least relative errors."""
     samples = [sample for sample in profile["samples"] if sample["kind"] == "linear"]
     tokens = np.array([sample["rows"] for sample in samples])
     heads = np.array([sample["heads"] for sample in samples])

@@ -12,9 +12,9 @@ from seqpar.costs.model import Model
 def step_flops(model: Model, lengths: CuSeqlens) -> float:
     """Return the FLOPs of a forward and a backward of a model on documents of these lengths.
 
-    These are the products of all matrices, of the (query, key) pairs that causal attention or a
-    window allows, and of linear layers' states. A backward has twice the FLOPs of a forward.
-    Recomputation does not count.
+    The FLOPs include the products with all matrices, the products of the (query, key) pairs that a
+    causal mask or a window allows, and the products with the states of linear layers. A backward
+    has twice the FLOPs of a forward. Recomputation does not count.
 
     Args:
         model: the shapes of the model.

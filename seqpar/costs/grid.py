@@ -1,8 +1,9 @@
 """Grid: measured seconds of softmax attention, with interpolation between the measurements.
 
-A *task* is a slice of a mask, or a span of a document with the keys it attends to. Its time depends
-on two numbers: the query rows, and the average number of keys per row. Between measured points, the
-time is nearly bilinear in these numbers, as in DistCA's profiler.
+A *task* is a slice of a mask, or a span of a document with all keys that the span attends to. The
+time of a task depends on two numbers: the number of query rows, and the average number of keys per
+row. Between measured points, the time is nearly bilinear in these two numbers, as in DistCA's
+profiler.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ def as_amounts(name: str, values: ArrayLike) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Tasks as arrays of one shape, here called (n,): each task is one slice of attention.
+    """Tasks, as arrays of one shape, which is called (n,) here.
 
     Attributes:
         rows: query rows.
         keys: key rows that any query row attends to.
         pairs: (query, key) pairs that attend, at most rows · keys.
-        windowed: the fraction of pairs in rows whose window excludes keys on the left: 0 without a
-            window, 1 far from the start of a document, and in between near the start.
+        windowed: the fraction of pairs in rows whose window excludes keys on the left. The fraction
+            is 0 without a window. With a window, it is 1 far from the start of a document, and less
+            than 1 near the start.
     """
 
     rows: Floats
@@ -54,7 +56,7 @@ class Tasks:
     def of(
         cls, rows: ArrayLike, keys: ArrayLike, pairs: ArrayLike, windowed: ArrayLike = 0.0
     ) -> Tasks:
-        """Create tasks from numbers or arrays, which are broadcast to one shape."""
+        """Create tasks from numbers or arrays, which are broadcast to the same shape."""
         named = {"rows": rows, "keys": keys, "pairs": pairs, "windowed": windowed}
         arrays = [as_amounts(name, values) for name, values in named.items()]
         try:
@@ -105,7 +107,7 @@ def span_tasks(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -
 
 
 def slice_tasks(slices: Slices) -> Tasks:
-    """Return slices, as masks produce them (`seqpar.layout.masks.mask`), as tasks."""
+    """Return the slices of a mask (`seqpar.layout.masks.mask`) as tasks."""
     pairs = [visible for visible, _ in slices.pairs]
     windowed = [part / max(1, visible) for visible, part in slices.pairs]
     rows, keys = (np.diff(x, axis=1)[:, 0] for x in (slices.q_rows, slices.k_rows))
@@ -117,8 +119,8 @@ class Grid:
     """Seconds of calls of softmax attention, by query rows and average keys per row.
 
     A *node* is a measured point. Between nodes, a time is bilinear in both numbers. Above the last
-    node, time grows in proportion, with that node's pairs per second. Below the first node, it is
-    constant.
+    node, the time is proportional to the number, with the pairs per second of the last node. Below
+    the first node, the time is constant.
     """
 
     rows: Floats  # (n,) nodes: query rows of a call
@@ -130,9 +132,9 @@ class Grid:
     heads: int  # query heads of the measured calls; costs are proportional to heads
     head_dim: int
     call: tuple[float, float]  # seconds of an empty forward and backward, once for all tasks
-    edge: float  # additional keys that each row of a causal task costs in cut tiles
+    edge: float  # additional keys per row of a causal task, as the cost of cut tiles
     tile: int  # query rows that a kernel computes together; a task's rows are rounded up to it
-    fused: bool  # whether a call computes all of its tasks together, as kernels on GPUs do
+    fused: bool  # whether a call computes all of its tasks at once, as kernels on GPUs do
 
     def __post_init__(self) -> None:
         for name in ("rows", "keys", *TABLES):
@@ -177,7 +179,8 @@ class Grid:
     def work(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
         """Return (n,) seconds that each task adds to a call.
 
-        If the grid is `fused`, they are seconds on a device that many tasks saturate.
+        If the grid is `fused`, these are the seconds on a device with enough tasks to be fully
+        used.
         """
         call = self.call[backward]
         if not self.fused:
@@ -198,8 +201,9 @@ class Grid:
     ) -> Floats:
         """Return (owners,) seconds of one call with all tasks of each owner, in order of owners.
 
-        `owner` (n,) is the owner of each task, by default one owner for all. A call takes the sum
-        of its tasks' work, and at least the time of its longest task in a separate call.
+        `owner` (n,) is the owner of each task. By default, all tasks have the same owner. The time
+        of a call is the larger of two times: the sum of the work of its tasks, and the time of its
+        longest task in a separate call.
         """
         index = owners_of(owner, tasks.rows, owners)
         work = self.work(tasks, heads, head_dim, backward).ravel()
@@ -213,7 +217,7 @@ class Grid:
         """Return rows of tasks, adapted to the number of heads, and a factor for their time."""
         rows = np.ceil(tasks.rows / self.tile) * self.tile
         scale = head_dim / self.head_dim
-        if self.fused:  # the kernel spreads rows × heads, so fewer heads are like fewer rows
+        if self.fused:  # the kernel divides rows × heads, so fewer heads are like fewer rows
             return rows * (heads / self.heads), scale
         return rows, scale * heads / self.heads
 
@@ -255,6 +259,6 @@ def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floa
 
 
 def _cell(nodes: Floats, x: Floats) -> tuple[NDArray[np.intp], Floats]:
-    """Return the index of the node before each x, and how far x is on the way to the next node."""
+    """Return the node before each x, and the fraction of the distance to the next node."""
     i = np.minimum(np.searchsorted(nodes, x, side="right") - 1, nodes.size - 2)
     return i, (x - nodes[i]) / (nodes[i + 1] - nodes[i])

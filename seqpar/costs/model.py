@@ -1,4 +1,4 @@
-"""Model: the shapes of a transformer, and its transformers configuration."""
+"""Model: the shapes of a transformer, also from a configuration of the package transformers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ LAYER_KINDS = {
     1: "softmax",  # MiniMax
     0: "linear",
 }
-# Decoders whose feed-forward parts have two matrices. All others are gated, with three.
+# Decoders whose feed-forward parts have two matrices. All other decoders have gated feed-forward
+# parts with three matrices.
 UNGATED = {
     "apertus", "arcee", "bert-generation", "biogpt", "bloom", "codegen", "falcon", "git", "gpt2",
     "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt",
     "persimmon", "phi", "starcoder2",
 }  # fmt: skip
-# Attributes of models that are refused, because their costs would be silently wrong.
+# Attributes of configurations that are refused, because the costs of these models would be silently
+# wrong.
 UNKNOWN = {
     "kv_lora_rank": "multi-head latent attention",
     "attention_chunk_size": "attention in chunks",
@@ -53,10 +55,11 @@ class Layer:
 
     Attributes:
         kind: "softmax", "window" (softmax attention with a window) or "linear" (a recurrence).
-        window: the number of keys that a query attends to, itself included; None except for
-            "window".
-        ffn: the feed-forward width that each token uses, over all its experts.
-        stored_ffn: the feed-forward width that is stored, over all experts; `ffn` without experts.
+        window: the number of keys that a query attends to, including the key of the same token;
+            None except for "window".
+        ffn: the feed-forward width that each token uses, summed over the experts of the token.
+        stored_ffn: the feed-forward width that is stored, summed over all experts; equal to `ffn`
+            without experts.
         experts: the number of experts of the router; 0 without experts.
     """
 
@@ -114,20 +117,22 @@ class Recurrence:
 class Model:
     """A decoder: layers of attention and feed-forward parts between an embedding and a head.
 
-    Create one with `preset` or `from_config`. Numbers of parameters count matrices and two norms
-    per layer. Biases, other norms and convolutions, less than 0.1%, are left out.
+    Create a model with `preset` or `from_config`. Numbers of parameters include all matrices, and
+    two norms per layer. They do not include biases, further norms and convolutions, which are less
+    than 0.1% of the parameters.
 
     Attributes:
         name: its name.
         layers: all layers, in order.
         hidden: the width between layers.
-        heads, kv_heads, head_dim: softmax attention; heads is a multiple of kv_heads.
+        heads, kv_heads, head_dim: the heads of softmax attention. `heads` is a multiple of
+            `kv_heads`.
         vocabulary: the number of tokens in the vocabulary.
         gated: whether feed-forward parts have three matrices (as SwiGLU) instead of two.
         tied: whether the head shares the embedding's matrix.
-        output_gate: whether a gate with a matrix like the queries' scales softmax attention's
-            output.
-        recurrence: the shapes of linear layers; None without any.
+        output_gate: whether a gate scales the output of softmax attention. The gate has a matrix of
+            the same shape as the matrix of the queries.
+        recurrence: the shapes of linear layers; None without linear layers.
     """
 
     name: str
@@ -167,9 +172,9 @@ class Model:
         """Return the model that a transformers configuration describes.
 
         `config` is the object, or the mapping in config.json; transformers need not be installed.
-        Supported are decoders with softmax attention, windows in all or some layers, mixtures of
-        experts, and linear layers of the gated delta rule or of lightning attention. Raise a
-        ValueError that names an attribute which is missing or not supported.
+        Decoders with softmax attention are supported, with windows in all or some layers, mixtures
+        of experts, and linear layers of the gated delta rule or of lightning attention. Raise a
+        ValueError that names the attribute if an attribute is missing or not supported.
         """
         return cls(**read_config(config))
 
@@ -189,7 +194,7 @@ class Model:
         return self.hidden * (queries * (3 if self.output_gate else 2) + 2 * keys)
 
     def ffn_weights(self, layer: Layer, stored: bool = False) -> int:
-        """Return the feed-forward weights that a token uses or, with `stored`, all of them."""
+        """Return the number of feed-forward weights that a token uses or, with `stored`, of all."""
         width = layer.stored_ffn if stored else layer.ffn
         return self.hidden * (width * (3 if self.gated else 2) + layer.experts)
 
@@ -209,8 +214,8 @@ class Model:
     def flops_per_token(self) -> int:
         """FLOPs of a token's forward through all matrices, including the head.
 
-        They are 2 for each weight that the token uses. Attention's products of queries, keys and
-        values are not included.
+        Each weight that the token uses counts 2 FLOPs. The products of queries, keys and values in
+        attention do not count.
         """
         weights = sum(
             n * (self.attention_weights(layer) + self.ffn_weights(layer))
@@ -242,7 +247,7 @@ class _Config:
         self._config = config
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these attributes, or of a mapping's entries, that is not None."""
+        """Return the first of these attributes (or entries of a mapping) that is not None."""
         for name in names:
             if isinstance(self._config, Mapping):
                 value = self._config.get(name)
@@ -257,7 +262,7 @@ class _Config:
         return default
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these attributes, or the default.
+        """Return the first of these attributes as a number, or the default.
 
         Raise a ValueError unless it is a number of at least 1, or of at least 0 if the default is
         0.
@@ -269,7 +274,7 @@ class _Config:
 
 
 def as_model(value: Model | str) -> Model:
-    """Return a Model, or the preset of this name; raise an error that names `model`."""
+    """Return the model, or the preset of this name; raise an error that names `model`."""
     if isinstance(value, str):
         try:
             return Model.preset(value)
@@ -295,7 +300,7 @@ def read_config(config: object) -> dict[str, Any]:
     for name, feature in UNKNOWN.items():
         if attributes.get(name):
             raise ValueError(f"config.{name} must be unset: {feature} is not supported")
-    # An object always has a view as this attribute, which is not a Mapping.
+    # In an object, this attribute is always a view, which is not a Mapping.
     if isinstance(attributes.get("per_layer_config"), Mapping):
         raise ValueError(
             "config.per_layer_config must be unset: layers of different sizes are not supported"
@@ -357,7 +362,8 @@ def _default_types(config: _Config, count: int) -> list[str]:
         return ["full_attention" if x else "linear_attention" for x in full]
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return ["full_attention"] * count
-    # Gemma 2 has windows in every second layer; Gemma 3, Cohere 2 in all but every pattern-th.
+    # Gemma 2 has windows in every second layer. Gemma 3 and Cohere 2 have windows in all layers
+    # except every pattern-th layer.
     pattern = config.number(
         "sliding_window_pattern",
         "_sliding_window_pattern",
@@ -365,7 +371,7 @@ def _default_types(config: _Config, count: int) -> list[str]:
     )
     if pattern:
         full = [(i + 1) % pattern == 0 for i in layers]
-    else:  # Qwen2 has no windows below max_window_layers; Mistral has them in all layers
+    else:  # Qwen2 has windows from max_window_layers on, Mistral in all layers
         first = config.number("max_window_layers", default=0) if model_type != "mistral" else 0
         full = [i < first for i in layers]
     return ["full_attention" if x else "sliding_attention" for x in full]
@@ -436,7 +442,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"]
 _QWEN3 = {"head_dim": 128}
 
 # The entries of each model's config.json that costs depend on. LLaMA 7B to 30B are from the first
-# paper; 34B is Code Llama's, which DistCA measures with 16 KV heads.
+# LLaMA paper. 34B is Code Llama, which DistCA measures with 16 KV heads.
 PUBLISHED_CONFIGS: dict[str, dict[str, object]] = {
     "llama-3b": _config("llama", 3072, 28, 24, 8, 8192, 128256, tie_word_embeddings=True),
     "llama-7b": _config("llama", 4096, 32, 32, 32, 11008, 32000),

@@ -1,5 +1,5 @@
-"""Measure this machine; `seqpar.costs.fit` turns the measurements into costs.
+"""Measure this machine. `seqpar.costs.fit` computes costs from the measurements.
 
-`machine.py` measures, `calls.py` has the calls that are timed, and `harness.py` is shared with
-benchmarks.
+`machine.py` measures. `calls.py` has the calls that are timed. `harness.py` has the parts that
+benchmarks use too.
 """

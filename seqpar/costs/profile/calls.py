@@ -24,7 +24,7 @@ from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, dtype, heads and backend with which attention is timed."""
+    """The device, dtype, heads and backend of the calls of attention that are timed."""
 
     device: str
     dtype: torch.dtype
@@ -55,16 +55,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Shape:
-    """Softmax attention in one call: `documents` of `rows` queries over `keys` keys each.
+    """One call of softmax attention on several documents of equal length.
 
-    The queries are the last positions of a document, and causal unless the kind is "full".
+    Each of the `documents` has `rows` queries and `keys` keys. The queries are the last positions
+    of their document. The mask is causal, except for the kind "full".
     """
 
     kind: str  # full, causal or window
     rows: int
     keys: int
     documents: int = 1
-    window: int | None = None  # keys that a query attends to, itself included
+    window: int | None = None  # keys that a query attends to, its own included
 
     def as_sample(self) -> Sample:
         return cast(Sample, asdict(self))

@@ -1,4 +1,4 @@
-"""Shared parts of measurements: samples and profiles, the hardware, medians, plots and progress."""
+"""Parts that measurements share: samples, profiles, hardware, medians, plots and progress."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def quartiles(figures: Sequence[float]) -> tuple[float, float]:
 
 
 class Sample(TypedDict, total=False):
-    """A timed call: its kind and shape, and raw seconds; other fields depend on the kind."""
+    """A timed call: its kind, its shape and the raw seconds. Further fields depend on the kind."""
 
     kind: str  # "full", "causal" and "window" (softmax attention), "linear" or "modules"
     rows: int
@@ -82,7 +82,7 @@ class Sample(TypedDict, total=False):
 
 
 class Profile(TypedDict):
-    """A measured machine: its hardware and raw samples of one rank's work."""
+    """A measured machine: its hardware, and raw samples of the work of one rank."""
 
     environment: Mapping[str, object]
     device: str
@@ -168,7 +168,7 @@ def pyplot() -> ModuleType:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar, or lines, for `total` points; yield a function that begins a point."""
+    """Show a progress bar, or lines, for `total` points. Yield a function that begins a point."""
     from rich import progress as bars
     from rich.console import Console
 

@@ -1,7 +1,8 @@
-"""Time one rank's work on this machine: attention, matrix products, copies.
+"""Time the work of one rank on this machine: attention, matrix products and copies.
 
-On a CPU a rank is one thread and times are CPU times of the thread's core, so other processes do
-not count. On a GPU they are wall-clock times. `seqpar.costs.fit` turns them into a description.
+On a CPU, a rank is one thread, and times are CPU times of this thread, so the time of other
+processes does not count. On a GPU, times are wall-clock times. `seqpar.costs.fit` computes the
+description of a cluster from these times.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from seqpar.costs.profile.harness import PASSES, Profile, Sample, environment, s
 
 ROUNDS = 3
 SHORT_CALL_SECONDS = 0.005  # shorter calls are repeated in each round
-_end = ContextVar("end", default=math.inf)  # when profiles must end, by the monotonic clock
+_end = ContextVar("end", default=math.inf)  # profiles must end by this monotonic time
 
 
 def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
-    """Return the shapes to time: every pair of nodes, full and with a window, and causal calls."""
+    """Return the shapes to time: all pairs of nodes, full and with windows, and causal calls."""
     pairs = [(rows, keys) for rows in row_nodes for keys in key_nodes]
     full = [Shape("full", rows, keys) for rows, keys in pairs]
-    # Documents begin before the timed rows, so even the first row attends to a whole window.
+    # Documents begin before the timed rows, so the window of the first row is not cut.
     window = [Shape("window", rows, rows + keys - 1, 1, keys) for rows, keys in pairs]
     causal = [Shape("causal", tokens, tokens) for tokens in row_nodes]
     packed = [Shape("causal", few, few, row_nodes[-1] // few) for few in row_nodes[:2]]
@@ -40,9 +41,9 @@ def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shap
 def contenders(
     shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting
 ) -> list[tuple[Sample, Calls]]:
-    """Return the calls to time: softmax attention's shapes, then linear attention and modules.
+    """Return the calls to time: softmax attention, then linear attention, then modules.
 
-    Linear attention and modules are timed with the numbers of `tokens`.
+    Linear attention and modules are timed for each number in `tokens`.
     """
     calls: list[tuple[Sample, Calls]] = [
         (shape.as_sample(), SoftmaxCalls(shape.slices(), setting)) for shape in shapes
@@ -58,7 +59,7 @@ def contenders(
 def take_turns(
     calls: Sequence[tuple[Sample, Calls]], device: str, rounds: int = ROUNDS
 ) -> list[Sample]:
-    """Return each record with the raw seconds of its calls, forward and backward.
+    """Time calls in interleaved rounds, and return the records with their raw seconds.
 
     Rounds interleave all calls. A short call is run twice to fill caches, and is timed after that.
     """
@@ -94,7 +95,8 @@ def core_seconds(call: Callable[[], object], device: str) -> float:
 def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Return raw rates: FLOP/s of a large matrix product, and bytes/s of a copy, read and written.
 
-    On a CPU also the bytes/s of filling new and existing memory, and operators per second.
+    On a CPU, also return the bytes/s of filling new memory and existing memory, and the operators
+    per second.
     """
     side, size = (8192, 2**30) if setting.device == "cuda" else (1024, 2**26)
     x, y = torch.randn(2, side, side, dtype=setting.dtype, device=setting.device).unbind()
@@ -138,7 +140,7 @@ def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], objec
 
 
 def memory() -> int:
-    """Return the bytes of a device: a GPU's memory, or a core's share of the host's."""
+    """Return the memory of a device in bytes: that of a GPU, or a core's part of the host's."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return usable_memory() // devices()
@@ -149,13 +151,13 @@ def devices() -> int:
 
 
 def machine() -> str:
-    """Return this machine's devices as a file name."""
+    """Return a file name for this machine, made of its devices."""
     return slug(f"{devices()} {environment()['device']}")
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the time of this thread's profiles; raise if even the first round takes longer."""
+    """Limit the time of this thread's profiles; raise an error if the first round is longer."""
     token = _end.set(time.monotonic() + seconds)
     try:
         yield
@@ -175,7 +177,7 @@ def _check_time() -> None:
 @contextmanager
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    set_own_threads(1)  # of this thread only, since other threads of the process may compute
+    set_own_threads(1)  # of this thread only, because other threads may compute
     try:
         yield
     finally:
@@ -183,7 +185,7 @@ def one_thread() -> Iterator[None]:
 
 
 def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:
-    """Return a profile of this machine: its description, raw samples, and samples of `held_out`."""
+    """Return a profile of this machine: its hardware, raw samples, and samples of `held_out`."""
     setting = Setting.of_this_machine()
     here = environment()
     with one_thread():
