@@ -191,9 +191,9 @@ def choose(
 
 
 def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the ranks to record: both ends, and those of a middle node.
+    """Return the ranks to record: the first and the last, and two ranks of a middle node.
 
-    Return None if there are few ranks, which are all recorded.
+    Return None if the number of ranks is small, so that all ranks are recorded.
     """
     if ranks <= MAX_SIMULATED_RANKS:
         return None

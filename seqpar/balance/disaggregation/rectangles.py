@@ -35,7 +35,7 @@ class Cell(NamedTuple):
     rate: float  # the work of a pair
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return what remains of the cell: the other rows, and other keys of the part's rows."""
+        """Return up to two cells: rows before the part, and later keys of the part's rows."""
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
         beside = part.q_start, q_stop, part.k_stop, k_stop
@@ -66,7 +66,7 @@ class Prices(NamedTuple):
     foreign: Intervals  # keys that the cell's current server receives only for this cell
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
-        """Count the keys to send with a cell's last rows, and the keys that need not be sent."""
+        """Return two numbers of keys: those that a move sends, and those that a move saves."""
         freed = 0.0
         if self.foreign and rows >= cell.q_stop - cell.q_start:
             freed = covered(self.foreign, first, stop)
@@ -194,8 +194,8 @@ def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[flo
         square = bottom * bottom - 4 * pairs
         if square >= 0:  # (bottom − w)·w = pairs
             found.append((bottom + sqrt(square)) / 2)
-        # The width at which the mask hides a corner, and rows and keys cost the same. It solves
-        # n·w − (n + w − bottom)²/2 = pairs with bottom − n = ratio·(bottom − w).
+        # The width at which the mask hides a corner, and rows and keys cost the same. The width
+        # solves n·w − (n + w − bottom)²/2 = pairs with bottom − n = ratio·(bottom − w).
         square = bottom * bottom - ((bottom / ratio) ** 2 + 2 * pairs) / (1 + 1 / ratio**2)
         if square >= 0:
             found.append(bottom - sqrt(square) / ratio)

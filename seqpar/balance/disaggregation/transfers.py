@@ -23,7 +23,7 @@ from seqpar.layout.tasks.tasks import Parts
 MAX_CELLS_PER_STEP = 3  # the giver's largest cells, from which a part may move
 MAX_PARTS_COMPUTED = 3  # parts with the lowest bounds, which are then computed exactly
 MAX_HOLDERS = 2  # takers to try because they have keys of the cell's document
-MAX_SERVERS_SCANNED = 64  # limit on the servers of a document, above which no holder is sought
+MAX_SERVERS_SCANNED = 64  # holders are ignored if more servers have keys of the document
 MIN_TASK_SHARE = 1 / 16  # of the surplus, or of the room if less: a holder's room must be larger
 MAX_OTHER_SERVERS = 8  # takers with the most room, which are tried if no other part fits
 MAX_ATTEMPTS = 4  # attempts to cut a part that fits a server's time and memory

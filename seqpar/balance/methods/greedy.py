@@ -257,8 +257,8 @@ def partition(weights: Floats, ranks: int) -> list[Ints]:
     heapq.heapify(heap)
     number = len(heap)
     # A partial solution is a list of P sets. Each step merges the two partial solutions in which
-    # the heaviest and the lightest set differ most. It joins the heaviest sets of one solution with
-    # the lightest sets of the other.
+    # the heaviest and the lightest set differ most. The step joins the heaviest sets of one
+    # solution with the lightest sets of the other solution.
     while len(heap) > 1:
         _, _, one, of_one = heapq.heappop(heap)
         _, _, two, of_two = heapq.heappop(heap)

@@ -14,9 +14,10 @@ from seqpar.costs.grid import Floats
 
 
 def as_few(batch: DocumentBatch) -> list[Ints]:
-    """Divide documents into the fewest micro-batches that hold them, if they pack well."""
+    """Divide documents into few micro-batches: the fewest possible, if documents pack well."""
     # Documents are assigned longest first, back and forth over the micro-batches. A document that
-    # does not fit goes to the micro-batch with the fewest tokens, or to an additional one.
+    # does not fit is added to the micro-batch with the fewest tokens, or to an additional
+    # micro-batch.
     most, lengths, held = batch.room, batch.lengths, batch.held
     count = math.ceil(held.sum() / most)
     turn, place = np.divmod(np.arange(lengths.size), max(count, 1))

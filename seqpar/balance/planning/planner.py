@@ -290,7 +290,7 @@ def _divided(whole: DocumentBatch, micro_batches: int | None) -> _Division:
 
 
 def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
-    """Return whether documents fit better without offloading.
+    """Return whether offloading makes it harder to fit these documents.
 
     With offloading, `room` is smaller by one token per rank.
     """
@@ -303,7 +303,7 @@ def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
 
 
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
-    """Raise a ValueError unless each document fits on all ranks together.
+    """Raise a ValueError if a document does not fit on all ranks together.
 
     `indices` are the positions of the documents in the lengths that the user gave.
     """

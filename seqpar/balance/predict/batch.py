@@ -32,9 +32,9 @@ class Offloading:
     Act is the bytes of activations in a layer, T is the time of a layer, and l is the number of
     layers.
 
-    With `seqpar.offload(r)` around the model, this amount stays on the device. It consists of the
-    activations of (1 − r)·l layers, and of a fraction r of the activations of two more layers,
-    which are being copied to the host or back.
+    With `seqpar.offload(r)` around the model, the activations of (1 − r)·l layers stay on the
+    device. A fraction r of the activations of two more layers is also on the device, because these
+    activations are being copied to the host or back.
     """
 
     most: float  # largest fraction of a rank's activations to offload, from 0 to 1
@@ -145,7 +145,7 @@ class DocumentBatch:
 
     @cached_property
     def mean(self) -> float:
-        """Seconds that documents add to each rank if work could be cut anywhere.
+        """Mean seconds that documents add to a rank, as if work could be cut anywhere.
 
         With `remap`, only attention counts.
         """
@@ -266,7 +266,7 @@ class Pieces(NamedTuple):
         return Pieces(*(column[chosen] for column in self))
 
     def shares(self, ranks: int) -> tuple[Ints, Ints, Ints]:
-        """Return the documents and ranks of all shares, ascending, and the share of each piece."""
+        """Return the documents and the ranks of all shares, sorted, and the share of each piece."""
         found, share = np.unique(self.documents * ranks + self.ranks, return_inverse=True)
         documents, owners = np.divmod(found, ranks)
         return documents, owners, share

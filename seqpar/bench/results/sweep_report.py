@@ -35,18 +35,18 @@ FILE_WIDTH = 150  # characters of a table that is not printed to a terminal
 def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
     """Return the figures of a point, or None if the point failed. Unknown figures are None.
 
-    `area()` returns the mask's area. It is called only for measured points, because counting the
-    area of a batch that is too large to measure may take too long.
+    `area()` returns the area of the mask. The function is called only for measured points, because
+    it may take too long for a batch that is too large to measure.
 
     * seconds: the median over rounds of the slowest rank's seconds; spread: the quartiles over
       rounds;
     * tokens_per_second: the tokens of all ranks per second; tflops_per_device: the FLOP/s of a
       device, where FLOPs follow from the mask's area;
     * of_ideal: the one-device kernel's time for 1/P of the work, divided by `seconds`;
-    * exposed_seconds: the seconds of communication that computation does not hide. They are
-      measured in a separate step, which is not timed. exposed_share: exposed_seconds divided by the
-      seconds of that step; exposed: exposed_seconds divided by the seconds of communication without
-      computation;
+    * exposed_seconds: the seconds of communication that computation does not hide. Exposed seconds
+      are measured in a separate step, which is not timed. exposed_share: exposed_seconds divided by
+      the seconds of that step; exposed: exposed_seconds divided by the seconds of communication
+      without computation;
     * bytes: the bytes sent by the rank that sends the most; memory: the peak bytes of memory on a
       rank, operands included;
     * error: the largest RMS error divided by the RMS of the expected tensor; of_one_device: the

@@ -178,10 +178,10 @@ class Network:
         self._begun: set[tuple[int, int]] = set()
         self._until_begun: dict[tuple[int, int], list[_Message]] = {}
         self._last: dict[tuple[int, str], Flight] = {}  # by (rank, channel)
-        # By (source, target, channel): messages of which one end is posted; True if the sender has
-        # posted it.
+        # By (source, target, channel): messages with one posted end; True if this is the end of the
+        # sender.
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
-        # Gloo only, by (source, target): pending writes, of which the first is being written.
+        # Gloo only, by (source, target): pending writes. The first of these writes is in progress.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
         # By channel and rank: the parts of a `ShardExchange`. The `ShardExchange` begins when all
         # of its ranks have posted their parts.

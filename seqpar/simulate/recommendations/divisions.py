@@ -1,7 +1,8 @@
 """Divide devices into data, pipeline, tensor and context ranks, and divide documents too.
 
-A *data group* is the set of all devices that compute the same documents. Its documents are divided
-into micro-batches, and each micro-batch is laid out over a group of context ranks.
+A *data group* is the set of all devices that compute the same documents. The documents of a data
+group are divided into micro-batches, and each micro-batch is laid out over a group of context
+ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Division:
     divided: DividedCosts  # the costs on the divided cluster
     lengths: Ints = field(repr=False)  # (documents,) tokens of all documents
     batches: Batches = field(repr=False)  # micro-batches of similar work
-    # The next three fields describe the data group with the most work. Its largest micro-batch is
-    # the one with the most work.
-    shares: Floats = field(repr=False)  # (micro_batches,) work, divided by the largest's
+    # The next three fields describe the data group with the most work. The largest micro-batch is
+    # the micro-batch with the most work.
+    shares: Floats = field(repr=False)  # (micro_batches,) work / that of the largest
     largest: tuple[int, ...] = field(repr=False)  # the documents of the largest micro-batch
     attending: float  # seconds of the largest's attention and products on one device, all layers
 
@@ -165,7 +166,7 @@ def _attending(lengths: Ints, costs: Costs) -> Floats:
 
 
 def _division(divided: DividedCosts, lengths: Ints, bins: list[tuple[float, Ints]]) -> Division:
-    """Deal micro-batches back and forth over the data groups."""
+    """Assign micro-batches to data groups: most work first, in alternating direction."""
     groups = divided.parallelism.data
     turn, place = np.divmod(np.arange(len(bins)), groups)
     group = np.where(turn % 2 == 0, place, groups - 1 - place)

@@ -68,7 +68,7 @@ def record(
             another. Otherwise the ranks use gloo.
         operators: whether to record torch's operators in addition to attention's kernels: the FLOPs
             of matrix products, the bytes that other operators read and write, and the memory that
-            is held. This takes about a third of the recording time.
+            is held. Recording operators takes about a third of the recording time.
 
     Raises:
         ValueError: if a call in the step is refused; if the step sends tensors with data, as

@@ -106,7 +106,6 @@ class RecordedPool(ServerPool):
         self._trainers, self._servers, self._copies = trainers, servers, copies
 
     def products(self, flops: int) -> None:
-        """Record matrix products that the trainer computes."""
         self._recorder.add(Compute(Operators(flops, 0)))
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:

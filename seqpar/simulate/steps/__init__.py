@@ -1,5 +1,5 @@
 """Simulate whole training steps.
 
-This covers the layers of a model, traffic that overlaps them, pipelines, and trainers with
-attention servers. Start with `training_step.py`.
+A simulated step has the layers of a model, and messages that overlap these layers. A pipeline or
+attention servers can be simulated too. Start with `training_step.py`.
 """

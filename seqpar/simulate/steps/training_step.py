@@ -98,8 +98,8 @@ def step(
     """Simulate a training step of a model on one packed batch.
 
     Each kind of layer is recorded and played once: causal attention, forward and backward, between
-    the layer's linear modules. Its time is multiplied by the number of such layers. All ranks begin
-    a layer together. Linear layers run `RecurrentAttention` of the model's kind.
+    the layer's linear modules. The time of one layer is multiplied by the number of such layers.
+    All ranks begin a layer together. Linear layers run `RecurrentAttention` of the model's kind.
 
     In groups of more than 128 ranks with the same work, most strategies are recorded and played on
     a few nodes (`simulate.playback.stand_ins`). Every other rank gets the results of its stand-in.
@@ -124,8 +124,8 @@ def step(
             over all ranks, as FSDP does; a layer's parameters are gathered twice, its gradients
             reduced once. Servers hold no parameters.
         offload: the fraction, 0 to 1, of the tensors kept for backward that waits in host memory,
-            as with `seqpar.offload`. It is copied out during a layer's forward and back during its
-            backward. `memory` does not take it into account.
+            as with `seqpar.offload`. These tensors are copied out during a layer's forward, and are
+            copied back during the layer's backward. `memory` does not take offloading into account.
         optimizer: whether the step includes Adam's update of the rank's parameters. The time of the
             update is its bytes divided by the memory bandwidth.
         transport: the transport of linear layers: "all_gather", "scan" or "tree".
