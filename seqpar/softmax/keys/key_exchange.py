@@ -1,8 +1,10 @@
-"""Send keys and values step by step, and return their gradients to the ranks that hold the keys.
+"""The exchange of keys and values in steps, and the return of gradients to the ranks that hold the
+keys.
 
-A `KeyPlan` says which rows are sent in which step. k and v of a row are sent together, in messages
-(n, B, Hkv, D + Dv): n rows, B batch, Hkv KV heads, head dims D of k and Dv of v. Gradients return
-in messages of the same shape, with dk in place of k and dv in place of v.
+A *row* is the key and the value of one token. A `KeyPlan` says which rows are sent in which step. k
+and v of a row are sent together, in messages (n, B, Hkv, D + Dv), with n rows, batch B, Hkv KV
+heads, and the head dims D of k and Dv of v. Gradients return in messages of the same shape, with dk
+in place of k and dv in place of v.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ def travelling_keys(
 ) -> Generator[Sequence[Tensor], None, None]:
     """Yield this rank's k and v, then the k and v that arrive in each step.
 
-    While the caller computes with a step's k and v, the messages of the next `ahead` steps are
-    under way. The caller may read a step's k and v until it requests the next ones.
+    While the caller computes with the k and v of one step, the messages of the next `ahead` steps
+    are sent. The caller may read the k and v of a step until the caller requests the next k and v.
 
-    The exchanges of the steps are posted between the same numbered steps on all ranks, even on
-    ranks that leave out steps without rows. In backward, exchanges of keys and exchanges of
-    gradients alternate, and any two ranks must post the exchanges between them in the same order.
+    The exchange of a step is posted between the same two steps on all ranks, even on ranks that
+    leave out steps without rows. The reason is backward, in which exchanges of keys and exchanges
+    of gradients alternate. Any two ranks must post their common exchanges in the same order.
 
     Args:
         comm: the ranks that exchange keys.
         steps: the steps of this rank's plan. Steps without rows may be left out.
         own: this rank's k (B, Tkv_local, Hkv, D) and v (B, Tkv_local, Hkv, Dv).
         label: the name of the messages in errors and traces.
-        ahead: the number of steps whose messages are under way while the caller computes.
+        ahead: the number of steps whose messages are sent while the caller computes.
         message_dtype: the dtype of 8-bit messages (`wire/message_dtypes.py`), or None for the dtype
             of the keys.
         buffers: the memory for messages. If heads are sent in groups, this function is called once
@@ -113,7 +115,7 @@ def travelling_keys(
 
 
 class PassBuffers(NamedTuple):
-    """The memory into which a backward receives keys and gradients."""
+    """The memory in which a backward receives keys and gradients."""
 
     keys: MessageBuffers
     gradients: MessageBuffers
@@ -148,8 +150,8 @@ def gradient_buffer(
 ) -> MessageBuffers:
     """Return the buffer for gradients of keys that return to this rank.
 
-    There is only one buffer, so the gradients of a step must be added before those of the next step
-    are posted.
+    All steps share one buffer. The gradients of a step must therefore be added before the exchange
+    of the next step's gradients is posted.
 
     Args:
         steps: the steps of this rank's plan.

@@ -1,9 +1,9 @@
-"""Plan which key rows a rank sends in which step, and to which ranks.
+"""The plan of a rank: which key rows the rank sends in which step, and to which ranks.
 
-The plan is made once per layout and mask. Ranks are counted around a ring. A step has one or more
-distances d: in it, rank r sends rows to rank r + d and receives rows from rank r − d. A strategy
-chooses the distances of each step. A rank sends only the rows to which some query of the receiver
-attends.
+A *key row* is the key and the value of one token. The plan is made once per layout and mask. Ranks
+are counted around a ring. Each step has one or more distances d. In a step with distance d, rank r
+sends rows to rank r + d and receives rows from rank r − d. A strategy chooses the distances of each
+step. A rank sends only the rows to which some query of the receiver attends.
 
 On ranks with many rows, heads are sent and computed in groups; see the comment at
 `_ROWS_PER_GROUP`.
@@ -57,7 +57,7 @@ class KeyStep:
 
     @cached_property
     def rows(self) -> int:
-        """How many rows arrive in total."""
+        """The number of rows that arrive from all ranks."""
         return sum(self.counts)
 
     @cached_property
@@ -84,7 +84,7 @@ class KeyStep:
 
     @cached_property
     def to(self) -> list[tuple[int, Rows]]:
-        """The ranks to which this rank sends rows, each with the rows to which its queries
+        """The ranks to which this rank sends rows. Each rank has the rows to which its queries
         attend.
         """
         return [(peer, self.rows_for(peer)) for peer in self.receivers]
@@ -95,16 +95,15 @@ class KeyStep:
         return self.build_slices()
 
     def sends_last_rows_of(self, step: KeyStep) -> bool:
-        """Return whether the first rows that this step sends are the last rows that `step`
-        sends.
-        """
+        """Return whether this step begins with the rows with which `step` ends."""
         return bool(step.receivers and self.receivers) and step.to[-1][1] is self.to[0][1]
 
 
 class LazySlices(Sequence[Slices]):
     """The slices of this rank's queries over its own keys, and over the keys of each step.
 
-    Slices of a step are built when they are computed, while messages of later steps are under way.
+    The slices of a step are built when the step is computed, while messages of later steps are
+    sent.
     """
 
     def __init__(self, build_own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
@@ -129,15 +128,15 @@ class LazySlices(Sequence[Slices]):
 class KeyPlan:
     """All steps of one rank, with the rows that are sent and the slices that are computed.
 
-    The plan knows from the start how many rows ranks exchange in each step. It finds the rows of a
-    step when the step is posted, and the slices when the step is computed.
+    The number of rows in each message is computed when the plan is made. The rows of a step are
+    found when the step is posted, and the slices of a step when the step is computed.
     """
 
     def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
         """Make the plan of the call's rank.
 
-        With `every_step`, steps in which this rank sends and receives no rows are part of the plan,
-        too.
+        With `every_step`, the plan also has the steps in which this rank sends and receives no
+        rows.
         """
         tables = KeyTables(call)
         numbers, senders, receivers = _numbered(call.rank, call.ranks, distances)
@@ -171,18 +170,20 @@ class KeyPlan:
     def own(self) -> tuple[Slices, ...]:
         """The slices that backward computes over this rank's own keys.
 
-        If rows are sent, these are two halves. The first half is computed before the first step,
-        while keys arrive, and the second half after the last step, while gradients return. Without
-        this division, 11% of Ring's and 80% of AllGather's transfer time was not hidden by compute.
+        If rows are sent, the slices are divided into two halves. The first half is computed before
+        the first step, while keys arrive. The second half is computed after the last step, while
+        gradients return. Without the division, compute did not hide 11% of Ring's transfer time and
+        80% of AllGather's transfer time.
         """
         own = self.blocks.slices[0]
         return halves(own) if any(step.travels for step in self.steps) else (own,)
 
 
 class KeyTables:
-    """Finds the rows and slices of a call's rank.
+    """The rows and slices of a call's rank, which are found when they are needed.
 
-    It refers to the layouts weakly: plans are stored with the layouts and must not keep them alive.
+    The object refers to the layouts weakly, because plans are stored with the layouts and must not
+    keep the layouts alive.
     """
 
     def __init__(self, call: ResolvedCall) -> None:
@@ -199,7 +200,7 @@ class KeyTables:
     def rows_for(self, peer: int) -> Rows:
         """Return the rows of this rank to which queries of a peer attend.
 
-        Equal rows are the same object, so that they are packed only once.
+        For equal rows, the same object is returned, so that the rows are packed only once.
         """
         queries, keys = (x.worst_case for x in self._geometry)
         side = AttentionSide.of_keys(queries, keys, self._mask)
@@ -229,9 +230,10 @@ class KeyTables:
 
 
 def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
-    """Return how many key rows a rank sends to each rank, and how many it receives from each rank.
+    """Return the number of key rows that a rank sends to each rank, and that it receives from each
+    rank.
 
-    Both are arrays (ranks,), with 0 for the rank itself.
+    The two results are arrays (ranks,), with 0 for the rank itself.
     """
     queries, keys = call.layout.worst_case, call.kv_layout.worst_case
     sent = AttentionSide.of_keys(queries, keys, call.mask).own_rows(keys.holdings[rank]).counts
@@ -249,8 +251,8 @@ def with_rows(ranks: list[int], counts: list[int]) -> tuple[list[int], list[int]
 def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, Ints]:
     """Return three arrays with one element for each distance of each step.
 
-    They are the number of the step, the rank from which this rank receives, and the rank to which
-    it sends.
+    The arrays have the number of the step, the rank from which this rank receives, and the rank to
+    which this rank sends.
     """
     numbers = np.repeat(np.arange(1, len(distances) + 1), [len(step) for step in distances])
     flat = np.fromiter(chain.from_iterable(distances), np.int64, numbers.size)
@@ -258,7 +260,7 @@ def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, 
 
 
 def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return how much a rank computes over its own keys and in each step.
+    """Return the work of a rank over its own keys and in each step.
 
     The unit is (query, key) pairs times query heads.
     """
@@ -328,7 +330,7 @@ _ROWS_PER_SHORT_GROUP = 16384
 
 
 class HeadSlices(NamedTuple):
-    """A group of heads: query heads, and the KV heads that they share."""
+    """A group of heads: some KV heads, and the query heads that share them."""
 
     queries: slice
     keys: slice
@@ -347,8 +349,8 @@ class HeadSlices(NamedTuple):
         return OutputGradient(dout, out, lse, dlse, delta)
 
     def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients of this group into the heads of dq, dk and dv, in the dtypes of
-        these.
+        """Copy the gradients of this group into its heads of dq, dk and dv, and round them to the
+        dtypes of these tensors.
         """
         total.queries.finish(gradients[0][:, :, self.queries])
         for x, part in zip(gradients[1:], total.keys.results, strict=False):
@@ -367,10 +369,10 @@ def gradients_by_group(
     it adds the group's gradients.
 
     With one group, the returned gradients may be in the accumulator's dtype. With several groups,
-    only one group's sums exist in that dtype at a time, and the gradients are rounded to the dtype
-    of q here. USP does not round them again: its ranks add gradients of a KV head only if they
-    share that head, and in a call with several KV heads a rank has all query heads of each of them
-    (`HeadGroups`).
+    the gradients of each group are rounded to the dtype of q, so that only one group's sums in the
+    accumulator's dtype are in memory at a time. In USP, ranks that share a KV head add the
+    gradients of this head. In a call with several KV heads, no ranks of USP share a KV head
+    (`HeadGroups`), so gradients are not rounded a second time.
     """
     q, k, v, _ = operands
     if len(groups) == 1:
@@ -396,8 +398,8 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
     All ranks have the same groups, and each has at least one KV head.
 
     With one document and no window, there is one group for each 4,096 rows of the rank with the
-    most rows. With short documents or a window there is less work for these rows, and there are
-    fewer groups.
+    most rows. Short documents or a window reduce the work per row, and therefore the number of
+    groups.
     """
     layout = layout.worst_case
     rows = layout.most_tokens * shape.batch
@@ -406,7 +408,9 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
 
 
 def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
-    """Return this many groups of heads, but at least one and at most one per KV head."""
+    """Return the groups of heads. Their number is `groups`, but at least one and at most one per KV
+    head.
+    """
     groups = max(1, min(shape.kv_heads, groups))
     edges = pairwise(i * shape.kv_heads // groups for i in range(groups + 1))
     shared = shape.heads // max(shape.kv_heads, 1)  # inside USP a rank may have no heads
@@ -416,8 +420,8 @@ def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
 def _attended(layout: Geometry, mask: Mask) -> int:
     """Return the length of the document of a token, limited by the window, on average over tokens.
 
-    A window with a reach of w to its wider side limits this length to 2w + 1. A window to one side
-    counts as if it reached to both sides, because a causal document also counts with its whole
+    A window limits this length to 2w + 1, where w is the window's reach to its wider side. A window
+    to one side counts like a window to both sides. A causal document likewise counts with its whole
     length, although it has only half of the pairs.
     """
     reach = 2 * max(mask.left, mask.right) + 1

@@ -1,8 +1,8 @@
 """`KeyStrategy`, the base class of Ring and AllGather.
 
 Queries stay on their ranks. Keys and values are sent in steps, and in backward their gradients
-return. A subclass chooses from which ranks keys arrive in each step, and how many steps ahead
-messages are posted.
+return. A subclass chooses the ranks from which keys arrive in each step. It also chooses how many
+steps ahead messages are posted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from seqpar.softmax.wire.message_dtypes import (
 
 @dataclass(frozen=True)
 class KeyStrategy(Strategy):
-    """Sends keys and values in steps and, in backward, returns their gradients."""
+    """A strategy that sends keys and values in steps. In backward, it returns their gradients."""
 
     # The dtype in which k and v are sent: None for their own, or an 8-bit dtype.
     message_dtype: torch.dtype | None = None
@@ -82,18 +82,20 @@ class KeyStrategy(Strategy):
         return TileCall(comm, call, distances, f"{self.name} {direction}, tiles")
 
     def distances(self, ranks: int) -> Distances:
-        """Return, for each step, the distances d such that rank r receives keys of rank r − d."""
+        """Return the distances of each step. With distance d, rank r receives keys of rank r −
+        d.
+        """
         raise NotImplementedError
 
     def ahead(self, ranks: int) -> int:
-        """Return how many steps have messages under way while a rank computes."""
+        """Return the number of steps whose messages are sent while a rank computes."""
         raise NotImplementedError
 
     def plan(self, call: ResolvedCall, every_step: bool = False) -> KeyPlan:
         """Return the call's plan, which is made once per layout and mask.
 
-        With `every_step`, the plan has all steps, also those in which this rank sends and receives
-        no rows. Ranks that relay messages for others need them.
+        With `every_step`, the plan also has the steps in which this rank sends and receives no
+        rows. Ranks that relay messages for other ranks need these steps.
         """
         build = lambda: KeyPlan(call, self.distances(call.ranks), every_step)  # noqa: E731
         return call.once(("keys", self, every_step), build)
@@ -132,7 +134,7 @@ class KeyStrategy(Strategy):
     def _key_buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
     ) -> MessageBuffers:
-        """Return the memory for keys in one forward or backward, if heads are sent in `groups`
+        """Return the memory for keys in one forward or backward whose heads are sent in `groups`
         groups.
         """
         steps, ahead = self.plan(call, comm.is_routed).steps, self.ahead(call.ranks)

@@ -1,15 +1,15 @@
 """`deterministic="ranks"`: attention with the same bits on any number of ranks and in any layout.
 
 `KeyStrategy` calls this file instead of its own loop if the user asks for `deterministic="ranks"`.
-Queries are cut into tiles at fixed positions of a document (`rank_invariant_plan.py`). One rank
-computes a whole tile over all keys to which it attends.
+A *tile* is a range of queries between fixed positions of a document (`rank_invariant_plan.py`). One
+rank computes attention of a whole tile over all keys to which the tile attends.
 
 On CPUs, a backend call computes one tile for one batch entry and for one KV head with its query
-heads, on one torch thread. Its operands always have the same shapes, strides, alignment and slices.
-Bits therefore depend neither on how many heads a rank has nor on how many threads. On CUDA and in
-Triton's interpreter, a call computes all heads of one tile, because each Triton program computes a
-single head. Merging and sinks use operations whose bits do not depend on where an element is in a
-tensor.
+heads, on one torch thread. The operands of the call always have the same shapes, strides, alignment
+and slices. The bits therefore depend neither on the number of heads of a rank nor on the number of
+threads. On CUDA and in Triton's interpreter, a call computes all heads of one tile, because each
+Triton program computes a single head. Merging and sinks use operations whose bits do not depend on
+where an element is in a tensor.
 
 Legend: B batch, n rows of a tile, m keys to which the tile attends, H heads, D head dim.
 """
@@ -68,7 +68,7 @@ class HeadTile(NamedTuple):
         """Return a copy (b, n, h, …) of these batch entries and heads, of some rows of x (B, T, H,
         …).
 
-        In memory the copy is ordered by heads. A view would have strides and an alignment that
+        In memory, the copy is ordered by heads. The strides and the alignment of a view would
         depend on the number of ranks.
         """
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
@@ -83,13 +83,13 @@ class HeadTile(NamedTuple):
 
 
 class TileCall:
-    """A call on one rank that is computed in whole tiles."""
+    """The computation of one rank's call in whole tiles."""
 
     def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
         """Plan the exchange of keys over these distances. `label` names the messages.
 
-        All exchanges are posted together. If they were posted step by step, a rank's keys would
-        wait until ranks that need other keys have computed.
+        All exchanges are posted together. If exchanges were posted step by step, a rank would send
+        its keys only after other ranks have computed with other keys.
         """
         self._comm, self._call, self._label = comm, call, label
         self._plan = call.once(("tile plan", distances), lambda: TilePlan.of(call, distances))
@@ -143,7 +143,8 @@ class TileCall:
     ) -> list[SumBlock]:
         """Write dq.
 
-        Return for each node (a subtree of tiles) the sum of its contributions to dk and dv.
+        Return the sum of the contributions to dk and dv for each *node*, which is a subtree of
+        tiles.
         """
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
@@ -322,7 +323,7 @@ class Pool:
 
 
 def _rows_of(block: SumBlock, places: Rows) -> Tensor:
-    """Return those rows of a block that the sum has at `places`."""
+    """Return the rows of a block that are at `places` of the sum."""
     where = places.local(block.rows.device)
     if isinstance(where, slice):
         return block.rows[where.start - block.start : where.stop - block.start]
@@ -374,8 +375,8 @@ class SumBlock(NamedTuple):
 def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
     """Return the sum of one or more blocks, added along the binary tree.
 
-    Each block is the contribution of one tile or of a complete subtree. It comes with the number of
-    one of its tiles, and these numbers ascend.
+    Each block is the contribution of one tile or of a complete subtree. Each block comes with the
+    number of one of its tiles, and the numbers of the blocks ascend.
     """
     waiting = list[tuple[int, SumBlock]]()
     for number, block in contributions:
@@ -419,8 +420,8 @@ def _sum(one: SumBlock, other: SumBlock) -> SumBlock:
 def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Run each job on one torch thread, and yield the results in the order of the jobs.
 
-    Jobs must not depend on each other. The number of jobs that run at the same time is the caller's
-    number of torch threads. At most this number of finished results is held.
+    Jobs must not depend on each other. If the caller has t torch threads, t jobs run at the same
+    time, and at most t finished results are held.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -444,5 +445,5 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the worker threads of a process. A forked process gets its own."""
+    """Return the worker threads of a process. A forked process gets worker threads of its own."""
     return ThreadPoolExecutor(threads, "seqpar one thread", set_own_threads, (1,))

@@ -1,9 +1,10 @@
 """The plan of `deterministic="ranks"`: which rank computes which queries.
 
 A *tile* is `TILE` consecutive queries of a document, counted from the document's start. The rows of
-a tile, and the keys to which they attend, are therefore the same on any number of ranks and in any
-layout. One rank computes a whole tile. If several ranks hold rows of the tile, it is one of these
-ranks, and the others send it their rows. A `TilePlan` has the messages and the work of one rank.
+a tile, and the keys to which the rows attend, are therefore the same on any number of ranks and in
+any layout. One rank computes a whole tile. If several ranks hold rows of a tile, one of these ranks
+computes the tile, and the others send their rows to this rank. A `TilePlan` has the messages and
+the work of one rank.
 
 The *pool* of a rank is the keys to which its tiles attend and the keys that it holds itself, in the
 order of the packed batch.
@@ -123,8 +124,8 @@ def _whole(queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
 def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
     """Cut slices at the first rows of the tiles. Return the parts, and the area of each tile.
 
-    Like every slice, a part has only rows that attend to some key, and keys to which some row
-    attends.
+    A part is a slice, too: each of its rows attends to some of its keys, and each key has a row
+    that attends to the key.
     """
     table, areas = list[tuple[int, ...]](), np.zeros(first_rows.size - 1, np.int64)
     for i, (q_start, q_stop) in enumerate(whole.q_rows.tolist()):
@@ -150,8 +151,9 @@ def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
     """Assign each tile to a rank that holds some of its rows.
 
     Return (n,) the rank of each tile, and whether several ranks hold rows of the same tile. A tile
-    that only one rank holds stays there. The other tiles are assigned in the order of their areas,
-    the largest first, each to the rank with the smallest total area so far.
+    that only one rank holds stays on this rank. All other tiles are assigned in the order of their
+    areas, with the largest area first. Each is assigned to the rank with the smallest total area so
+    far.
     """
     first, total = np.cumsum(counts) - counts, int(counts.sum())
     pairs = []
@@ -194,7 +196,7 @@ class Node(NamedTuple):
 
 
 class KeyGradientShare(NamedTuple):
-    """Those gradients of a node that belong to keys of one rank. They are sent to this rank."""
+    """The gradients of a node for the keys of one rank, which are sent to this rank."""
 
     node: int  # the index of the node among the nodes of the rank that computes it
     document: int
@@ -301,8 +303,8 @@ def tile_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]
 def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
     """Return the messages that a rank sends.
 
-    In step 0, it sends rows of tiles that another rank computes. In the steps of the plan, it sends
-    keys. In the last step, it sends results of tiles and gradients of keys.
+    In step 0, the rank sends rows of tiles that another rank computes. In the steps of the plan,
+    the rank sends keys. In the last step, the rank sends results of tiles and gradients of keys.
     """
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
     tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)

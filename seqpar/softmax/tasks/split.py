@@ -1,15 +1,15 @@
 """Calls in two parts: `begin` posts the messages, and `finish` computes.
 
-Between the two parts, while messages are under way, a model can compute another batch. The two
-parts are two operators of torch, `attention_begin` and `attention_finish`. In backward the order is
+Between the two parts, while messages are sent, a model can compute another batch. The two parts are
+two operators of torch, `attention_begin` and `attention_finish`. In backward, the order is
 reversed: the derivative of `attention_finish` posts messages, and the derivative of
-`attention_begin` computes, so that other work can lie between them again.
+`attention_begin` computes. A model can therefore do other work between the two derivatives, too.
 
 The state of a call that has begun is stored in this process, under a number. The first operator
-returns a *ticket* and the second takes it: an empty tensor whose shape contains the number. Because
-a ticket is a tensor, compilers see which operators belong together; they accept no other Python
-objects. The number is in the shape and not in the data, because data would have to be copied from
-the device. The gradient of a ticket has the same number.
+returns a *ticket*, an empty tensor whose shape contains the number. The ticket is an argument of
+the second operator. Compilers accept only tensors as such arguments, and learn from the ticket
+which operators belong together. The number is in the shape and not in the data, because data would
+have to be copied from the device. The gradient of a ticket has the same number.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ G = TypeVar("G")  # the messages of a backward that has begun
 
 @dataclass(frozen=True)
 class SplitStrategy(Strategy, Generic[P, G]):
-    """A strategy that can post the messages of a call without waiting for any.
+    """A strategy that can post the messages of a call without waiting for a message.
 
-    It posts all messages that do not depend on other messages, and computes later.
+    The strategy first posts all messages that do not depend on other messages, and computes later.
     """
 
     keeps_operands: ClassVar[bool] = True
@@ -72,9 +72,9 @@ class SplitStrategy(Strategy, Generic[P, G]):
     def cancel(self, posted: P) -> bool:
         """Cancel the messages of a forward that will never be completed.
 
-        Return whether this is possible.
+        Return whether the messages can be cancelled.
 
-        Messages between ranks cannot be cancelled, because the other ranks post them, too.
+        Messages between ranks cannot be cancelled, because the other ranks have posted them, too.
         """
         return False
 
@@ -94,8 +94,8 @@ class SplitStrategy(Strategy, Generic[P, G]):
             output: the output of this rank's queries and its gradient.
             residuals: the tensors that forward kept for backward.
             at_once: whether the caller does other work before it completes this backward. If so,
-                more messages are posted now, which this work hides. The remaining messages are
-                posted later, while this backward is completed.
+                more messages are posted now, and the other work hides these messages. The remaining
+                messages are posted later, while this backward is completed.
         """
         raise NotImplementedError
 
@@ -379,7 +379,9 @@ def _finish_backward_flops(
     *carried: object,
     out_val: object = None,
 ) -> int:
-    """Count the FLOPs of a whole backward in its first operator, which alone gets the layout."""
+    """Count the FLOPs of a whole backward in its first operator, because only this operator gets
+    the layout.
+    """
     sizes = [size for x in saved[:3] for size in x.shape]
     return ATTENTION.backward_flops(_restored(carried), Saved(saved, sizes))
 
@@ -389,7 +391,7 @@ FLOP_FORMULAS[torch.ops.seqpar.attention_finish_backward] = _finish_backward_flo
 
 
 class BegunCall(NamedTuple):
-    """A call whose messages are under way. Pass it to the module's `finish`."""
+    """A call whose messages were posted. Pass the call to the module's `finish`."""
 
     ticket: Tensor
     operands: Operands
@@ -399,22 +401,25 @@ class BegunCall(NamedTuple):
 
 
 class SplitAttention(Attention):
-    """Attention whose calls can be made in two parts, with other work between them.
+    """Attention whose calls can be made in two parts, with other work between the parts.
 
-    While the messages of one call travel, the model can compute another batch: two nano-batches
-    alternate. `forward` makes both parts, one after the other.
+    While the messages of one call are sent, the model can compute another batch. For example, a
+    micro-batch is cut into two *nano-batches* that alternate. `forward` makes both parts, one after
+    the other.
     """
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
         """Post the messages of a call and return immediately.
 
-        Arguments and errors are the same as in a call. Pass the result to `finish`, once; between
-        ranks, a call that is never finished keeps its tensors. Until then, do not change q, k and v
-        in place. All ranks begin and finish their calls in the same order. A checkpoint of torch
-        must contain both parts: it would repeat one without the other.
+        Arguments and errors are the same as in a call. Pass the result to `finish` once. Between
+        ranks, a call that is never finished keeps its tensors. Do not change q, k and v in place
+        before `finish`. All ranks must begin and finish their calls in the same order. A checkpoint
+        of torch must contain both parts, because otherwise the checkpoint would repeat only one of
+        the parts.
 
-        Autograd runs the two parts in the opposite order: the backward of `finish` posts, and the
-        backward of `begin` computes, so other work lies between them again.
+        Autograd runs the two parts in the opposite order. The backward of `finish` posts messages,
+        and the backward of `begin` computes. Other work of the model therefore runs between the two
+        parts of backward, too.
         """
         operands, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
         carried = ATTENTION.arguments.flat(arguments)

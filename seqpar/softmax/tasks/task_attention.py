@@ -1,23 +1,25 @@
-"""Carry out a `TaskPlan`: send rows to the ranks that compute them, compute, and return results.
+"""The execution of a `TaskPlan`: rows are sent to the ranks that compute with them, and results
+return.
 
-Rows of other ranks are called *foreign*, and work with own queries and own keys is *local*. A rank
-computes in this order:
+*Foreign* rows are rows of other ranks. *Local* work is attention of a rank's own queries over its
+own keys. A rank computes in this order:
 
-1. It posts the rows that it sends, in stages, and computes half of its local work.
-2. When a stage has arrived, it computes the foreign queries of this stage and sends their results
-   back. Then it computes its own queries over the foreign keys that have arrived.
-3. After the last stage, it computes the other half of its local work, while the last results
-   return.
+1. It posts the rows that it sends, in stages, and computes half of its local work. 2. When a stage
+has arrived, the rank computes attention of the foreign queries in this stage, and sends the results
+back. Then the rank computes attention of its own queries over the foreign keys that have arrived.
+3. After the last stage, the rank computes the second half of its local work, while the last results
+return.
 
 If all rows were in one stage, a rank would wait for all keys before it computes. Each stage has
-keys of all owners evenly. If stages were cut by position, a few owners would send while the others
-wait, which takes twice the time on 8 ranks with a zigzag layout and slow links. A rank's work over
-foreign keys is spread over the stages. When it all was in the first possible stage, it delayed
-later results and gradients, and a step took 1.10 times as long (4 emulated ranks, documents in
-order, 1 Gbit/s).
+about the same number of keys from every rank. If stages were cut by position instead, a few ranks
+would send while all other ranks wait. On 8 ranks with a zigzag layout and slow links, such stages
+take twice the time. A rank's work over foreign keys is spread over the stages. When each stage's
+work over foreign keys was done as early as possible, later results and gradients were delayed. A
+step then took 1.10 times as long (4 emulated ranks, documents in order, 1 Gbit/s).
 
-Messages are (n, B, H, …): n rows, B batch, H heads. Because rows come first, messages from several
-ranks can be parts of one block of memory. Backends take the view (B, n, H, …) of the block.
+Messages are (n, B, H, …), with n rows, batch B and H heads. Rows are the first dimension, so
+messages from several ranks can be parts of one block of memory. Backends take the view (B, n, H, …)
+of the block.
 """
 
 from __future__ import annotations
@@ -52,13 +54,15 @@ Packed = dict[tuple[int, int], Tensor]  # (id of the rows, id of the tensors) ->
 
 
 class Returning:
-    """Results of this rank's rows that are under way to it."""
+    """The results of this rank's rows, which other ranks send to this rank."""
 
     def __init__(self, parts: list[tuple[Rows, Tensor]], pending: Pending) -> None:
         self._parts, self._pending = parts, pending
 
     def arrive(self) -> None:
-        """Wait for all results, and free the results that this rank sent in the same exchange."""
+        """Wait for all results of this rank's rows. Free the results that this rank sent in the
+        same exchange.
+        """
         self._pending.wait()
 
     def wait(self) -> Iterator[tuple[Rows, Tensor]]:
@@ -81,7 +85,7 @@ class TaskBuffers(NamedTuple):
 
     @classmethod
     def of(cls, plan: TaskPlan, groups: int, queries: Sequence[int], keys: int) -> TaskBuffers:
-        """Return the memory, which a group takes after the group before has released it.
+        """Return the memory. Each group uses the memory that the earlier group has released.
 
         Args:
             plan: this rank's plan.
@@ -150,7 +154,7 @@ class TaskExchange:
             self._pending.append(comm.exchange(sends, recvs, label=label, step=stage.number))
 
     def arrivals(self) -> Iterator[tuple[TaskStage, list[Tensor]]]:
-        """Yield each stage when it has arrived, with the tensors (B, n, Hq, …) of its foreign
+        """Yield each stage after its arrival, with the tensors (B, n, Hq, …) of the stage's foreign
         queries.
 
         All keys to which these queries attend have arrived, too.
@@ -169,8 +173,8 @@ class TaskExchange:
     def return_gradients(self, stage: TaskStage, gradients: Tensor) -> Returning:
         """Send gradients of foreign keys, and post receives for the gradients of this rank's keys.
 
-        `gradients` are those of all foreign keys. Only those of keys that no later stage needs are
-        sent.
+        `gradients` has the gradients of all foreign keys. Only gradients of keys that no later
+        stage needs are sent.
         """
         return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
 
@@ -198,9 +202,9 @@ class TaskExchange:
 class GroupExchanges:
     """The exchanges of a backward whose heads are sent in groups.
 
-    The exchange of a group is posted while the group before is computed, or earlier. The foreign
-    rows of at most two groups exist at the same time. All ranks have the same groups and therefore
-    post the same exchanges in the same order.
+    The exchange of a group is posted while the preceding group is computed, or earlier. The foreign
+    rows of at most two groups are in memory at the same time. All ranks have the same groups and
+    therefore post the same exchanges in the same order.
     """
 
     def __init__(
@@ -241,7 +245,7 @@ def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tens
 def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> list[Message]:
     """Return messages with rows of the tensors.
 
-    Ranks that get the same rows share a message's memory.
+    Messages with the same rows for several ranks share their memory.
     """
     messages = list[Message]()
     for peer, rows in sent:
@@ -260,7 +264,7 @@ def _messages(rows: ServerRows, block: Tensor) -> list[Message]:
 def complete_forward(
     exchange: TaskExchange, call: ResolvedCall, operands: Operands, keep: bool
 ) -> ForwardResult:
-    """Compute a forward whose rows were posted.
+    """Compute a forward after its rows were posted.
 
     With `keep`, the residuals of the result are the foreign queries and the foreign keys.
     """

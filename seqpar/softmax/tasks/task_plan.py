@@ -1,10 +1,10 @@
-"""Plan the messages and the work of one rank for given tasks.
+"""The plan of the messages and the work of one rank, for given tasks.
 
-A task is some queries and some keys of one document; which rank computes it is part of the tasks. A
-rank is the *owner* of the tokens that it holds, and the *server* of the tasks that it computes.
-Queries and keys that a server receives from other owners are *foreign*. They arrive in stages.
-`Disaggregated` makes a `TaskPlan` once per layout, mask and tasks. A `Planner` is a user's tasks,
-or a user's function that makes them.
+A *task* is attention of some queries over some keys of one document, and names the rank that
+computes it. A rank is the *owner* of the tokens that it holds, and the *server* of the tasks that
+it computes. *Foreign* queries and keys are those that a server receives from other owners. Foreign
+rows arrive in stages. `Disaggregated` makes one `TaskPlan` for each combination of layout, mask and
+tasks. A `Planner` has a user's tasks, or a user's function that makes tasks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class Sent(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """Rows that are sent in the same stage, and whose results or gradients return in the same
-    stage.
-    """
+    """Rows that are sent in one stage, and whose results or gradients return in one stage."""
 
     stages: Stages  # the stages in which the servers need the rows
     sent: list[Sent]  # the rows that this rank sends, in the order of their servers
@@ -53,7 +51,7 @@ class Shipment(NamedTuple):
 
 
 class TaskStage(NamedTuple):
-    """One stage: the rows that arrive together, and the work with them."""
+    """One stage: the rows that arrive together, and the work with these rows."""
 
     number: int  # the number of the stage in errors, traces and traffic
     queries: Shipment  # the queries that are sent in the stage
@@ -158,8 +156,8 @@ def task_traffic(
         rows: the rows that each task needs.
         direction: "forward" or "backward".
         rank: the rank.
-        kept: whether servers keep foreign rows from forward to backward, so that these are not sent
-            again.
+        kept: whether servers keep foreign rows from forward to backward, so that foreign rows are
+            not sent again.
         groups: the number of groups in which heads are sent.
     """
     s = call.shape
@@ -207,8 +205,8 @@ Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 class Planner:
     """A user's tasks, or a user's function that makes tasks, with a name.
 
-    Strategies are compared by their strings. The name must therefore be the same on all ranks, and
-    planners with the same name are the same object.
+    Strategies are compared by their strings, which contain the planner's name. The name must
+    therefore be the same on all ranks. Planners with the same name are the same object.
     """
 
     def __init__(self, name: str, plan: TaskRectangles | Plans) -> None:
