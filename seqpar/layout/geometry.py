@@ -1,7 +1,9 @@
-"""`Geometry`: which tokens each rank holds, as arrays of spans. A `Layout` is a wrapper for users.
+"""`Geometry`: which tokens each rank holds, as arrays of spans. `Layout` is a wrapper for users.
 
-The tokens on a rank are ordered by document, then by position. All tokens that a rank holds of one
-document are a *run*. They are consecutive rows, in one or more spans.
+A *span* is a range of positions of one document that one rank holds. The tokens on a rank are
+ordered by document, then by position, and a *row* is the index of a token in this order. A *run* is
+all tokens of one document on one rank. A run consists of one or more spans, and its rows are
+consecutive.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Runs(NamedTuple):
 
 
 class Holding:
-    """The spans that one rank holds, as arrays, in the order of its rows.
+    """The spans that one rank holds, as arrays, in the order of the rank's rows.
 
     Adjacent spans are joined.
     """
@@ -51,7 +53,7 @@ class Holding:
 
     @cached_property
     def positions(self) -> NDArray[np.int32]:
-        """(tokens,) int32: the position of each row in its document."""
+        """The position of each row in its document, (tokens,) int32."""
         return ranges(self.starts, self.stops).astype(np.int32)
 
     def aligned(self, shift: Ints) -> NDArray[np.int32]:
@@ -67,8 +69,8 @@ class Holding:
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
     def spans_in(self, starts: Ints, stops: Ints) -> tuple[Ints, Columns]:
-        """Return the parts of spans that lie in some ranges of rows, and for each the index of its
-        range.
+        """Return the parts of spans that lie in some ranges of rows, and the index of the range of
+        each part.
 
         The ranges ascend.
         """
@@ -98,7 +100,7 @@ class Holding:
 
 
 class Holdings(Sequence[Holding]):
-    """A `Holding` for each rank, made when it is first used.
+    """A `Holding` for each rank, which is made when it is first used.
 
     The holdings of all ranks together may be very large. At most `_MAX_KEPT_BYTES` bytes are
     cached.
@@ -129,7 +131,7 @@ class Holdings(Sequence[Holding]):
 class Geometry:
     """The documents of a packed batch and their cut, with a `Holding` for each rank.
 
-    It also stores all tables that other code derives from it.
+    A geometry also stores all tables that other code derives from the geometry.
     """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
@@ -175,9 +177,9 @@ class Geometry:
     def worst_case(self) -> Geometry:
         """The geometry for which messages are planned.
 
-        Usually it is this geometry. With `most_documents`, messages must be the same for all
-        documents, so that a CUDA graph can be replayed with other documents. They are then planned
-        for a single document that has all tokens.
+        Usually, messages are planned for this geometry. With `most_documents`, messages must be the
+        same for all documents, so that a CUDA graph can be replayed with other documents. Messages
+        are then planned for a single document that has all tokens.
         """
         if not self.cut.most_documents:
             return self
@@ -194,7 +196,7 @@ class Geometry:
     def derived_with(self, other: Geometry) -> Memo:
         """Return the memo of tables that depend on this geometry and on `other`.
 
-        It is freed as soon as one of the two geometries is freed.
+        The memo is freed as soon as one of the two geometries is freed.
         """
         if other is self:
             return self.derived

@@ -1,14 +1,17 @@
-"""Pass a layout to an operator of torch, which accepts only tensors and numbers.
+"""Handles, which pass a layout to an operator of torch. Such an operator accepts only tensors and
+numbers.
 
-A *handle* is a 1-D int64 tensor on the CPU. It contains a digest of the layout, and then the
-documents and the cut as integers. A compiled graph treats the handle as data, so it is not compiled
+A *handle* is a 1-D int64 tensor on the CPU. The handle contains a digest of the layout, and then
+the documents and the cut as integers. The *cut* is the rule that assigns spans of documents to
+ranks, such as zigzag. A compiled graph treats the handle as data, so the graph is not compiled
 again for the next layout. A copy of a handle works like the original, in any process.
 
-A table in this process finds a geometry by its digest, so that equal layouts share one geometry.
-The table refers to geometries weakly. The storage of a handle is a numpy array that refers to its
-geometry. Whatever keeps the handle alive, such as a Layout or the saved tensors of autograd,
-therefore also keeps the geometry and all of its tables. If only copies of the handle are left, the
-geometry is made again from their content.
+A *geometry* is the content of a layout as arrays (`geometry.py`). A table in this process finds a
+geometry by its digest, so that equal layouts share one geometry. The table refers to geometries
+weakly. The memory of a handle is a numpy array that refers to the geometry. An object that keeps
+the handle alive, such as a Layout or a saved tensor of autograd, therefore also keeps the geometry
+and its tables alive. If only copies of the handle are left, the geometry is made again from the
+content of a copy.
 """
 
 from __future__ import annotations
@@ -61,8 +64,8 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
 def _mark_of(words: Ints) -> Tensor:
     """Return an empty tensor whose shape depends on the content of a handle.
 
-    Checkpoints compare the shapes of saved tensors but not their content. Handles with the same
-    number of documents have the same shape, and this tensor tells them apart.
+    Checkpoints compare the shapes of saved tensors, but not their content. Handles with equal
+    numbers of documents have the same shape. The shape of this tensor distinguishes such handles.
     """
     with torch.inference_mode(False):
         return torch.empty_strided([0, 2 + int(words[0]) % 2**40], [0, 0])
@@ -87,7 +90,9 @@ class Sizes(NamedTuple):
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return one empty tensor for each rank, and one more. Their shapes encode the ranks' sizes."""
+    """Return one empty tensor for each rank, and one more tensor. The shapes encode the ranks'
+    sizes.
+    """
     # torch.compile treats shapes as data, but compiles again if a number that a module stores
     # changes.
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
@@ -107,9 +112,9 @@ def sizes_of(tensor: Tensor) -> Sizes:
 
 
 def from_handle(handle: Tensor) -> Geometry:
-    """Return the geometry of a handle or of a copy.
+    """Return the geometry of a handle, or of a copy of a handle.
 
-    Raise a ValueError if its content was changed.
+    Raise a ValueError if the content of the handle was changed.
     """
     words = words_of(handle)
     geometry = _by_digest.get(key_of(words))
@@ -122,8 +127,8 @@ def from_handle(handle: Tensor) -> Geometry:
 def described(handle: Tensor, canonical: bool) -> object:
     """Return a value by which ranks compare their layouts.
 
-    With `canonical`, the value is a text for errors, which is equal for layouts that assign tokens
-    equally, even if their cuts differ. Making it may take seconds.
+    With `canonical`, the value is a text for errors. Two layouts that assign tokens to ranks in the
+    same way have the same text, even if their cuts differ. The text may take seconds to make.
     """
     if canonical:
         return from_handle(handle).described()
@@ -146,7 +151,7 @@ def with_digest(content: Ints) -> Ints:
 def content_of(words: Ints, error: str) -> Ints:
     """Return the part of a handle after the digest.
 
-    If it was changed, raise a ValueError with `error`.
+    If the handle was changed, raise a ValueError with `error`.
     """
     content = words[_DIGEST_WORDS:]
     wrong = words.dtype != np.int64 or words.ndim != 1

@@ -1,4 +1,4 @@
-"""Labels of a packed batch: the next token, within each document."""
+"""The labels of a packed batch: for each token, the next token of its document."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from seqpar.core.ranges import ranges
 def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens, by: int = 1) -> Tensor:
     """Return next-token labels with the shape and dtype of `ids`, (T,) or (…, T).
 
-    The label of a token is the id of its document's next token, or of the token `by` places after
-    it for multi-token prediction. The last `by` tokens of each document get −100, the index that
-    `cross_entropy` ignores. Shift before you shard: on a rank the next row is often not the next
-    token.
+    The label of a token is the id of the next token of its document. For multi-token prediction,
+    the label is the id of the token that is `by` tokens later. The last `by` tokens of each
+    document get −100, the index that `cross_entropy` ignores. Shift before you shard, because the
+    next row on a rank is often not the next token of the document.
 
     Raise a ValueError unless `ids` has T tokens in its last dimension and a signed integer dtype.
     """

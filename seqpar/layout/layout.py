@@ -1,8 +1,7 @@
-"""Layout: which tokens of a packed batch each rank holds.
+"""`Layout`, which assigns each token of a packed batch to a rank.
 
-A packed batch is T tokens in a row, cut into documents by `cu_seqlens`. A layout assigns every
-token to one rank. On a rank tokens are ordered by document, then position. Only `unshard` and
-`remap` communicate.
+A packed batch is a sequence of T tokens, which `cu_seqlens` cuts into documents. On a rank, tokens
+are ordered by document, then by position. Only `unshard` and `remap` communicate.
 """
 
 from __future__ import annotations
@@ -61,12 +60,13 @@ class Layout:
     costs one synchronisation. For a dense (B, S) batch, describe one row: the layout holds for each
     row. A wrong argument raises a ValueError that names it.
 
-    With `equal=True` each rank holds ⌈T/P⌉ tokens, rounded up to a multiple of `multiple_of`, for
-    any documents. Padding is an additional last document, which exists even if it has no tokens. It
-    counts in `tokens`, `documents` and `cu_seqlens`; `padding` returns which tokens it has.
+    With `equal=True`, each rank holds ⌈T/P⌉ tokens, rounded up to a multiple of `multiple_of`, for
+    any documents. Padding is an additional last document, which exists even if it has no tokens.
+    `tokens`, `documents` and `cu_seqlens` include the padding, and `padding` returns which tokens
+    are padding.
 
-    Layouts are immutable, can be pickled, and own the tables that attention derives from them.
-    Create one layout per batch, use it for every layer, and drop it.
+    A layout is immutable, can be pickled, and stores the tables that attention derives from the
+    layout. Create one layout per batch, use the layout for every layer, and then drop the layout.
 
     Attributes:
         ranks: P, the number of ranks.
@@ -117,11 +117,12 @@ class Layout:
         """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included.
 
         With `most_documents`, which needs `equal`, empty documents are added up to this number.
-        Calls with layouts of the same limit and the same number of tokens then run the same kernels
-        and send the same messages; only the contents of their tables differ. A CUDA graph that was
-        captured with one layout can then compute another (`load_tables`). Messages are planned for
-        one document of all tokens, and GPUs use our Triton kernels. Only ring, all_gather, ulysses
-        and usp take such a layout, with the masks that `causal` and `window_size` make.
+        Take two layouts with the same limit and the same number of tokens. Calls with the two
+        layouts run the same kernels and send the same messages, and only the contents of their
+        tables differ. A CUDA graph that was captured with one of the layouts can therefore compute
+        the other (`load_tables`). Messages are planned for one document of all tokens, and GPUs use
+        our Triton kernels. Only ring, all_gather, ulysses and usp take such a layout, with the
+        masks that `causal` and `window_size` make.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if most_documents is None:
@@ -151,9 +152,9 @@ class Layout:
         differ by up to two tokens, so that ranks hold the same number of tokens of the pack.
 
         With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
-        are whole on one rank. Ranks get 2·min_chunk tokens of these documents in turn, longest
-        document first. Ranks then hold the same number of tokens, except that in total fewer than P
-        tokens are missing. They have nearly the same work if there are enough such documents for
+        are whole on one rank. Ranks in turn get 2·min_chunk tokens of these documents, beginning
+        with the longest document. All ranks then hold ⌈T/P⌉ tokens, except that fewer than P tokens
+        in total are missing. Ranks have nearly the same work if there are enough such documents for
         all ranks.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
@@ -176,11 +177,11 @@ class Layout:
     ) -> Layout:
         """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s.
 
-        By default stripes have 128 tokens. If that would leave ranks without tokens, stripes are
-        counted through the pack instead of per document, and a stripe has an eighth of a rank's
-        tokens, at most 128. The last P stripes are then smaller, so that ranks hold the same number
-        of tokens, except that in total fewer than P tokens are missing. With `equal`, stripes of
-        any size are counted through the pack.
+        By default, stripes have 128 tokens. If some ranks would get no tokens, stripes are counted
+        through the pack instead of per document. A stripe then has an eighth of a rank's tokens,
+        but at most 128. The last P stripes are smaller, so that all ranks hold ⌈T/P⌉ tokens, except
+        that fewer than P tokens in total are missing. With `equal`, stripes of any size are counted
+        through the pack.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if stripe is not None:
@@ -199,9 +200,9 @@ class Layout:
         """Create a layout from each token's position in its document, (T,) or (B, S).
 
         The rows of (B, S) follow one another in the pack, so they may hold different documents. A
-        document begins with each row, and wherever a position is not one more than the position
-        before. The first position of a document must be 0. `kind` is "contiguous", "zigzag" or
-        "striped", and `options` are the arguments of that method.
+        document begins at the start of each row, and at each token whose position is not the
+        preceding position plus one. The first position of a document must be 0. `kind` is
+        "contiguous", "zigzag" or "striped", and `options` are the arguments of that method.
         """
         as_choice("kind", kind, ("contiguous", "zigzag", "striped"))
         make: Callable[..., Layout] = getattr(cls, kind)
@@ -262,9 +263,9 @@ class Layout:
     def shard(self, x: Tensor, rank: int, dim: int = 0, value: float = 0) -> Tensor:
         """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
 
-        The part is a copy, made without communication. It is differentiable: the gradient reaches
-        only this rank's tokens of `x`. If the layout has padding, `x` may lack it; padding gets
-        `value`, which should be −100 for labels.
+        The part is a copy, which is made without communication. `shard` is differentiable, and the
+        gradient reaches only this rank's tokens of `x`. If the layout has padding, `x` may lack the
+        padding. The padding then gets `value`, which should be −100 for labels.
         """
         check_tensor("x", x)
         held = self.token_indices(rank, x.device)
@@ -274,8 +275,8 @@ class Layout:
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
         """Return the packed tensor from every rank's part: (T_local, …) -> (T, …), on every rank.
 
-        Every rank must call it. Backward sums the gradients of all ranks, in rank order, at the
-        rank that holds the token. Each rank sends (P − 1)·T_local rows in forward, and the
+        Every rank must call `unshard`. Backward adds the gradients of all ranks, in rank order, at
+        the rank that holds the token. Each rank sends (P − 1)·T_local rows in forward, and the
         gradients of T − T_local rows in backward. Padding, if any, is at the end.
         """
         return unshard(x_local, self.geometry, group, dim)
@@ -284,8 +285,8 @@ class Layout:
     def remap(self, x_local: Tensor, to: Layout, group: Group, dim: int = 0) -> Tensor:
         """Return this rank's tokens in layout `to`: (T_local, …) -> (T_local of `to`, …).
 
-        Only tokens that change ranks are sent, directly to their new rank. Gradients return the
-        same way. `to.remap(…, to=self)` restores every bit.
+        Only tokens that change ranks are sent, directly to their new rank. Gradients are sent in
+        the reverse direction. `to.remap(…, to=self)` restores every bit.
 
         Raise a ValueError unless both layouts have the same documents and ranks.
         """
@@ -297,10 +298,10 @@ class Layout:
     def chunked(self, size: int) -> Layout:
         """Return the layout in which each document is cut into documents of `size` tokens.
 
-        Every rank holds the same tokens in the same order, so attention takes the same q, k and v,
-        and no query attends to a key outside its chunk. The last chunk of a document may be
-        shorter. `position_ids` of the result count from the start of the chunk. The result is
-        cached with this layout.
+        Every rank holds the same tokens in the same order, so attention takes the same q, k and v.
+        No query attends to a key outside its chunk. The last chunk of a document may be shorter.
+        `position_ids` of the result count from the start of the chunk. The result is cached with
+        this layout.
         """
         size = min(as_int("size", size, 1), MAX_DOCUMENT_TOKENS)
         if self.geometry.cut.most_documents:
@@ -331,9 +332,9 @@ class Layout:
         `attn` is an attention module, with the arguments of its `preparation` as `call`:
         `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
         causal=True)`. Without `prepare`, the first call builds the tables. A pickled layout
-        includes its prepared tables, so another process may prepare it. Call `prepare` once for
-        each kind of call. In a process that uses a GPU, FlashAttention-4 also compiles its kernels
-        for these calls, if it is installed.
+        includes its prepared tables, so another process may prepare the layout. Call `prepare` once
+        for each kind of call. In a process that uses a GPU, FlashAttention-4 also compiles its
+        kernels for these calls, if it is installed.
 
         Raise a ValueError that names a wrong argument.
         """
@@ -346,13 +347,14 @@ class Layout:
     def load_tables(self, other: Layout) -> None:
         """Let this layout's calls on GPUs compute the documents of another layout.
 
-        The other layout has the same ranks, tokens and `most_documents`. Its tables are copied, in
-        the current stream, over the tables of all calls that this layout has had in this process.
-        The same calls, and CUDA graphs of them that are replayed in this stream, then compute the
-        other documents. Calls of a new kind, such as another mask or the first with a backward, are
-        refused from then on. This layout's attributes do not change. To return to its own
-        documents, load a new layout of them. `prepare` builds the other layout's tables ahead of
-        time. Copy position ids and other inputs of a graph yourself.
+        The other layout has the same ranks, tokens and `most_documents`. In the current stream, the
+        tables of the other layout are copied over this layout's tables, for all calls that this
+        layout has had in this process. The same calls then compute the other documents, and so do
+        CUDA graphs of these calls that are replayed in this stream. After `load_tables`, calls of a
+        new kind are refused, such as a call with another mask or the first call with a backward.
+        This layout's attributes do not change. To return to its own documents, load a new layout of
+        them. `prepare` builds the other layout's tables ahead of time. Copy position ids and other
+        inputs of a graph yourself.
 
         Raise a ValueError if the other layout does not fit, or if no call of this layout was on a
         GPU.
@@ -395,9 +397,10 @@ class Layout:
         return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """Call an operator in a graph of torch.compile; elsewhere, read the geometry.
+        """Call an operator in a graph of torch.compile, and read the geometry elsewhere.
 
-        Outside graphs an operator would not do: under a FakeTensorMode it refuses a real handle.
+        Outside graphs, an operator would fail under a FakeTensorMode, because it refuses a real
+        handle.
         """
         rank = self._rank(rank)
         if not is_traced():

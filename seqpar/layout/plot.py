@@ -1,4 +1,6 @@
-"""Draw layouts and masks: which rank holds each token, and which keys each query attends to."""
+"""Pictures of layouts and masks: which rank holds each token, and which keys each query attends
+to.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class DrawnMask(Protocol):
 # The data of pictures comes from separate functions, so that tests can compare numbers and not
 # pixels.
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
-    """Return (ranks, min(columns, T)): which fraction of a column's tokens each rank holds.
+    """Return (ranks, min(columns, T)): the fraction of a column's tokens that each rank holds.
 
     A batch of at most `columns` tokens has one column per token, so that all fractions are 0 or 1.
     """
@@ -61,7 +63,9 @@ def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (T, T): for each visible pair the rank that holds its query (row), otherwise −1."""
+    """Return (T, T): the rank that holds the query (row) of each visible pair, and −1 for other
+    pairs.
+    """
     geometry = layout.geometry
     owner = np.empty(geometry.tokens, dtype=np.int64)
     for rank in range(geometry.ranks):
@@ -73,9 +77,9 @@ def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
 def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     """Draw layouts of one packed batch below each other, with their names, into the file `path`.
 
-    A layout is drawn as one strip per rank, in which the rank's tokens are coloured. Lines divide
-    the documents. The bars to the right are the ranks' fractions of the work under a causal mask,
-    and the number next to them is the busiest rank's work divided by the mean.
+    A layout is drawn as one strip per rank, in which the rank's tokens are coloured. Lines separate
+    the documents. The bars on the right show each rank's fraction of the work under a causal mask.
+    The number next to the bars is the work of the busiest rank divided by the mean work.
     """
     _check_names("layouts", layouts)
     path = _checked(path, *layouts.values())

@@ -1,6 +1,7 @@
-"""Send the tables that were derived from a layout to another process.
+"""The form in which the tables of a layout are sent to another process.
 
-All arrays are sent in one tensor. Processes can share its memory, so unpickling copies nothing.
+All arrays are sent in one tensor. Processes can share the memory of this tensor, so unpickling
+copies nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _Place = tuple[bool, int, Any, tuple[int, ...]]
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
     """Return the tables of a geometry: a pickle, (n,) uint8 with all arrays, and a number of bytes.
 
-    The number says how many of the bytes belong to tensors; numpy arrays follow them. The result is
-    None if some table cannot be pickled, for example because it is on a GPU.
+    The first bytes belong to tensors, and the returned number is the number of these bytes. The
+    bytes of numpy arrays follow. The result is None if some table cannot be pickled, for example
+    because the table is on a GPU.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)
@@ -45,7 +47,7 @@ def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
 
 
 def unpack(geometry: Geometry, data: bytes, memory: Tensor, size: int) -> None:
-    """Add tables that `pack` returned to a geometry. Tables that it already has are kept."""
+    """Add the tables from `pack` to a geometry. Tables that the geometry already has are kept."""
     places, objects = pickle.loads(data)
     derived = _Unpacker(io.BytesIO(objects), geometry, places, memory, size).load()
     geometry.derived.update(cast(Memo, derived))

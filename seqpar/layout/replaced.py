@@ -1,4 +1,4 @@
-"""Replace the tables of a layout's calls on GPUs by those of another layout, for CUDA graphs.
+"""The replacement of a layout's tables on GPUs by the tables of another layout, for CUDA graphs.
 
 A CUDA graph reads tables at fixed addresses. A layout with `most_documents` therefore remembers its
 calls, and how to find the tables of the same calls for other documents. `Layout.load_tables` calls
@@ -30,10 +30,11 @@ class _Call(NamedTuple):
 def remember(
     layout: Geometry, device: torch.device, tables_of: Callable[[Geometry], list[Tensor]]
 ) -> None:
-    """Remember a call whose tables are on a device. `tables_of` returns its tables for any layout.
+    """Remember a call whose tables are on a device. `tables_of` returns the call's tables for any
+    layout.
 
-    Raise a ValueError after `load_tables`: the new call would read tables of this layout, while
-    earlier calls read those of the loaded layout.
+    Raise a ValueError after `load_tables`, because the new call would read the tables of this
+    layout, while earlier calls read the tables of the loaded layout.
     """
     if _LOADED in layout.derived:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Move packed tensors from one layout to another, between ranks."""
+"""The exchange that moves packed tensors from one layout to another."""
 
 from __future__ import annotations
 
@@ -175,11 +175,10 @@ def move(
 def share(
     rank: int, own: Geometry, other: Geometry, device: torch.device = _CPU
 ) -> tuple[Tensor, list[int]]:
-    """Return the rows of a rank in `own`, sorted by the rank that holds them in `other`, and
-    counts.
+    """Return the rows of a rank in `own`, sorted by the rank that holds them in `other`, and the
+    number of rows for each rank.
 
-    The rows (T_local,) are on `device`. Rows for the same rank are in the order of the pack. The
-    counts are the numbers of rows for each rank.
+    The rows (T_local,) are on `device`. Rows for the same rank are in the order of the pack.
     """
 
     def build() -> tuple[Tensor, list[int]]:
@@ -194,8 +193,8 @@ def share(
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
-    """Return (n + 1,) where each span starts in the pack, ascending, then T; and the rank of each
-    span.
+    """Return the start of each span in the pack, ascending and followed by T (n + 1,), and the rank
+    of each span.
     """
 
     def build() -> tuple[Ints, Ints]:

@@ -1,4 +1,6 @@
-"""Spans of tokens, and positions of tokens, as users list them."""
+"""The two forms in which users describe a layout: a list of spans for each rank, or token
+positions.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ class Span(NamedTuple):
 
 
 def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: Ints) -> Spans:
-    """Return the cut of spans that are listed per rank.
+    """Return the `Spans` object for a list of spans for each rank.
 
-    Raise a ValueError unless they cover every token once.
+    Raise a ValueError unless the spans cover every token exactly once.
     """
     expected = "(document, start, stop) triples of integers"
     try:

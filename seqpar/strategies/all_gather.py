@@ -17,9 +17,7 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class AllGather(KeyStrategy):
-    """Sends keys and values to all ranks that need them, in exchanges with 1, 2, 4, … other
-    ranks.
-    """
+    """The strategy that sends keys and values in steps with 1, 2, 4, … ranks."""
 
     name = "all_gather"
 
@@ -27,11 +25,13 @@ class AllGather(KeyStrategy):
         return ranks
 
     def distances(self, ranks: int) -> Distances:
-        """Return which ranks exchange keys in each step, so that compute hides the messages.
+        """Return the ranks that exchange keys in each step, so that computation hides the messages.
 
-        Steps have 1, 2, 4, … other ranks at the start, and …, 4, 2, 1 at the end. Compute with a
-        rank's own keys hides the arrival of the first keys and the return of the last gradients. In
-        between, compute with the keys of n ranks hides the messages of a step with 2n ranks.
+        In the first step, a rank receives keys from one other rank. The number of other ranks then
+        doubles from step to step (1, 2, 4, …), and is halved from step to step at the end (…, 4, 2,
+        1). A rank computes with its own keys while the first keys arrive, and while the last
+        gradients return. In between, it computes with the keys of n ranks while the messages of the
+        next step, with up to 2n ranks, are sent.
         """
         rising: list[int] = []
         middle = ranks - 1
@@ -49,22 +49,23 @@ class AllGather(KeyStrategy):
 class AllGatherAttention(Attention):
     """Softmax attention that posts all exchanges of keys and values before it computes.
 
-    A rank computes with its own keys first, and then with the keys of each exchange when they have
-    arrived. There are about 2·log₂ P exchanges. See `Attention` for the call, which all strategies
-    share.
+    A rank first computes with its own keys. It then computes with the keys of each exchange after
+    their arrival. There are about 2·log₂ P exchanges. See `Attention` for the call, which all
+    strategies share.
 
     The options `message_dtype`, `gradient_dtype` and `deterministic="ranks"`, the bytes, the
-    messages, and the two halves of backward are as in `RingAttention`, with two differences. The
-    rank that holds the keys adds gradients in the order of the exchanges. If one exchange brought
-    keys of several ranks, contributions to their gradients are always in the accumulator's dtype: w
-    is 4 (8 for fp64).
+    messages, and the two halves of backward are as in `RingAttention`, with two differences:
 
-    Memory for a group of heads: all keys and values to which this rank's queries attend, where Ring
-    holds those of two ranks. Backward adds the group's fp32 gradients of this rank's tokens, the
-    fp32 gradients of the keys of two exchanges, and the gradients that arrive for this rank's keys.
-    With packed documents on a GPU, a kernel call also reads a copy of the keys and values of an
-    exchange; in forward, this copy may contain some of them twice. For this memory, AllGather waits
-    less often than Ring and starts larger kernels.
+    * The rank that holds the keys adds gradients in the order of the exchanges.
+    * Contributions to the gradients of keys are in the accumulator's dtype if the keys of several
+      ranks arrived in one exchange. Then w is 4 (8 for fp64).
+
+    Memory for a group of heads: all keys and values to which this rank's queries attend. (Ring
+    holds the keys and values of two ranks.) Backward adds the group's fp32 gradients of this rank's
+    tokens, the fp32 gradients of the keys of two exchanges, and the gradients that arrive for this
+    rank's keys. With packed documents on a GPU, a kernel call also reads a copy of the keys and
+    values of an exchange. In forward, this copy may contain some keys and values twice. In return
+    for this memory, AllGather waits less often than Ring and starts larger kernels.
 
     "The Llama 3 Herd of Models" (2024), section 3.3.2; Sun et al., "LASP-2" (2025), section 3.3.
     """

@@ -1,14 +1,16 @@
 """Disaggregated attention: a plan assigns each task to a rank, or to an attention server.
 
-A task is some queries and some keys of one document. The loop `disaggregated` of
-docs/internals/in_300_lines.md shows the idea. This strategy adds a plan that balances the work,
-sends each row to a server only once, and can use separate servers. Messages and compute are in
+A *task* is attention of some queries over some keys of one document. The *server* of a task is the
+rank or process that computes the task. The loop `disaggregated` of docs/internals/in_300_lines.md
+shows the idea. This strategy adds a plan that balances the work. It sends each row to a server only
+once, and can use separate server processes. The code of messages and computation is in
 `seqpar/softmax/tasks/`.
 
 Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-(2025), sections 3 and 4. Three things differ from the paper. The keys of a query may belong to
-several tasks, because the rank of the queries merges their results. Work with a rank's own keys
-hides the messages, even with a single batch. Results return in stages.
+(2025), sections 3 and 4. Three things differ from the paper. The keys of one query may belong to
+several tasks, because the rank of the query merges the results of the tasks. While messages are
+sent, a rank computes with its own keys, so that even a single batch hides the messages. Results
+return in stages.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ _ROWS_PER_GROUP = 4096
 
 @dataclass(frozen=True)
 class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
-    """Sends queries and keys to the ranks that compute their tasks, and returns the results."""
+    """The strategy that sends queries and keys to the ranks that compute their tasks, which return
+    results.
+    """
 
     name = "disaggregated"
     # The tasks, or a function that makes them. None is the default plan in forward, and the plan of
@@ -170,10 +174,10 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         return name, getattr(self, name), self.tolerance
 
     def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
-        """Return the groups in which heads are sent; all ranks have the same.
+        """Return the groups in which heads are sent, which are the same on all ranks.
 
-        Forward has a single group. A caller may do other work between the two parts of a call, and
-        all messages of a single group are posted in the first part.
+        Forward has a single group. The reason is that a caller may do other work between the two
+        parts of a call, and that all messages of a single group are posted in the first part.
         """
         if direction == "backward":
             rows = call.layout.worst_case.most_tokens * call.shape.batch
@@ -213,7 +217,7 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Return the tasks of the default plan. All ranks make the same ones, without messages.
+    """Return the tasks of the default plan. Every rank makes the same tasks, without messages.
 
     The plan uses the costs of an H100, which also balance the work of other devices.
     """
@@ -234,13 +238,13 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
 
 @register
 class DisaggregatedAttention(SplitAttention):
-    """Softmax attention that is cut into tasks, each computed by the rank that a plan assigns.
+    """Softmax attention that is cut into tasks, which a plan assigns to ranks.
 
-    A task is some queries and some keys of one document, with the pairs that the mask allows. The
-    rank that holds these tokens *owns* them, and the rank that computes the task is its *server*.
-    On a group, every rank is an owner and a server. On a `ServerPool`, the pool's processes are the
-    servers, and this process owns all tokens, so that layouts have one rank. See `Attention` for
-    the call, which all strategies share.
+    A *task* is attention of some queries over some keys of one document, for the pairs that the
+    mask allows. The rank that holds these tokens is the *owner* of the tokens. The rank that
+    computes the task is the *server* of the task. On a group, every rank is an owner and a server.
+    On a `ServerPool`, the pool's processes are the servers, and this process owns all tokens.
+    Layouts then have one rank. See `Attention` for the call, which all strategies share.
 
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.
@@ -255,18 +259,18 @@ class DisaggregatedAttention(SplitAttention):
             "server", servers keep the rows that they received until backward.
         backward_plan: another plan for backward, only with `keep="home"`. None means the plan of
             forward.
-        tolerance: by how much the slowest rank may exceed the mean work in the default plan, as a
-            fraction of the mean.
+        tolerance: an option of the default plan. The work of the slowest rank may exceed the mean
+            work of all ranks by this fraction of the mean.
 
     With a pool, the options are `tasks` and `tile` instead of the last four. They must be the same
     on all trainers, and in all runs whose bits are compared, because they and the call decide the
     tasks:
-        tasks: the largest number of tasks of a call. One more is made for work that is left over.
-            With more tasks, servers of different speeds share the work more evenly, and more bytes
-            are sent.
-        tile: the number of query rows that a kernel computes together. A task has a multiple of
-            this number, except at the end of a document. Its work is at least that of four squares
-            of this size.
+        tasks: the largest number of tasks of a call. One more task is made if some work is left
+            over. With more tasks, servers of different speeds share the work more evenly, but more
+            bytes are sent.
+        tile: the number of query rows that a kernel computes together. The number of query rows of
+            a task is a multiple of `tile`, except at the end of a document. The work of a task is
+            at least the work of four squares of `tile` queries and `tile` keys.
 
     Bytes sent by rank r. The plan assigns tasks with m(r, s) query rows and n(r, s) key rows of
     rank r to the server s. A row is sent to a server only once. b is the number of bytes of an
@@ -281,12 +285,13 @@ class DisaggregatedAttention(SplitAttention):
     * backward, as a server: Σ m(s, r)·B·Hq·D·e for dq, and Σ n(s, r)·B·Hkv·(D + Dv)·e for dk and
       dv, each summed over the tasks of the server.
 
-    Messages: in each stage, a server gets one message with queries and one with keys, and returns
-    one message. In backward, it gets two messages with queries: q and dout, and their statistics.
-    If queries of several stages attend to the same key, this key is sent in a separate message,
-    because its gradients return later. In backward, heads are sent in g groups, each with its own
-    messages. There is one group for each 4,096 query rows of the rank with the most rows, but at
-    most one per KV head. `traffic` returns the number of messages.
+    Messages: in each stage, a server gets one message with queries and one message with keys, and
+    returns one message with results. In backward, a server gets two messages with queries. The
+    first message has q and dout, and the second message has lse and the other statistics. If
+    queries of several stages attend to one key, this key is sent in a separate message, because its
+    gradients return later. In backward, heads are sent in g groups, each with its own messages.
+    There is one group for each 4,096 query rows of the rank with the most rows, but at most one per
+    KV head. `traffic` returns the number of messages.
 
     Memory in addition to inputs and results, in bytes. The rank receives m query rows and n key
     rows of other ranks. It sends m' query rows, and sends its key rows n' times in total.
@@ -297,13 +302,13 @@ class DisaggregatedAttention(SplitAttention):
       rows B·(m·Hq·(D + Dv) + n·Hkv·(D + Dv))·b, and the gradients that leave and return (m +
       m')·B·Hq·D·4 + (n + n')·B·Hkv·(D + Dv)·4.
 
-    In backward, received rows count twice because those of the next group arrive while a group is
-    computed. With `begin` and `finish`, backward posts the messages of two groups before it
+    In backward, received rows count twice, because the rows of the next group arrive while a group
+    is computed. With `begin` and `finish`, backward posts the messages of two groups before it
     computes the first one. With `keep="server"`, received rows are also kept from forward to
     backward.
 
-    The rank that owns a key adds its gradients in the order of stages and servers. The same plan
-    therefore gives the same bits.
+    The rank that owns a key adds the key's gradients in the order of stages and servers. Two calls
+    with the same plan therefore have the same bits.
 
     Bytes to and from a pool, summed over the tasks i of a call. Task i has m(i) query rows, n(i)
     key rows and s(i) slices.
@@ -316,13 +321,14 @@ class DisaggregatedAttention(SplitAttention):
       gradient), and the keys, values and tables again;
     * backward, from the server: m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e.
 
-    `traffic` has a row for each task, with the number of the task as the step, and −1 as the peer,
-    because any server may compute it. `sent_bytes` counts a task once, even if it was sent several
-    times. Memory in addition to inputs and results: requests until they are answered, results that
-    have arrived, and the partial or the fp32 gradients above. Results are merged, and gradients
-    added, in the order of the tasks, so that a step has the same bits with any servers of the same
-    kind. A call raises a `ServersError` if the pool is closed, or if neither its servers nor this
-    process have computed a task within the deadlines.
+    `traffic` has a row for each task. The step of the row is the number of the task, and the peer
+    is −1, because any server may compute the task. `sent_bytes` counts a task once, even if the
+    task was sent several times. Memory in addition to inputs and results: requests until they are
+    answered, results that have arrived, and the partial or the fp32 gradients above. Results are
+    merged in the order of the tasks, and gradients are added in the same order. A training step
+    therefore has the same bits with any servers of the same hardware. A call raises a
+    `ServersError` if the pool is closed, or if neither a server nor this process has computed a
+    task within the deadlines.
 
     Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
     (2025), sections 3 and 4.

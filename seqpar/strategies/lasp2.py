@@ -1,15 +1,16 @@
 """LASP-2: linear attention across ranks, which exchange states once in forward and once in
 backward.
 
-A *span* is consecutive tokens of a document on one rank. Its *state* is a matrix (D, Dv) per KV
-head that sums up its keys and values. The loop `lasp2` of docs/internals/in_300_lines.md shows the
-idea. This strategy adds decay, packed documents in any layout, and a backward. The code that it
-shares with ZeCO is in `seqpar/linear/states/`.
+A *span* is a range of consecutive tokens of a document on one rank. The *state* of a span is a
+matrix (D, Dv) for each KV head, the sum over the span's keys and values. The loop `lasp2` of
+docs/internals/in_300_lines.md shows the idea. This strategy adds decay, packed documents in any
+layout, and a backward. The code that LASP-2 and ZeCO share is in `seqpar/linear/states/`.
 
 Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid" (2025),
 algorithms 1 to 4. Here each span has a state of its own, so that any layout works. A rank receives
-only the states that its spans need: on contiguous and zigzag layouts, at most one state of each
-document from each other rank. States are sent while ranks compute with their own tokens.
+only the states that its spans need. On contiguous and zigzag layouts, a rank receives at most one
+state of each document from each other rank. States are sent while ranks compute with their own
+tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from seqpar.strategies.zeco import ZeCO
 
 @dataclass(frozen=True)
 class LASP2(StateStrategy):
-    """Sends states to all ranks that need them, in one exchange."""
+    """The strategy that sends states to all ranks that need them, in one exchange."""
 
     name = "lasp2"
     transport = "all_gather"
@@ -63,8 +64,9 @@ TRANSPORTS = (LASP2.transport, ZeCO.transport)
 class GatheredStates:
     """The exchange of states in a forward or backward.
 
-    `post` sends this rank's states to the ranks that need them. `wait` returns, for each place of
-    this rank that needs one, the sum of the states before it.
+    `post` sends this rank's states to the ranks that need them. `wait` returns a sum of states for
+    each *station* of this rank, which is a position that needs the sum of all earlier states of its
+    document.
     """
 
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:
@@ -105,37 +107,39 @@ class LASP2Attention(LinearModule):
 
         out_i = scale · Σ_{j≤i} λ^{i−j} (q_i·k_j) v_j
 
-    where λ = exp(log_decay) is a constant for each KV head. A *span* is consecutive tokens of a
-    document on one rank. The *state* of tokens is the matrix of their sum Σ λ^{…} k_j v_jᵀ for each
-    KV head. It has S = B·Hkv·D·Dv·4 bytes (in fp64, 8 instead of 4), for any number of tokens.
+    where λ = exp(log_decay) is a constant for each KV head. A *span* is a range of consecutive
+    tokens of a document on one rank. The *state* of some tokens is the matrix Σ λ^{…} k_j v_jᵀ for
+    each KV head. A state has S = B·Hkv·D·Dv·4 bytes (in fp64, 8 instead of 4), for any number of
+    tokens.
 
-    Any layout is accepted, unless states would be larger than tokens: a layout is refused if a rank
-    has more than 4 spans of a document and these have on average fewer than D·Dv·4 / ((D + Dv)·b)
-    tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
+    Any layout is accepted, unless states would be larger than tokens. A layout is refused if a rank
+    has more than 4 spans of a document, and these spans have on average fewer than D·Dv·4 / ((D +
+    Dv)·b) tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
 
     Kept for backward are q, k, v, and a state for each span that does not begin its document. With
-    `initial_state`, a state is kept for each span. With `causal=False`, one is kept for each
+    `initial_state`, a state is kept for each span. With `causal=False`, a state is kept for each
     document of which the rank has tokens.
 
-    `transport="all_gather"`: ranks send states in one exchange. It is posted before a rank computes
-    with its own tokens, and this compute hides it. In forward, rank r sends S to another rank for
-    each of that rank's spans, if r has tokens of the document that lie before this span and after
-    that rank's previous span. For a contiguous document, this is at most S to each later rank, and
-    for a zigzag document at most S to each other rank. Backward sends as many bytes in the other
-    direction.
+    `transport="all_gather"`: ranks send states in one exchange. The exchange is posted before a
+    rank computes with its own tokens, and this computation hides the exchange. In forward, rank r
+    sends S bytes to rank p for each span of p, if r has tokens of the document between p's previous
+    span and this span. For a contiguous document, r sends at most S bytes to each later rank. For a
+    zigzag document, r sends at most S bytes to each other rank. Backward sends as many bytes in the
+    other direction.
 
-    `transport="scan"` (ZeCO's All-Scan): a state passes from span to span, and each rank adds its
-    own. The state is cut into `blocks` blocks, so that several links work at the same time. A rank
-    sends one S for each of its spans after which the document continues on another rank, for any
-    number of ranks. This takes P − 1 steps. With `causal=False`, a rank sends two S for each of its
-    documents, in 2 (P − 1) steps.
+    `transport="scan"` (ZeCO's All-Scan): a sum of states is sent from span to span, and each rank
+    adds the state of its span. The sum is cut into `blocks` blocks, so that several links work at
+    the same time. A rank sends S bytes for each of its spans after which the document continues on
+    another rank, for any number of ranks. The transport takes P − 1 steps. With `causal=False`, a
+    rank sends 2·S bytes for each of its documents, in 2 (P − 1) steps.
 
-    With `return_state`, the rank that holds the last token of a document also sends S to all other
-    ranks in forward, so that all ranks have the same bits. This is a separate exchange, step 1 in
-    traffic and traces, and the last compute of forward hides it. Backward then begins with the
-    gradients of the final states, which all ranks have. With "all_gather", r also sends S to each
-    rank that has tokens of a document, if none of r's tokens follow that rank's last one. With
-    "scan", each rank also sends S to the rank that holds the last token of each document.
+    With `return_state`, the rank that holds the last token of a document also sends the final
+    state, of S bytes, to all other ranks in forward. All ranks therefore have the same bits. Final
+    states are sent in a separate exchange, step 1 in traffic and traces. The last computation of
+    forward hides this exchange. Backward then begins with the gradients of the final states, which
+    all ranks have. With "all_gather", r also sends S bytes to each rank p that has tokens of a
+    document, if r has no tokens of the document after p's last token. With "scan", each rank also
+    sends S bytes to the rank that holds the last token of each document.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
@@ -146,8 +150,8 @@ class LASP2Attention(LinearModule):
         check_ranks: whether to compare a digest of each call between ranks first, in ⌈log₂ P⌉
             messages of 64 bytes. If ranks disagree, all then raise the same ValueError instead of
             hanging.
-        routing: how to send messages between nodes over several NICs at the same time. None sends
-            them directly; "scan" requires None.
+        routing: how to send messages between nodes over several NICs at the same time. With None,
+            messages are sent directly. "scan" requires None.
 
     Sun et al., "LASP-2" (2025), algorithms 1 to 4; "ZeCO" (2025), section 3.
     """
@@ -198,8 +202,8 @@ class LASP2Attention(LinearModule):
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16. If q is a DTensor, all tensors must be, on the same mesh, with no
-                dimension sharded except heads, and these evenly. The results are then DTensors too.
+                bf16 or fp16. If q is a DTensor, all tensors must be DTensors on the same mesh. They
+                may be sharded only along heads, and evenly. The results are then DTensors too.
             k: (T_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
             v: (T_local, Hkv, Dv) or with the batch in front.
             layout: the tokens of the packed batch that each rank holds.
@@ -223,8 +227,8 @@ class LASP2Attention(LinearModule):
             (out, state), where the state is like `initial_state`. Both are differentiable.
 
         Raises:
-            ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
-                and is raised before anything is sent.
+            ValueError: if the call is wrong or cannot be computed exactly. The message names the
+                argument, and nothing was sent.
         """
         if others:
             self._refuse_others(others, q, k, v)

@@ -1,4 +1,4 @@
-"""Mesh attention: queries are sent within rows of ranks, keys and values within columns.
+"""Mesh attention: queries are sent within rows of ranks, and keys and values within columns.
 
 The ranks form a mesh with R rows and C columns. Each rank computes the queries of its row over the
 keys of its column. In docs/internals/in_300_lines.md, the loop `ring` shows what happens in a
@@ -6,8 +6,9 @@ column, and the loop `token_ring` what happens in a row. The code is in `seqpar/
 
 A rank receives queries of C − 1 ranks and keys of R − 1 ranks, where Ring receives keys of P − 1
 ranks. A mesh with one row is TokenRing. A mesh with one column has the traffic of Ring. In the
-paper, ranks forward rows along rings. Here a rank sends rows directly and only to ranks that need
-them, and computes some of its local work at the end, to hide the last results.
+paper, ranks pass queries and keys on along rings. Here a rank sends queries and keys directly, and
+only to ranks that need them. A rank computes some work with its own queries and keys at the end, to
+hide the last results.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_COUNT = 2**16  # limit for ranks, heads and dims, so that their products fit
 
 @dataclass(frozen=True)
 class Mesh(TileStrategy):
-    """Sends queries within a row of ranks, and keys and values within a column."""
+    """The strategy that sends queries within a row, and keys and values within a column."""
 
     name = "mesh"
     # The dtype in which keys and values are sent: None for their own, or an 8-bit dtype.
@@ -78,24 +79,26 @@ class MeshAttention(Attention):
 
     Args:
         mesh: a 2-D DeviceMesh. `seqpar.best_mesh` returns the shape with which ranks send the
-            fewest bytes. If the mesh is a part of a larger mesh, all ranks of the larger mesh must
-            make the first module on it at the same point of their programs, because this makes a
-            process group.
+            fewest bytes. The first module on a mesh makes a process group. If the mesh is a part of
+            a larger mesh, all ranks of the larger mesh must therefore make this module at the same
+            point of their programs.
         check_ranks, deterministic, routing: as in `Attention`. `deterministic="ranks"` is refused.
         partial_dtype: the dtype in which partial outputs return, as in `TokenRingAttention`. The
-            default adds no error; on meshes with several rows, it is the accumulator's dtype.
-        message_dtype: the dtype in which keys and values are sent, as in `RingAttention`. By
-            default it is their own.
+            default adds no error. On meshes with several rows, the default is the accumulator's
+            dtype.
+        message_dtype: the dtype in which keys and values are sent, as in `RingAttention`. The
+            default is the dtype of k.
         gradient_dtype: the dtype in which contributions to dq, dk and dv return, as in
             `RingAttention` and `TokenRingAttention`. By default, dk and dv return in the
             accumulator's dtype, and so does dq on meshes with several rows.
 
-    A rank first posts all exchanges of keys in its column, and computes its own queries with these
-    keys as they arrive. It holds the keys until the end. Then the queries of the other ranks in its
-    row arrive, one rank after another. While a rank computes with them, the results of the rank
-    before return over the other direction of the links. Some work with own queries is left for the
-    end. It hides the last results and, in backward, the return of dk and dv. The rank that holds a
-    row merges results, or adds gradients, in fp32 in the order of the steps.
+    A rank first posts all exchanges of keys in its column, and computes attention of its own
+    queries over these keys as they arrive. The rank holds the keys until the end. Then the queries
+    of the other ranks in its row arrive, one rank after another. While a rank computes with the
+    queries of one rank, the results of the preceding rank return in the other direction of the
+    links. Some work with the rank's own queries is left for the end. This work hides the last
+    results and, in backward, the return of dk and dv. The rank that holds a query merges its
+    results, or adds its gradients, in fp32 in the order of the steps.
 
     Bytes sent by rank r. m(r, s) is the number of its query rows that attend to some key of the
     column of s. n(r, s) is the number of its key rows to which some query of the row of s attends.
@@ -110,8 +113,9 @@ class MeshAttention(Attention):
       gradient), results Σ m(p, r)·B·Hq·D·d, keys and values as in forward, and their gradients Σ
       n(o, r)·B·Hkv·(D + Dv)·e.
 
-    Messages: one with keys and values to each rank of the column, and in backward another one with
-    their gradients. The messages to each rank of the row are as in `TokenRingAttention`.
+    Messages: one message with keys and values to each rank of the column, and in backward a second
+    message with gradients of keys and values. The messages to each rank of the row are as in
+    `TokenRingAttention`.
 
     Memory in addition to inputs and results, if T local rows are all sent. Queries and their
     results take the same memory as in `TokenRingAttention`, with g and c as there. In addition:
@@ -161,11 +165,11 @@ def best_mesh(
     """Return the shape (rows, columns) of the mesh with which `MeshAttention` sends the fewest
     bytes.
 
-    The function tries all shapes. It minimises the bytes of the rank that sends the most, for a
-    call and its backward over one long document in a zigzag layout. If several shapes are equal, it
-    returns the one with the fewest columns. With Hkv = Hq, the shape is about square. With G query
-    heads per KV head, it has about √(P/G) columns. If the result is (P, 1), use Ring, which then
-    sends no more bytes and holds fewer keys.
+    The function compares all shapes. It minimises the bytes of the rank that sends the most, for a
+    call and its backward over one long document in a zigzag layout. If several shapes send equally
+    many bytes, the function returns the shape with the fewest columns. With Hkv = Hq, the best mesh
+    is about square. With G query heads per KV head, the best mesh has about √(P/G) columns. If the
+    result is (P, 1), use Ring, which then sends no more bytes than the mesh and holds fewer keys.
 
     Args:
         ranks: P, the number of ranks.
@@ -231,10 +235,11 @@ def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal:
     """Return the bytes that each rank sends for one document in a zigzag layout, per row of a
     chunk.
 
-    Each rank holds two chunks of the document. Under a causal mask, queries of other ranks always
-    attend to the first chunk of a rank's keys. They attend to the second chunk if they come from a
-    rank before it. The second chunk of a rank's queries always attends to keys of every column. The
-    first chunk does so if some rank of the column comes before the rank.
+    Each rank holds two chunks of the document, an early and a late chunk. Under a causal mask, some
+    query of each other rank attends to the early chunk of a rank's keys. Queries of a rank with a
+    lower number also attend to the late chunk of keys. The late chunk of a rank's queries attends
+    to keys of every column. The early chunk of queries attends to keys of a column if some rank of
+    the column has a lower number than this rank.
     """
     (rows, columns), (query, result, key, gradient) = shape, sizes
     ranks = np.arange(rows * columns)

@@ -1,9 +1,9 @@
 """Recurrent attention, such as Gated DeltaNet or Mamba-2, across ranks.
 
-A *span* is consecutive tokens of a document on one rank. The tokens of a span turn the state that
-enters the span into the state that leaves it. This function is the span's *map*. Ranks exchange
-maps, and compose them along each document. The loop `lasp2` of docs/internals/in_300_lines.md shows
-the idea for states. The code is in `seqpar/linear/maps/`.
+A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
+function from the state before the span to the state after the span. Ranks exchange maps, and
+compose the maps along each document. The loop `lasp2` of docs/internals/in_300_lines.md shows the
+idea for states. The code is in `seqpar/linear/maps/`.
 """
 
 from __future__ import annotations
@@ -56,43 +56,47 @@ class RecurrentAttention(LinearModule):
     | "gated_delta" | (T_local, H) | (T_local, H) | Gated DeltaNet: Qwen3-Next, Qwen3.5 |
     | "kda" | (T_local, H, K) | (T_local, H) | Kimi Linear |
 
-    A *span* is consecutive tokens of a document on one rank. The *map* (A, N) of a span turns the
-    state S that enters the span into A S + N. A state has S = B·H·K·V·4 bytes (in fp64, 8 instead
-    of 4), and a map has M = S + B·H·a·4 bytes, for any number of tokens. a is K for a decay
-    per key channel, K² for the delta rule, and 1 for the other kinds.
+    A *span* is a range of consecutive tokens of a document on one rank. The *map* (A, N) of a span
+    is the function from the state S before the span to the state A S + N after the span. A state
+    has S = B·H·K·V·4 bytes (in fp64, 8 instead of 4), and a map has M = S + B·H·a·4 bytes, for any
+    number of tokens. a is K for a decay per key channel, K² for the delta rule, and 1 for the other
+    kinds.
 
-    Any layout is accepted, unless maps would be larger than tokens: a layout is refused if a rank
-    has more than 4 spans of a document and these have on average fewer than (K·V + a)·4 / ((K +
-    V)·b) tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
+    Any layout is accepted, unless maps would be larger than tokens. A layout is refused if a rank
+    has more than 4 spans of a document, and these spans have on average fewer than (K·V + a)·4 /
+    ((K + V)·b) tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
 
     Kept for backward are the inputs, and a state for each span that does not begin its document.
     With `initial_state`, a state is kept for each span. Backward sends as many bytes as forward, in
     the other direction.
 
-    `transport="all_gather"`: ranks send maps in one exchange. It is posted before a rank computes
-    with its own tokens, and this compute hides it. A rank sends the map of each of its spans, M, to
-    every rank that has a later span of the document. Instead of the map of the first span of a
-    document (in backward, the last), it sends a state, S. For a contiguous document, a rank thus
-    sends M to each later rank. Each rank receives P maps and applies them one after another. This
-    is the least work on few ranks, but on 256 ranks P·M are gigabytes.
+    `transport="all_gather"`: ranks send maps in one exchange. The exchange is posted before a rank
+    computes with its own tokens, and this computation hides the exchange. A rank sends the map of
+    each of its spans, of M bytes, to every rank that has a later span of the document. For the
+    first span of a document (in backward, the last span), a rank sends a state of S bytes instead
+    of the map. For a contiguous document, a rank sends M bytes to each later rank. Each rank
+    receives up to P maps, and applies one map after another. On few ranks, "all_gather" is the
+    transport with the least work. On 256 ranks, P·M are gigabytes.
 
-    `transport="scan"`: states pass from span to span, cut into `blocks` blocks. A rank sends one S
-    for each of its spans after which the document continues on another rank, for any number of
-    ranks. This takes P − 1 steps. It sends the fewest bytes: use it with slow links and few ranks.
+    `transport="scan"`: a state is sent from span to span, cut into `blocks` blocks. A rank sends S
+    bytes for each of its spans after which the document continues on another rank, for any number
+    of ranks. The transport takes P − 1 steps. "scan" sends the fewest bytes. Use "scan" with slow
+    links and few ranks.
 
     `transport="tree"`: maps are composed by recursive doubling. If a document has n spans, there
     are ⌈log₂ n⌉ steps. In step d, the rank with span i sends M to the rank with span i + 2ᵈ, or S
-    if i < 2ᵈ. In each step, a rank composes two maps for each of its spans. It holds at most about
-    seven maps per span, for any number of ranks: use it with many ranks.
+    if i < 2ᵈ. In each step, a rank composes two maps for each of its spans. A rank holds at most
+    about seven maps per span, for any number of ranks. Use "tree" with many ranks.
 
-    The kinds "linear" and "constant_decay" send maps only with "tree". With "all_gather" and "scan"
-    they send the messages of `LASP2Attention`, and its rules for `log_decay` hold.
+    The kinds "linear" and "constant_decay" send maps only with "tree". With "all_gather" and
+    "scan", they send the messages of `LASP2Attention`, and the rules of `LASP2Attention` for
+    `log_decay` apply.
 
-    With `return_state`, the rank that holds the last token of a document also sends S to all other
-    ranks in forward. This is a separate exchange, step 1 in traffic and traces, and the last
-    compute of forward hides it. Backward begins with the reverse: each rank sends its gradient of a
-    final state, S, to the rank that holds the document's last token, and the first compute of
-    backward hides it.
+    With `return_state`, the rank that holds the last token of a document also sends the final
+    state, of S bytes, to all other ranks in forward. Final states are sent in a separate exchange,
+    step 1 in traffic and traces, which the last computation of forward hides. Backward begins with
+    the reverse exchange: each rank sends its gradient of a final state, of S bytes, to the rank
+    that holds the document's last token. The first computation of backward hides this exchange.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
@@ -153,17 +157,17 @@ class RecurrentAttention(LinearModule):
         """Compute recurrent attention of this rank's queries over the tokens of all ranks.
 
         `layout`, `scale`, `return_state`, DTensors, gradients and errors are as in
-        `LASP2Attention.forward`. Keys are used as they are: if a model needs keys of length 1,
-        normalise them before the call.
+        `LASP2Attention.forward`. The call does not normalise keys. If a model needs keys of length
+        1, normalise the keys before the call.
 
         Args:
             q: (T_local, Hq, K) or (B, T_local, Hq, K), in the layout's local order; fp64, fp32,
                 bf16 or fp16.
             k: (T_local, Hk, K) or with the batch in front.
             v: (T_local, Hv, V) or with the batch in front. One of Hk and Hv must be a multiple of
-                the other, and H is the larger one. Hq must divide H or be a multiple of H. If one
-                tensor has fewer heads than another, each of its heads is used with the same number
-                of consecutive heads of the other.
+                the other, and H is the larger one. Hq must divide H or be a multiple of H. A tensor
+                with fewer heads than another tensor shares each head among the same number of
+                consecutive heads of the other tensor.
             log_decay: at most 0, with the shape in the table. If q has a batch dimension and the
                 decay has tokens, the decay has the batch dimension too. Any float dtype is
                 accepted; use fp32 for decays close to 1. Values are not checked. A constant decay
@@ -204,9 +208,10 @@ class RecurrentAttention(LinearModule):
     ) -> tuple[Tensor, Tensor]:
         """Continue each of N documents by one or several tokens. Return out and the next state.
 
-        This is plain PyTorch and sends nothing. q, k and v are (N, heads, dim), or (N, t, heads,
-        dim) for t tokens, and so are the gates. The state (N, H, K, V) comes from a call with
-        `return_state` or from an earlier step. `seqpar.linear.decode.decode_step` lists the errors.
+        The method is plain PyTorch and sends nothing. q, k and v are (N, heads, dim), or (N, t,
+        heads, dim) for t tokens. The gates have the same leading dimensions. The state (N, H, K, V)
+        comes from a call with `return_state` or from an earlier step.
+        `seqpar.linear.decode.decode_step` lists the errors.
         """
         return decode_step(self.kind.name, Inputs(q, k, v, log_decay, beta), state, scale)
 

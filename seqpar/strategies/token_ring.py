@@ -1,12 +1,15 @@
-"""TokenRing attention: keys and values stay, queries are sent, and their results return.
+"""TokenRing attention: keys and values stay on their ranks, queries are sent, and their results
+return.
 
-In step s, rank r computes for the queries of rank r − s. Meanwhile the queries of the next step
-arrive, and the results of the step before are sent back. Queries and results use separate
-exchanges; otherwise results would be sent one step later. The loop `token_ring` of
-docs/internals/in_300_lines.md shows the idea. The code is in `seqpar/softmax/queries/`.
+In step s, rank r computes attention of the queries of rank r − s over its own keys. During this
+computation, the queries of the next step arrive, and the results of the preceding step are sent
+back. Queries and results use separate exchanges, because in a common exchange results would be sent
+one step later. The loop `token_ring` of docs/internals/in_300_lines.md shows the idea. The code is
+in `seqpar/softmax/queries/`.
 
-The paper has no backward. Here, q, dout, lse and delta are sent, dq returns, and dk and dv stay. A
-rank computes half of the work with its own queries at the end, while the last results return.
+The paper has no backward. In our backward, q, dout, lse and delta are sent, dq returns, and dk and
+dv stay on their ranks. A rank computes half of the work with its own queries at the end, while the
+last results return.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class TokenRing(TileStrategy):
-    """Sends queries in one direction and results in the other: a mesh with a single row of
-    ranks.
+    """The strategy that sends queries in one direction and results in the other: a mesh with one
+    row.
     """
 
     name = "token_ring"
@@ -47,13 +50,15 @@ class TokenRingAttention(Attention):
         partial_dtype: the dtype in which partial outputs return. lse always returns in the
             accumulator's dtype.
 
-            * None, the default, adds no error: it is q's dtype for results that one call of
-              FlashAttention computed, and otherwise the accumulator's dtype, fp32 (fp64 for fp64).
+            * None, the default, adds no error. Results that one call of FlashAttention computed
+              then return in q's dtype. All other results return in the accumulator's dtype, fp32
+              (fp64 for fp64).
             * torch.bfloat16 with bf16 inputs rounds each partial output once more, to the dtype of
               the result. The RMS error of out is at most √2 times that of one device. With 2 to 16
-              ranks and 1,024 tokens, 1.08 to 1.24 times was measured under a causal mask, and 1.23
-              to 1.40 times without. For gradients it was at most 1.02 times. With fp32 inputs, the
-              error of out is about 3,000 times that of one device.
+              ranks and 1,024 tokens, the measured error of out was 1.08 to 1.24 times that of one
+              device under a causal mask, and 1.23 to 1.40 times without a mask. The measured error
+              of gradients was at most 1.02 times that of one device. With fp32 inputs, the error of
+              out is about 3,000 times that of one device.
             * torch.int8 or torch.float8_e4m3fn takes Dv + 4 bytes per row and head. The error of
               out is about 0.2% with int8 (docs/internals/numerics.md).
 
@@ -67,23 +72,24 @@ class TokenRingAttention(Attention):
     * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (with 3e in place of 2e if lse has a
       gradient), results Σ m(p, r)·B·Hq·D·d.
 
-    Messages: one with queries to each other rank, and one with results. If the rows are a single
-    contiguous range, backward sends q, dout and the statistics in separate messages, without a
-    copy. Ranks with many rows send their heads in g groups, and the compute of one group hides the
-    messages of the next. g is computed as in `RingAttention`, with query rows in place of key rows.
+    Messages: one message with queries and one message with results to each other rank. If the rows
+    are a single contiguous range, backward sends q, dout and the statistics in separate messages,
+    without a copy. Ranks with many rows send their heads in g groups, and the compute of one group
+    hides the messages of the next. g is computed as in `RingAttention`, with query rows in place of
+    key rows.
 
     Memory in addition to inputs and results, in bytes, if T local rows all attend to keys of every
-    rank. A rank holds two blocks of a peer's queries, and a third block of queries that it sends if
-    these are copied (c = 1, otherwise c = 0). It holds three blocks of results: one leaves, one
-    returns, and one is computed or merged. Only the terms that are not divided by g grow with the
-    rows.
+    rank. A rank holds two blocks of a peer's queries. If the queries that the rank sends are
+    copied, the copy is a third block, and c is 1. Otherwise c is 0. A rank holds three blocks of
+    results: one block is sent, one block returns, and one block is computed or merged. Only the
+    terms that are not divided by g grow with the rows.
 
     * forward: B·T·Hq·(4·Dv + 8 + ((2 + c)·D·b + 3·(Dv·w + 4) + 8)/g);
     * backward: B·T·Hq·(4·D + 16 + ((2 + c)·((D + Dv)·b + 8) + 3·D·d)/g), and dk and dv in fp32.
 
     TokenRing is faster than Ring if Hkv = Hq, and if queries and results have separate links that
-    are free at the same time. Ranks on a full mesh of links have these, and ranks on a host with
-    one NIC do not. Bytes per token in each direction, with D = Dv and elements of 2 bytes:
+    are free at the same time. A full mesh of links has such separate links. A host with one NIC
+    does not. Bytes per token in each direction, with D = Dv and elements of 2 bytes:
 
     | | Ring, keys and values | Ring, gradients | TokenRing, queries | TokenRing, results |
     |---|---|---|---|---|

@@ -1,12 +1,13 @@
-"""Ulysses attention: ranks exchange tokens for heads, compute some heads each, and exchange back.
+"""Ulysses attention: ranks exchange tokens for heads, each rank computes some heads, and out is
+exchanged back.
 
 The loop `ulysses` of docs/internals/in_300_lines.md shows the idea. This strategy adds any number
-of heads, and computes heads in groups: the messages of one group hide under the compute of another.
-Query heads are divided over ranks as evenly as possible, at most ⌈Hq/P⌉ per rank. A KV head is sent
-to every rank that has one of its query heads.
+of heads, and computes heads in groups. The computation of one group hides the messages of another
+group. Query heads are divided over ranks as evenly as possible, at most ⌈Hq/P⌉ per rank. A KV head
+is sent to every rank that has one of its query heads.
 
-USP (`usp.py`) uses the same code on a mesh: heads are exchanged within rows of `inner` ranks, and
-the strategy `outer` computes attention with them between rows.
+USP (`usp.py`) uses the same code on a mesh. Heads are exchanged within rows of `inner` ranks, and
+the strategy `outer` computes attention of these heads across rows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from seqpar.strategies.ring import Ring
 
 @dataclass(frozen=True)
 class Ulysses(Strategy):
-    """Exchanges tokens for heads."""
+    """The strategy that exchanges tokens for heads."""
 
     name = "ulysses"
     head_groups: int = 2  # the number of groups of a rank's heads, at most one per head
@@ -79,9 +80,10 @@ class Ulysses(Strategy):
     def heads(self, ranks: int, q_heads: int, kv_heads: int) -> HeadGroups:
         """Return the heads of each rank of a row, in groups.
 
-        If the mesh has several rows, groups do not divide the query heads of a KV head, which would
-        then be sent once per group. With `deterministic="ranks"`, ranks do not divide them either,
-        because the gradient of a KV head must be summed over its query heads in one fixed order.
+        If the mesh has several rows, all query heads of a KV head are in one group, because
+        otherwise the KV head would be sent once per group. With `deterministic="ranks"`, all query
+        heads of a KV head are also on one rank, because the gradient of the KV head must be summed
+        over its query heads in one fixed order.
         """
         inner, whole = self.merged_size(ranks), self.rank_invariant
         divided = inner, q_heads, kv_heads, self.head_groups
@@ -263,15 +265,15 @@ class Ulysses(Strategy):
 class UlyssesAttention(Attention):
     """Softmax attention in which ranks exchange tokens for heads.
 
-    Before the attention, an all-to-all exchanges q, k and v: each rank then has some heads of all
-    tokens. After it, another all-to-all returns the output. A rank computes at most ⌈Hq/P⌉ query
-    heads, in any layout. The numbers of heads need not be multiples of the number of ranks: a KV
-    head is sent to each rank that needs it. See `Attention` for the call, which all strategies
-    share.
+    Before the attention, an all-to-all exchanges q, k and v, so that each rank has some heads of
+    all tokens. After the attention, a second all-to-all returns the output. A rank computes at most
+    ⌈Hq/P⌉ query heads, in any layout. The numbers of heads need not be multiples of the number of
+    ranks, because a KV head is sent to each rank that needs the head. See `Attention` for the call,
+    which all strategies share.
 
     Args:
         head_groups: the number of groups in which a rank computes its heads, 2 by default. The
-            messages of one group hide under the compute of another.
+            computation of one group hides the messages of another group.
         keep: which tensors forward keeps for backward, "heads" (the default) or "tokens"; see
             Memory.
 
@@ -294,12 +296,12 @@ class UlyssesAttention(Attention):
 
     Memory: with `keep="heads"`, forward keeps q, k, v, out and lse of all T tokens for this rank's
     heads, instead of the local tensors. They have [T·hq·(D + Dv) + T·hkv·(D + Dv)]·B·b + T·hq·B·e
-    bytes. With `keep="tokens"`, it keeps the local q, k, v, out and lse like other strategies, and
-    backward exchanges heads again. A forward or backward then holds at most two groups at a time:
-    the group that it computes and the next one, which arrives. It also holds the messages of the
-    group before and of the next group. With 64 heads on 8 ranks in 8 groups, compute then takes 1/8
-    of the memory that it takes for all heads together. k and v of a KV head are held as long as
-    groups have its query heads.
+    bytes. With `keep="tokens"`, forward keeps the local q, k, v, out and lse like other strategies,
+    and backward exchanges heads again. A rank then holds at most two groups at a time: the group
+    that is being computed, and the next group, which arrives. The rank also holds the messages of
+    the preceding group and of the next group. For example, with 64 heads on 8 ranks in 8 groups,
+    computation takes 1/8 of the memory for all heads together. k and v of a KV head are held until
+    the last group with query heads of this KV head is computed.
 
     Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
     Sequence Transformer Models" (2023), section 3. Ghadia et al., "Untied Ulysses: Memory-Efficient

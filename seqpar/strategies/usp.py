@@ -1,8 +1,10 @@
-"""USP: ranks of a row of a mesh exchange heads, and another strategy sends messages between rows.
+"""USP: a mesh of ranks, whose rows exchange heads, while a second strategy such as Ring runs in
+each column.
 
-The loop `ulysses` of docs/internals/in_300_lines.md shows the exchange of heads. Here a second
-strategy, such as Ring, computes the attention of these heads between the rows. The code is in
-`ulysses.py`, because Ulysses is a mesh with one row.
+The loop `ulysses` of docs/internals/in_300_lines.md shows the exchange of heads. After this
+exchange, the ranks of a column have the same heads of different tokens. The second strategy
+computes attention of these heads among the ranks of the column. The code is in `ulysses.py`,
+because Ulysses is a mesh with one row.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from seqpar.strategies.ulysses import Ulysses
 
 @dataclass(frozen=True)
 class USP(Ulysses):
-    """Exchanges heads within rows of ranks, and computes with the outer strategy between rows."""
+    """The strategy that exchanges heads within rows of ranks, and runs the outer strategy in
+    columns.
+    """
 
     name = "usp"
 
@@ -84,8 +88,8 @@ class USPAttention(Attention):
 
 
 def outer_strategies() -> dict[str, type[Attention]]:
-    """Return, by name, the modules whose strategies can run between rows: those that exchange no
-    heads.
+    """Return, by name, the modules whose strategies can be the outer strategy, because they
+    exchange no heads.
     """
     return {
         name: module for name, module in SOFTMAX.items() if not issubclass(module.strategy, Ulysses)

@@ -1,15 +1,16 @@
-"""ZeCO's All-Scan: a transport for LASP-2 in which states pass from rank to rank.
+"""ZeCO's All-Scan: a transport for LASP-2 that sends sums of states from rank to rank.
 
-A *span* is consecutive tokens of a document on one rank, and its *state* sums up its keys and
-values. A rank receives the sum of the states before its span, adds the state of its span, and sends
-the sum on. The loop `lasp2` of docs/internals/in_300_lines.md shows what the states are for; there,
-each rank gets all states instead.
+A *span* is a range of consecutive tokens of a document on one rank. The *state* of a span is a
+matrix for each KV head, the sum over the span's keys and values. A rank receives the sum of the
+states before its span, adds the state of its span, and sends the new sum to the next rank. The loop
+`lasp2` of docs/internals/in_300_lines.md shows the use of states. In this loop, each rank gets all
+states.
 
 "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (2025), section 3. If
 λ is the decay and a span has L tokens, the rank sends λ^L times the received sum, plus the state of
-its span. A state is cut into K blocks. It then passes through P ranks in the time of (P − 2 + K) /
-K transfers of a whole state. States of different documents that take the same step share one
-message per block. Without causality, the sum of all states then returns along the same ranks.
+its span. A state is cut into K blocks. All P ranks then have the state after the time of (P − 2 +
+K) / K transfers of a whole state. States of several documents that are sent in the same step share
+one message per block. Without causality, the sum of all states then returns along the same ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from seqpar.linear.states.state_strategy import StateCall, StateStrategy
 
 @dataclass(frozen=True)
 class ZeCO(StateStrategy):
-    """Passes states from span to span."""
+    """The strategy that sends sums of states from span to span."""
 
     name = "zeco"
     transport = "scan"
@@ -98,7 +99,7 @@ class _Scanned(ScannedStates):
 
 
 class _Decays(TableHolder):
-    """By how much the sums decay that a rank sends on: the numbers of rows, and the heads."""
+    """The decays of the sums that a rank sends: the number of rows, and the heads."""
 
     def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape) -> None:
         heads = np.arange(plan.blocks * plan.rows) // shape.dim % shape.kv_heads
@@ -120,6 +121,8 @@ class _Decays(TableHolder):
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return into how many equal blocks a state's B·Hkv·D rows are cut: at most `blocks`."""
+    """Return the number of equal blocks into which the B·Hkv·D rows of a state are cut: at most
+    `blocks`.
+    """
     rows = shape.batch * shape.kv_heads * shape.dim
     return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)
