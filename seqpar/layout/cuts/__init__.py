@@ -1,4 +1,4 @@
-"""Cuts of documents into the spans that each rank holds: contiguous, zigzag, striped and others.
+"""Cuts: rules that assign spans of documents to ranks, such as contiguous, zigzag and striped.
 
 Start with `cut.py`, which defines the protocol `Cut`.
 """

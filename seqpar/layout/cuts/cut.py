@@ -1,9 +1,9 @@
 """`Cut`, the interface of the rules that divide a packed batch into spans on ranks.
 
-A cut stores the number of ranks and a few options. It computes the spans of one rank at a time from
-`cu_seqlens`, so that no array has an element for each pair of a document and a rank. This file also
-has two cuts: `Spans`, which lists all spans, and `Merged`, which treats several consecutive ranks
-of another cut as one rank.
+A *span* is a range of positions of one document that one rank holds. A cut stores the number of
+ranks and a few options. From `cu_seqlens`, a cut computes the spans of one rank at a time, so that
+no array has an element for each pair of a document and a rank. This file also has two cuts. `Spans`
+lists all spans. `Merged` treats several consecutive ranks of another cut as one rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Columns = tuple[Ints, Ints, Ints]  # the documents, starts and stops of spans
 
 
 class Counts(NamedTuple):
-    """How many tokens, spans and runs each rank holds, as arrays (ranks,).
+    """The numbers of tokens, spans and runs on each rank, as arrays (ranks,). A run is all tokens
+    of a document on one rank.
 
     `continued` is the number of spans that do not begin at the start of their document.
     """
@@ -35,7 +36,8 @@ class Counts(NamedTuple):
 class HeldSpans(NamedTuple):
     """Spans and the ranks that hold them, as arrays.
 
-    `numbers[i]` says to which of the documents that the caller asked about span i belongs.
+    `numbers[i]` is the document of span i, as an index into the documents that the caller has
+    given.
     """
 
     numbers: Ints
@@ -90,8 +92,8 @@ class Cut(Protocol):
         """Return (documents, 2P + 1), the edges of mirrored chunks, or None if chunks are not
         mirrored.
 
-        Chunks are mirrored if each of the P ranks c holds chunks c and 2P − 1 − c of each document.
-        Some chunks may be empty.
+        Chunks are mirrored if rank c of P ranks holds chunks c and 2P − 1 − c of each document, for
+        each c. Some chunks may be empty.
         """
 
 
@@ -133,7 +135,7 @@ class TableCut(CountedCut):
 class Spans(TableCut):
     """A cut that lists its spans. Rank c holds the spans edges[c] … edges[c + 1] − 1.
 
-    Spans of one rank that touch are joined.
+    Adjacent spans of one rank are joined.
     """
 
     edges: Ints
@@ -239,11 +241,11 @@ def merged(parts: Sequence[Columns]) -> Columns:
 
 
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
-    """Join spans of a rank that touch.
+    """Join adjacent spans of a rank.
 
-    Returns the joined spans, and for each of them the index of the first span from which it was
-    made. If the table has spans of several `ranks`, one rank after another, spans of different
-    ranks are not joined.
+    Returns the joined spans and, for each joined span, the index of its first part in the table. If
+    the table has spans of several `ranks`, one rank after another, spans of different ranks are not
+    joined.
     """
     documents, starts, stops = columns
     apart = np.ones(documents.size, bool)

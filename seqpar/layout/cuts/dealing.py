@@ -1,8 +1,9 @@
-"""Deal the tokens of a pack to ranks like cards, so that each rank gets the same number of tokens.
+"""The rule that deals the tokens of a pack to ranks like cards, so that ranks get equal numbers of
+tokens.
 
-`EvenZigzag` and `EvenStripes` use it. Tokens are dealt in *rounds*. In a round, each rank in turn
-gets one *part*, a range of consecutive tokens. All parts of a round have the same size. Parts of
-the last round may be smaller. Each of P ranks gets n = ⌈T/P⌉ of T tokens, whatever the documents
+`EvenZigzag` and `EvenStripes` use this rule. Tokens are dealt in *rounds*. In a round, each rank in
+turn gets one *part*, a range of consecutive tokens. All parts of a round have the same size. Parts
+of the last round may be smaller. Each of P ranks gets n = ⌈T/P⌉ of T tokens, whatever the documents
 are. If T < P·n, fewer than P tokens are missing at the end of the pack.
 """
 
@@ -16,19 +17,19 @@ from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, pa
 
 
 class DealtBefore(NamedTuple):
-    """For some indices of the pack: how many tokens were dealt to ranks before each index."""
+    """The numbers of tokens that were dealt to ranks before some indices of the pack."""
 
     dealt: Ints  # the number of tokens that each rank got in earlier rounds
     offset: Ints  # the number of tokens of this round that come before the index
     part: Ints  # the number of tokens that each rank gets in this round
 
     def dealt_to(self, rank: int | Ints) -> Ints:
-        """Return how many tokens a rank gets before the index."""
+        """Return the number of tokens that a rank gets before each index."""
         in_round = np.maximum(self.offset - rank * self.part, 0)
         return self.dealt + np.minimum(in_round, self.part)  # np.clip takes several times as long
 
     def dealt_below(self, rank: int | Ints) -> Ints:
-        """Return how many tokens the ranks 0 … `rank` − 1 together get before the index."""
+        """Return the total number of tokens that ranks 0 … `rank` − 1 get before each index."""
         return self.dealt * rank + np.minimum(self.offset, rank * self.part)
 
     def take(self, chosen: Ints) -> DealtBefore:
@@ -38,7 +39,7 @@ class DealtBefore(NamedTuple):
     def turn(self) -> Ints:
         """The rank that gets the token at the index.
 
-        Lower ranks already have their part of the round.
+        Ranks with lower numbers already have their part of the round.
         """
         return self.offset // self.part
 

@@ -1,4 +1,4 @@
-"""Cut documents into chunks of a fixed number of tokens, which become documents themselves."""
+"""A cut in which chunks of a fixed number of tokens take the place of documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stripes: ranges of consecutive tokens that ranks hold in turn.
+"""Striped cuts. A *stripe* is a range of consecutive tokens, and ranks get stripes in turn.
 
 `Striped` counts stripes from the start of each document. `EvenStripes` counts them from the start
 of the pack, so that each rank holds the same number of tokens.
@@ -68,7 +68,7 @@ class Striped(CountedCut):
         return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
 
     def _above(self, numbers: Ints) -> Ints:
-        """Return (ranks,): how many of the numbers are larger than the index of the rank."""
+        """Return (ranks,): the number of elements of `numbers` that are larger than the rank."""
         return numbers.size - np.cumsum(np.bincount(numbers, minlength=self.ranks))[: self.ranks]
 
 

@@ -1,7 +1,7 @@
-"""Zigzag: each rank holds an early and a late chunk of each document.
+"""Zigzag cuts: each rank holds an early and a late chunk of each document.
 
-All ranks then have about the same work under a causal mask. With `EvenZigzag` they also hold the
-same number of tokens.
+All ranks then have about the same work under a causal mask. With `EvenZigzag`, all ranks also hold
+the same number of tokens.
 """
 
 from __future__ import annotations
@@ -103,9 +103,10 @@ def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
 
 
 class _ChunkSizes(NamedTuple):
-    """How many tokens of each document each rank has, and how many of these are in its low chunk.
+    """The number of tokens of each document on each rank, and the number of these tokens in the
+    rank's low chunk.
 
-    If rank c has n_c tokens of a document, ⌊(n_c + up)/2⌋ of them are in its low chunk. `first` and
+    Rank c has n_c tokens of a document, of which ⌊(n_c + up)/2⌋ are in the low chunk. `first` and
     `last` describe the start and the end of each document.
     """
 
@@ -159,16 +160,16 @@ class _ChunkSizes(NamedTuple):
 class EvenZigzag(CountedCut):
     """Zigzag in which each rank has the same number of tokens.
 
-    Tokens are dealt to ranks one by one. This decides only how many tokens of each document a rank
-    gets, n_c for rank c. From its start to its end, a document then consists of the low chunks of
-    the ranks 0 … P − 1, and the high chunks of the ranks P − 1 … 0. Each chunk of rank c has n_c /
-    2 tokens. If n_c is odd, the high chunk is longer in every second document, and the low chunk in
-    the documents between. Each rank therefore has the same fraction of each document and of its
-    causal work, up to one token.
+    Tokens are dealt to ranks one by one. The deal decides only the number n_c of tokens of each
+    document that rank c gets. From its start to its end, a document then consists of the low chunks
+    of the ranks 0 … P − 1, and the high chunks of the ranks P − 1 … 0. Each chunk of rank c has n_c
+    / 2 tokens. If n_c is odd, the high chunk has one token more in every second document, and the
+    low chunk has one token more in the other documents. Each rank therefore has the same fraction
+    of each document and of the document's causal work, up to one token.
 
-    Documents of fewer than 2P·min_chunk tokens are dealt after all others, the longest first, in
-    parts of 2·min_chunk tokens. Such a document is on a few ranks or on a single one. Parts of the
-    same round have about the same work.
+    Documents of fewer than 2P·min_chunk tokens are dealt after all longer documents, in parts of
+    2·min_chunk tokens, beginning with the longest. Such a document is on one rank or on a few
+    ranks. Parts of the same round have about the same work.
     """
 
     ranks: int

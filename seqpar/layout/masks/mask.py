@@ -5,10 +5,11 @@ A *slice* is a range of query rows and a range of key rows of one document, with
 `slices_between` makes the slices of a mask between the queries of one rank and the keys of another.
 Slices do not overlap.
 
-Positions ascend within a run. The keys to which a query attends are therefore consecutive rows,
-which bisection finds. The number of slices is therefore proportional to the number of pairs of a
-document and a rank, or of a range and a rank if the mask has ranges, into however many spans
-documents are cut.
+A *run* is all tokens of a document on one rank. Positions ascend within a run. The keys of a run to
+which a query attends are therefore consecutive rows, which are found by bisection. The number of
+slices is proportional to the number of pairs of a document and a rank. If the mask has ranges, the
+number of slices is proportional to the number of pairs of a range and a rank. The number of slices
+does not depend on the number of spans.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Mask:
     A query at position i attends to the keys at the positions i − left … i + right, and to the
     first `prefix` keys. `left` and `right` may be `UNLIMITED`. `prefix` has one number for each
     document, or is None. With a `kv_layout`, a document may have L_q queries and a different number
-    of keys, L_kv. The last query and the last key then count as the same position, so that query i
-    counts as if it were at position i + L_kv − L_q. If there are `ranges`, only they decide the
-    pairs.
+    of keys, L_kv. The last query and the last key of a document are then aligned: query i is
+    treated as if its position were i + L_kv − L_q. If the mask has `ranges`, only the ranges decide
+    the pairs.
     """
 
     left: int
@@ -150,9 +151,10 @@ class Mask:
 class Slices:
     """The slices between a block of query rows and a block of key rows.
 
-    If different ranks hold the queries and the keys, one of the two blocks is sent to the other
-    rank, and that rank computes. Its own block has all of its rows. The block that is sent has only
-    rows that belong to some pair. If one rank holds both blocks, both have all rows.
+    If different ranks hold the queries and the keys, one of the two blocks is sent to the rank of
+    the other block, and this rank computes. The computing rank's own block has all rows of the
+    rank. The block that is sent has only rows that belong to some pair. If one rank holds both
+    blocks, both blocks have all rows.
     """
 
     q_rows: Ints  # (n, 2): the range of query rows of each slice
@@ -174,7 +176,7 @@ class Slices:
     def are_computed(self) -> bool:
         """Whether kernels are launched.
 
-        With padded tables, they are launched even if there is no pair.
+        With padded tables, kernels are launched even if there is no pair.
         """
         return len(self) > 0 or (self.most_runs > 0 and self.key_rows > 0)
 
@@ -255,9 +257,7 @@ class Slices:
         return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
 
     def of_queries(self, rows: Ints) -> Slices:
-        """Return these slices with only some query rows, which include all rows that attend to a
-        key.
-        """
+        """Return the slices over a part of the query rows, with all rows that attend to a key."""
         return replace(
             self,
             q_rows=rows_before(rows, self.q_rows),
@@ -310,9 +310,9 @@ def slices_between(
 ) -> Slices:
     """Return the slices of one rank's queries over another rank's keys.
 
-    They are cached with both geometries. By default the keys are sent, and their block has only the
-    keys to which some query attends. With `queries_travel` the queries are sent, and their block
-    has only the queries that attend to some key.
+    The slices are cached with both geometries. By default, keys are sent, and the block of keys has
+    only the keys to which some query attends. With `queries_travel`, queries are sent, and the
+    block of queries has only the queries that attend to some key.
     """
     queries_travel = queries_travel and q_rank != k_rank
 
@@ -413,7 +413,7 @@ def _middle(lengths: Ints) -> Ints:
 def _row(start: Ints, stop: Ints) -> int:
     """Return the row that divides the pairs of a slice in half.
 
-    In long slices it is a multiple of a tile.
+    In long slices, the row is a multiple of a tile.
     """
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]

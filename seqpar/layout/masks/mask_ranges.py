@@ -48,11 +48,11 @@ class Ranges(NamedTuple):
         return Ranges(*(column[chosen] for column in self))
 
     def trimmed(self) -> tuple[Ranges, Ints]:
-        """Make ranges as small as their pairs allow.
+        """Shrink each range to the rows that have pairs.
 
         Drop ranges without pairs, and bounds without effect.
 
-        Returns the remaining ranges, and the index of each in `self`.
+        Returns the remaining ranges, and the index of each remaining range in `self`.
         """
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
@@ -147,7 +147,7 @@ class MaskRanges:
 def described(handle: Tensor, canonical: bool) -> object:
     """Return a value by which ranks compare their masks.
 
-    With `canonical`, it is a text for errors.
+    With `canonical`, the value is a text for errors.
     """
     digest = key_of_handle(handle).hex()[:16]
     if not canonical:

@@ -1,12 +1,11 @@
-"""Count the rows that a rank needs from all other ranks under a mask, and those that they need from
-it.
+"""The numbers of rows that a rank sends to each rank, and receives from each rank, under a mask.
 
-Before a call, a rank must know how many rows it sends to and receives from each rank. This file
-counts them for one rank, called the *asking* rank. Attention has two *sides*, queries and keys. The
-*reach* of some rows is the set of positions on the other side with which these rows have a pair.
+Before a call, a rank must know these numbers. This file counts the rows for one rank, called the
+*asking* rank. Attention has two *sides*, queries and keys. The *reach* of some rows is the set of
+positions on the other side with which these rows have a pair.
 
-Only documents of the asking rank are processed, some at a time. For each document, only ranks in
-the reach of the asking rank are processed, so that no array has an element for each pair of a
+Only documents of the asking rank are processed, a few documents at a time. For each document, only
+ranks in the reach of the asking rank are processed. No array has an element for each pair of a
 document and a rank.
 """
 
@@ -35,7 +34,7 @@ _MAX_MIRRORED_SPANS = 2
 
 
 class Intervals(NamedTuple):
-    """Intervals of positions, as arrays (n,), each with the index of the span whose reach it is."""
+    """Intervals of positions, as arrays (n,). Each interval is part of the reach of one span."""
 
     spans: Ints
     starts: Ints
@@ -101,7 +100,9 @@ class Reach:
 
 
 class ReachedRows(NamedTuple):
-    """Those rows of one rank that rows of other ranks reach, as arrays (ranks,) or (groups,)."""
+    """The rows of one rank that are in the reach of other ranks, as arrays (ranks,) or
+    (groups,).
+    """
 
     counts: Ints  # the number of rows
     firsts: Ints  # the first row; undefined if the count is 0
@@ -136,10 +137,9 @@ class AttentionSide(NamedTuple):
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
-        """Return those rows of the asking rank that the rows of each other rank reach.
+        """Return the rows of the asking rank that are in the reach of each other rank.
 
-        If `groups` (ranks,) has a group for each rank, return the rows that some rank of each group
-        reaches.
+        If `groups` (ranks,) has a group for each rank, return the rows in the reach of each group.
         """
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
@@ -162,7 +162,7 @@ class AttentionSide(NamedTuple):
         return reached
 
     def their_rows(self, own: Holding) -> Ints:
-        """Return (ranks,): how many rows of each rank the rows of the asking rank reach."""
+        """Return (ranks,): the number of rows of each rank in the reach of the asking rank."""
         reached = self.own_reach.union_of(own)
         has_mirrored_chunks = self.others.cut.mirrored_edges(reached.offsets[:0]) is not None
         if has_mirrored_chunks and (np.diff(reached.documents) > 0).all():
@@ -272,9 +272,9 @@ class AttentionSide(NamedTuple):
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
     """Return (documents, ranks): the one position of each rank's chunks that decides their reach.
 
-    For queries, it is the end of the rank's last chunk of the document. For keys, it is the start
-    of the first chunk. For ranks without tokens of the document, it is −far for queries and far for
-    keys.
+    For queries, the position is the end of the rank's last chunk of the document. For keys, the
+    position is the start of the rank's first chunk. For ranks without tokens of the document, the
+    position is −far for queries and far for keys.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]

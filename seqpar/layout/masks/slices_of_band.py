@@ -1,4 +1,6 @@
-"""Find which query rows attend to which key rows under a band lo ≤ k_pos − q_pos ≤ hi."""
+"""The slices of a band lo ≤ k_pos − q_pos ≤ hi: the query rows and key rows that have pairs in the
+band.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
     """Return the clusters of query rows: the run of each cluster, its first row, and its last row +
     1.
 
-    A *cluster* is one or more spans of a run between which no gap is wider than the band, hi − lo.
-    The queries of a cluster therefore attend to one range of keys without gaps. Keys between the
-    ranges of two clusters are needed by nobody, and need not be sent.
+    A *cluster* is a group of spans of a run in which no gap between spans is wider than the band,
+    hi − lo. The queries of a cluster therefore attend to one range of keys without gaps. No query
+    attends to the keys between the ranges of two clusters, so these keys need not be sent.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -51,9 +53,9 @@ def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[In
 def trim(
     q_starts: Ints, q_stops: Ints, k_starts: Ints, k_stops: Ints, lows: Ints, highs: Ints
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
-    """Make rectangles as small as their pairs allow, and drop those without pairs.
+    """Shrink rectangles to the positions that have pairs, and drop rectangles without pairs.
 
-    Returns the indices of the remaining rectangles, and these rectangles.
+    Returns the indices of the remaining rectangles, and the remaining rectangles.
     """
     some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
     begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)

@@ -1,12 +1,12 @@
-"""Decide which rows are sent for tasks, between which ranks, and in which stage.
+"""The rows that are sent for tasks: between which ranks, and in which stage.
 
-A task is a rectangle of query positions and key positions (`tasks.py`). The rank that computes it
-is its *server*, and the rank that holds a row is the *owner* of the row.
-
-The queries that a server needs from other ranks are divided into stages. While the server computes
-one stage, the results of the stage before return. A key is sent to a server once, no later than the
-first queries of other ranks that attend to it. Its gradient can return after the last of these
-queries. The work of the server's own queries over keys of other ranks is spread over all stages.
+A *task* is a rectangle of query positions and key positions (`tasks.py`). The *server* of a task is
+the rank that computes the task. The *owner* of a row is the rank that holds the row. The queries
+that a server needs from other ranks are divided into stages. While the server computes one stage,
+the results of the preceding stage return. A key is sent to a server once. The key arrives no later
+than the first foreign query that attends to the key, where a foreign query is a query of another
+rank. The gradient of the key can return after the last foreign query that attends to the key. The
+work of the server's own queries over keys of other ranks is spread over all stages.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Segments(NamedTuple):
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
-        """Return how many rows of each segment the server receives."""
+        """Return the number of rows of each segment that the server receives."""
         coming = self.stops - self.starts
         for server in np.flatnonzero(np.bincount(self.servers)).tolist():
             own = self._slice(server)
@@ -154,7 +154,7 @@ class Segments(NamedTuple):
 def _edges(totals: Ints, count: int) -> Ints:
     """Return (n, count + 1): the edges of stages of equal length.
 
-    The first one has half of the length.
+    The first stage has half of the length.
     """
     reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
     return totals[:, None] * reached // (2 * count - 1)
@@ -279,7 +279,7 @@ def arriving_at(
 
 
 def _held(parts: Parts, queries: Geometry) -> Ints:
-    """Return how many queries of each part the server itself holds."""
+    """Return the number of queries of each part that the server itself holds."""
     found = np.zeros_like(parts.servers)
     order = np.argsort(parts.servers, kind="stable")
     edges = np.searchsorted(parts.servers[order], np.arange(queries.ranks + 1))

@@ -1,7 +1,7 @@
-"""Attention as tasks that any rank may compute.
+"""Tasks: rectangles of query positions and key positions, which any rank may compute.
 
-A *task* is a rectangle of query positions and key positions. Under a mask, it consists of one or
-more *parts*, which are rectangles with one band each.
+Under a mask, a *task* consists of one or more *parts*. A part is a rectangle with one *band*, which
+is a range of the difference between key position and query position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TaskRectangles(NamedTuple):
         k_starts, k_stops: the range of keys.
         servers: the rank that computes the task.
         lows, highs: a band low ≤ k_pos − q_pos ≤ high, or None for both if no task has one. If
-            ranges of a mask share a rectangle, tasks may share it too.
+            several ranges of a mask share a rectangle, several tasks may share this rectangle too.
     """
 
     documents: Ints
@@ -111,9 +111,9 @@ def digest_of(tasks: TaskRectangles) -> str:
 class Parts(NamedTuple):
     """Rectangles of positions with one band each, as arrays (n,), as small as their pairs allow.
 
-    The last query and the last key of a document count as the same position (`Mask`). The bands
-    include this shift, so they apply to positions that are counted from the start of the document's
-    queries and from the start of its keys.
+    The last query and the last key of a document are aligned (`Mask`). The bands include this
+    alignment. They therefore apply to query positions that are counted from the document's first
+    query, and to key positions that are counted from the document's first key.
     """
 
     documents: Ints  # the document of the queries and keys
@@ -173,7 +173,7 @@ class Parts(NamedTuple):
     def _below(self, bounds: Ints) -> Ints:
         """Count the pairs with k_pos − q_pos ≤ bound.
 
-        Query i has clip(i + c, 0, w) of them, of w keys.
+        Of w keys, query i has clip(i + c, 0, w) such pairs.
         """
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
