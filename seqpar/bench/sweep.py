@@ -29,7 +29,7 @@ _NO_FAULT = re.compile("refused|out of memory|it took|nothing to compare|.*memor
 def run(
     options: SweepOptions, results: SweepResults, ranks: RankProcesses, begin: Callable[[str], None]
 ) -> None:
-    """Measure all points that the results lack, and write each step. `begin` announces rounds."""
+    """Measure the points that are not in the results yet. `begin` announces rounds."""
     workloads = options.workloads()
     points = itertools.product(workloads, (ONE, *options.contenders))
     if any(results.lacks(*point, options.rounds) for point in points):

@@ -1,6 +1,6 @@
 """Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
 
-The prediction has the messages of `RingAttention`: a rank receives keys directly from the ranks
+The prediction assumes the messages of `RingAttention`: a rank receives keys directly from the ranks
 that hold them. Work on the same document hides these messages, and only the time that this work
 does not hide is added. The time of messages with states of linear layers is added in full.
 """

@@ -26,8 +26,9 @@ from seqpar.layout.layout import Layout
 
 @outside_graphs
 def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
-    """Return the layout with ⌊T/P⌋ or ⌈T/P⌉ tokens per rank that takes the least time to reach.
+    """Return the balanced layout to which tokens of `layout` move in the least time.
 
+    A balanced layout has ⌊T/P⌋ or ⌈T/P⌉ tokens on each of the P ranks.
     `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves as few tokens as
     possible, and moves as many of these tokens as possible inside nodes. A rank that sends tokens
     keeps its first tokens. `cluster` may be the name of a preset.

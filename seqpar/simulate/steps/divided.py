@@ -143,9 +143,9 @@ class DividedCosts:
 
             a·wₛ + b·(w₁ + … + wₛ₋₁)
 
-        because stage s computes all micro-batches, and the earlier stages compute the forward of
-        one micro-batch before stage s begins, and the backward of one micro-batch after stage s
-        ends. If t is the largest of these times, the sum w₁ + … + w_S is at most
+        because stage s computes all micro-batches. Before stage s begins, the earlier stages
+        compute the forward of one micro-batch. After stage s ends, they compute the backward of one
+        micro-batch. If t is the largest of these times, the sum w₁ + … + w_S is at most
 
             t/b·(1 − (1 − b/a)^S)
 
