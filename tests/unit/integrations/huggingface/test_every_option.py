@@ -251,6 +251,8 @@ ENABLE = {
     "strategy": (["ring", "ulysses"], ["spiral", 3]),
     "layout": (["zigzag", "striped", "contiguous"], ["spiral", 3]),
     "check_ranks": ([True, False], ["x", None]),
+    # With "loss", a model returns no logits.
+    "memory": ([None, ["tiles", "checkpoints", "offload"]], ["x", 3, ["tiles", "x"], ["offload"]]),
     "deterministic": ([True, False, "ranks"], ["x", None]),
     "routing": ([None, Routing(node_size=2)], [3]),
 }
