@@ -212,11 +212,12 @@ class SequenceParallel(EnabledModel):
         with_images = self._outside.text is not None
         self._sharder = BatchSharder(self.inner, self.comm, layout, with_images)
         enabling.check_attention(self, body)
-        check_same_model(self.comm, own_weights(model), settings_of(self.inner.config))
         lists = [x for x in model.modules() if isinstance(x, nn.ModuleList)]
         layers = self.layers.keys()
         self.blocks = [{block: layers & set(block.modules()) for block in x} for x in lists]
         self.memory = LeanMemory(self, memory)
+        check_same_model(self.comm, own_weights(model), settings_of(self.inner.config))
+        changes = self.memory.turn_on()
         self._gradients = ModelGradients(model, self.comm, self.check_ranks)
         self._outer_calls: list[ModelCall | None] = []
         self._label_users = users_of_labels(model, self.inner)
@@ -230,7 +231,7 @@ class SequenceParallel(EnabledModel):
             self.inner.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._after),
             *(Replaced(x, "compile", self.compile) for x in {model, self.inner}),
-            *self.memory.handles(),
+            *changes,
         ]
         self._last_hook = model.register_forward_hook(self._end, always_call=True)
         self._handled = id(None)  # identity of the exception that the caller handles

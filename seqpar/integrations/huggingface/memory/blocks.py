@@ -41,11 +41,6 @@ class Checkpoints:
         self.kept: offload | None = None
         self._call: Any = None
         self.handles: list[Removable] = []
-        for x in blocks:
-            if CHECKPOINTED.read(x, "gradient_checkpointing"):
-                how = "call model.gradient_checkpointing_disable() first"
-                reason = "the model checkpoints its blocks already"
-                raise ValueError(f'memory must not include "checkpoints": {reason}; {how}')
         self._functions = {x: partial(self._run, x) for x in blocks}
         for x, run in self._functions.items():
             self.handles += [
@@ -103,11 +98,19 @@ class Checkpoints:
 
 
 def blocks_with_checkpoints(session: EnabledModel) -> list[nn.Module]:
-    """Return the blocks that transformers can checkpoint, of lists with attention layers."""
+    """Return the blocks that transformers can checkpoint, of lists with attention layers.
+
+    Raises a ValueError if transformers checkpoints one of them already.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    blocks = (x for of_list in session.blocks if any(of_list.values()) for x in of_list)
-    return [x for x in blocks if isinstance(x, GradientCheckpointingLayer)]
+    all_blocks = (x for of_list in session.blocks if any(of_list.values()) for x in of_list)
+    blocks: list[nn.Module] = [x for x in all_blocks if isinstance(x, GradientCheckpointingLayer)]
+    if any(CHECKPOINTED.read(x, "gradient_checkpointing") for x in blocks):
+        how = "call model.gradient_checkpointing_disable() first"
+        reason = "the model checkpoints its blocks already"
+        raise ValueError(f'memory must not include "checkpoints": {reason}; {how}')
+    return blocks
 
 
 class Tiles:

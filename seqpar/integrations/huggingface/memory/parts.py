@@ -60,10 +60,11 @@ class LeanMemory:
         on_host = "offload" in chosen
         if modules:
             _check_routers(session.inner, False)
-        # Nothing above changes the model, so a refusal leaves it as it was.
-        self._checkpoints = Checkpoints(session, blocks, on_host) if blocks else None
-        self._tiles = Tiles(modules) if modules else None
-        self._head = None if head is None else ChunkedHead(session, head)
+        # Nothing above changes the model or sends a message, so a refusal leaves all as it was.
+        self._session, self._found = session, (head, modules, blocks)
+        self._checkpoints: Checkpoints | None = None
+        self._tiles: Tiles | None = None
+        self._head: ChunkedHead | None = None
         self._on_host, self._model = on_host, session.inner
 
     @property
@@ -79,7 +80,12 @@ class LeanMemory:
         if self._checkpoints is not None:
             self._checkpoints.begin_call()
 
-    def handles(self) -> list[Removable]:
+    def turn_on(self) -> list[Removable]:
+        """Change the model, and return what undoes the changes."""
+        head, modules, blocks = self._found
+        self._checkpoints = Checkpoints(self._session, blocks, self._on_host) if blocks else None
+        self._tiles = Tiles(modules) if modules else None
+        self._head = None if head is None else ChunkedHead(self._session, head)
         found: list[Removable] = []
         for x in (self._checkpoints, self._tiles):
             found += [] if x is None else x.handles
