@@ -36,7 +36,7 @@ from seqpar.servers.transport.routes import Route
 from seqpar.servers.wire import versions
 from seqpar.servers.wire.arena import Arena
 from seqpar.servers.wire.codec import Packed, pack
-from seqpar.servers.wire.limits import LEAST_RATE, MAX_CALL_SECONDS
+from seqpar.servers.wire.limits import LEAST_RATE, LEAVING, MAX_CALL_SECONDS
 from seqpar.servers.wire.messages import Places, ReplyHeader
 from seqpar.servers.wire.payload import Bytes, Incoming, RequestError, chunks
 from seqpar.servers.wire.request import Request
@@ -496,6 +496,9 @@ class ServerConnection:
             return Failure("its result ended too early", blame=True)
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
             return Failure("it no longer knows this client", lost=True)
+        if code == grpc.StatusCode.UNAVAILABLE and details == LEAVING:
+            self._drain()  # the server still answers the requests that it has accepted
+            return Failure(reason)
         if code == grpc.StatusCode.UNAVAILABLE:
             return Failure(reason, lost=True)
         if code == grpc.StatusCode.NOT_FOUND:
@@ -588,7 +591,11 @@ class ServerConnection:
         while self._resting and not self._resting[0].may_go_on():
             self._resting.pop(0).cancel()
         self.cache_room = event.state.cache_room
-        if event.state.draining and self.state == "ready":
+        if event.state.draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        if self.state == "ready":
             self.state, self.reason = "draining", "it is about to leave"
             self._events.on_change()
 

@@ -44,7 +44,13 @@ from seqpar.servers.server.worker import ComputationError, ComputeJob, Worker, t
 from seqpar.servers.transport.one_sided import ArenaTarget, OneSided, TransportError
 from seqpar.servers.wire.codec import KeptSlices, unpack
 from seqpar.servers.wire.header import form_of
-from seqpar.servers.wire.limits import LEAST_RATE, MAX_CALL_SECONDS, Limits, ServerDeadlines
+from seqpar.servers.wire.limits import (
+    LEAST_RATE,
+    LEAVING,
+    MAX_CALL_SECONDS,
+    Limits,
+    ServerDeadlines,
+)
 from seqpar.servers.wire.messages import Places, ReplyHeader, RequestHeader
 from seqpar.servers.wire.payload import Buffer, Bytes, Incoming, RequestError, chunks
 from seqpar.servers.wire.request import Request
@@ -238,7 +244,7 @@ class Service:
         request = version.read(version.messages.SessionRequest, raw)
         peer = context.peer()
         if self.draining:
-            raise LeavingError("the server is about to leave")
+            raise LeavingError(LEAVING)
         try:
             session = self.sessions.begin(*caller)
         except FullError as error:
@@ -378,7 +384,7 @@ class Service:
         context: Context,
     ) -> None:
         if self.draining:
-            raise LeavingError("the server is about to leave")
+            raise LeavingError(LEAVING)
         # If the client reads nothing, gRPC keeps the call until the deadline that the client set.
         left = context.time_remaining()
         if left is None or left > 1.1 * MAX_CALL_SECONDS:  # gRPC rounds the deadline up

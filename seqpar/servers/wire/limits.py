@@ -17,6 +17,7 @@ MAX_HEAD_DIM = 1024
 MAX_SLICES = 2**20
 MAX_MESSAGE_BYTES = 2**22  # the largest gRPC message; payloads are sent in smaller messages
 MAX_CALL_SECONDS = 3600.0  # the longest deadline that a call may have; each call must have one
+LEAVING = "the server is about to leave"  # the details of the status UNAVAILABLE of such a server
 LEAST_RATE = 2**20  # bytes per second; deadlines assume that the network is at least as fast
 
 
