@@ -23,6 +23,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from seqpar.comm.messages.comm import Comm
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.torch_private import version_of
+from seqpar.integrations.dealt_chunks import head_and_tail, layout_of_chunks
 from seqpar.layout.layout import Layout
 from seqpar.strategies.registry import make_attention
 
@@ -180,7 +181,7 @@ def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
         expected = f"a multiple of {2 * ranks}, two chunks for each rank"
         raise ValueError(f"seq_len must be {expected}, with load_balancer headtail")
     dealt = torch.stack(parts).cpu().numpy()  # (P, B, L_local)
-    owners = np.r_[np.arange(ranks), np.arange(ranks)[::-1]] if balanced else np.arange(ranks)
+    owners = head_and_tail(ranks) if balanced else np.arange(ranks)
     size = held * ranks // owners.size
     chunks = [
         dealt[owner, :, size * (i >= ranks) :][:, :size] for i, owner in enumerate(owners.tolist())
@@ -193,10 +194,6 @@ def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
         reason = "positions that it puts together do not count up from 0 in each document"
         found = f"{named}: {reason}"
         raise ValueError(f"load_balancer must be that of torchtitan's config, got {found}")
-    cu_seqlens = np.r_[np.flatnonzero(begins), rows * held * ranks]
-    edges = np.union1d(cu_seqlens, np.arange(0, rows * held * ranks, size))
-    documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1
-    starts, stops = edges[:-1] - cu_seqlens[documents], edges[1:] - cu_seqlens[documents]
-    owner = owners[edges[:-1] // size % owners.size]
-    spans = np.stack([documents, starts, stops], 1)
-    return Layout.from_spans([spans[owner == rank].tolist() for rank in range(ranks)], cu_seqlens)
+    tokens = rows * held * ranks
+    cu_seqlens = np.r_[np.flatnonzero(begins), tokens]
+    return layout_of_chunks(np.arange(0, tokens + 1, size), owners, ranks, cu_seqlens)

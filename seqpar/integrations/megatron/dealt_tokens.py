@@ -14,6 +14,7 @@ import numpy as np
 from seqpar.core.arguments import Ints, parse_cu_seqlens, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.torch_private import version_of
+from seqpar.integrations.dealt_chunks import head_and_tail, layout_of_chunks
 from seqpar.layout.layout import Layout
 
 _KEY = "_seqpar_layout"  # attribute of PackedSeqParams that holds the layout
@@ -85,12 +86,7 @@ def _layout(packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balanci
         return Layout.zigzag(edges, ranks)
     steps = np.arange(2 * ranks) * (np.diff(dealt)[:, None] // (2 * ranks))
     chunks = np.r_[(dealt[:-1, None] + steps).ravel(), tokens]
-    owners = np.r_[np.arange(ranks), np.arange(ranks)[::-1]]
-    cuts = np.union1d(chunks, edges)
-    owner = owners[(np.searchsorted(chunks, cuts[:-1], side="right") - 1) % (2 * ranks)]
-    number = np.searchsorted(edges, cuts[:-1], side="right") - 1
-    spans = np.stack([number, cuts[:-1] - edges[number], cuts[1:] - edges[number]], 1)
-    return Layout.from_spans([spans[owner == rank].tolist() for rank in range(ranks)], edges)
+    return layout_of_chunks(chunks, head_and_tail(ranks), ranks, edges)
 
 
 def _documents(packed: Any) -> tuple[Ints, Ints]:
