@@ -32,7 +32,7 @@ from seqpar.integrations.packed_model import PackedModel, PackedPart
 __all__ = ["LanguageModelEngine", "ValueModelEngine", "balanced_partitions"]
 
 VARIABLE = "SEQPAR_VERL"
-# verl replaces the forward of these models' layers by functions of its own.
+# verl replaces the forward functions of these models' layers.
 _REPLACED = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v",
     "kimi_vl",
@@ -45,12 +45,12 @@ _verls_partitions = seqlen_balancing.get_seqlen_balanced_partitions
 
 
 class Settings(NamedTuple):
-    """What the variable `SEQPAR_VERL` says.
+    """The settings in the variable `SEQPAR_VERL`.
 
     Attributes:
         strategy, layout, options: as in `seqpar.integrations.huggingface.enable`.
-        balance: the arguments `cluster` and `model` of `balance.plan`, with which micro-batches are
-            formed; None: verl forms them.
+        balance: the arguments `cluster` and `model` of `balance.plan`, which then forms the
+            micro-batches. If `balance` is None, verl forms them.
     """
 
     strategy: str
@@ -150,7 +150,7 @@ class _OverRanks:
 
     @contextmanager
     def _whole_sequences(self) -> Iterator[None]:
-        """Let verl's code prepare whole sequences, as on one rank."""
+        """Within this context, verl's code prepares whole sequences, as on one rank."""
         self.use_ulysses_sp = False
         try:
             yield
@@ -189,7 +189,7 @@ def balanced_partitions(
 
 
 def serve_partitions(ranks: int, cluster: str, model: str) -> None:
-    """Let verl's `rearrange_micro_batches` form micro-batches by `balanced_partitions`."""
+    """Make verl's `rearrange_micro_batches` call `balanced_partitions`."""
     devices = Cluster.preset(cluster)
     if devices.ranks != ranks:
         expected = f"the {ranks} ranks of ulysses_sequence_parallel_size"
