@@ -182,6 +182,30 @@ def test_what_a_lost_server_owes_goes_to_another(addresses, monkeypatch, transpo
         assert tasks(pool) == [len(REQUESTS), 0]
 
 
+def test_a_server_that_refuses_a_task_as_it_leaves_keeps_the_tasks_it_accepted(
+    addresses, monkeypatch
+):
+    gate = Gate(monkeypatch)
+    state = service.Service._state
+
+    def hide_draining(self, *args):
+        known = state(self, *args)
+        known.draining = False
+        return known
+
+    monkeypatch.setattr(service.Service, "_state", hide_draining)  # only the refusal tells the pool
+    with running(addresses[0]) as leaving, connect(*addresses[:2], home=False) as pool:
+        accepted = pool.submit(REQUESTS[0])
+        assert gate.begun.wait(10)
+        leaving.stop()
+        refused = pool.submit(REQUESTS[1])
+        wait_until(lambda: pool.report().servers[0].state == "draining")
+        gate.open.set()
+        assert same(accepted.result(20), REQUESTS[0]) and tasks(pool)[0] == 1
+        with running(addresses[1]):
+            assert same(refused.result(20), REQUESTS[1]) and tasks(pool)[1] == 1
+
+
 def test_a_task_that_fails_goes_to_another_server(addresses, monkeypatch):
     fails = itertools.count()
 
