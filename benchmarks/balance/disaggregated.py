@@ -160,7 +160,14 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
 
 def table(cells: dict[str, Any]) -> str:
     """Return the table of MiB per rank and max/mean, at tolerance 0.05 (published rule: 0.1)."""
-    head = ["context × ranks, documents", "not moved", "lower bound", "ours", "published rule", "by surplus"]
+    head = [
+        "context × ranks, documents",
+        "not moved",
+        "lower bound",
+        "ours",
+        "published rule",
+        "by surplus",
+    ]
     rows = []
     for name, cell in cells.items():
         home, least = cell["home"], by_tolerance(cell["bound"], 0.05)
