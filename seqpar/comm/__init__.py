@@ -1,9 +1,9 @@
-"""Move tensors between ranks. No other package imports torch.distributed.
+"""Send tensors between ranks. No other package imports torch.distributed.
 
-Start with `messages/comm.py`, which posts messages and waits for them. `faults/` finds the rank at
-fault if a message does not arrive. `routing/` distributes messages over the network cards of a
-node.
+Start with `messages/comm.py`, which posts messages and waits for them. If a message does not
+arrive, `faults/` finds the rank at fault. `routing/` distributes messages over the network cards of
+a node.
 
-A *call* is one call of an attention module or function on all ranks of a group. A *pass* is the
+A *call* is one call of an attention module or function, on all ranks of a group. A *pass* is the
 forward or the backward of a call.
 """

@@ -1,6 +1,6 @@
 """Check that all ranks make the same call.
 
-If not, all ranks raise the same error and none hangs.
+If two ranks make different calls, all ranks raise the same error, and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from torch import Tensor
 from seqpar.comm.messages.comm import Comm
 from seqpar.comm.messages.message_header import hint_at, in_words
 
-# The most ranks that an error lists; of larger groups, rank 0 and the ranks that differ from it.
+# An error lists at most this number of ranks. In larger groups, these are rank 0 and ranks that
+# differ from rank 0.
 _MAX_LISTED = 16
 C = TypeVar("C")
-Described = dict[str, object]  # the arguments of a call, as JSON, by the names that users know
+Described = dict[str, object]  # the arguments of a call as JSON values, by argument name
 
 
 class Fault(NamedTuple):
-    """The error with which a rank refuses a call: the type, TypeError or ValueError, and the
-    text.
-    """
+    """The type and the text of the error with which a rank refuses a call."""
 
     is_type_error: bool
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Return the fault of an error.
-
-        An error keeps the tensors of its frames alive, and a fault does not.
-        """
+        """Return the fault of an error. Unlike the error, the fault does not keep tensors alive."""
         return cls(isinstance(error, TypeError), str(error))
 
 
 def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
-    """Return (`resolve()`, None) or, if it raised an error, (None, the fault of this error)."""
+    """Return (`resolve()`, None). If `resolve` raises an error, return (None, the fault of the
+    error).
+    """
     try:
         return resolve(), None
     except (ValueError, TypeError) as error:
@@ -54,10 +52,7 @@ def check_on_all_ranks(
     shared: Callable[[bool], Described],
     hint: str = "",
 ) -> C:
-    """Return `resolve()` if all ranks make the same call.
-
-    Otherwise raise the error of `compare_calls`.
-    """
+    """Run `resolve` on all ranks, compare the calls with `compare_calls`, and return the result."""
     call, fault = attempt(resolve)
     compare_calls(comm, strategy, fault, shared, hint)
     return call
@@ -70,32 +65,34 @@ def compare_calls(
     shared: Callable[[bool], Described],
     hint: str = "",
 ) -> None:
-    """Raise the same error on all ranks, unless all make the same call and none has a fault.
+    """Raise the same error on all ranks if two ranks make different calls, or if a rank has a
+    fault.
 
-    Every rank must run this function in every call. If a rank left it out for a call that it has
-    checked before, a rank that makes another call would wait for it.
+    Every rank must run this function in every call, even in a call that it has compared before.
+    Otherwise a rank that makes a different call would wait for its messages forever.
 
-    First, ranks compare a digest of `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If digests
-    differ, each rank also receives the `shared(True)` of all ranks as text, in the same number of
-    messages. If these differ too, all ranks raise the same error: a ValueError, or the TypeError
-    with which one of them refuses the call.
+    Ranks first compare a digest of `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If the
+    digests differ, each rank receives the `shared(True)` of all ranks as text, in ⌈log₂ P⌉ further
+    messages. If these texts differ too, all ranks raise the same error. The error is the fault of a
+    rank if there is one, otherwise a ValueError that names an argument in which ranks differ.
 
     Args:
         comm: the ranks.
-        shared: `shared(True)` returns the arguments that must be the same on all ranks, by the
-            names that users know. `shared(False)` takes less time, but may differ for equal
-            arguments.
+        strategy: is compared, too. Its text must contain all options.
         fault: the error with which this rank refuses the call, or None.
-        hint: the end of an error about arguments that differ.
+        shared: `shared(True)` returns the arguments that must be the same on all ranks, by argument
+            name. `shared(False)` is faster, but its results may differ although the arguments are
+            equal.
+        hint: a text that is appended to an error about different arguments.
     """
-    first: Described = {"fault": fault}  # a list in JSON, or null
+    first: Described = {"fault": fault}  # JSON writes the fault as a list, or as null
     last: Described = {"strategy": str(strategy), "group size": comm.size}
-    # Without the name of a strategy, because ranks may call different strategies.
+    # The label does not name the strategy, because ranks may call different strategies.
     label = "rank check"
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
     tensor = torch.tensor([digest, [255 - x for x in digest]], dtype=torch.uint8, device="cpu")
     largest, negated = comm.maximum(tensor.to(comm.device), label=label)
-    if not torch.equal(largest, 255 - negated):  # the largest digest is not the smallest one
+    if not torch.equal(largest, 255 - negated):  # if the largest digest is not also the smallest
         text = json.dumps(first | shared(True) | last)
         texts = comm.all_gather_text(text, label=label)
         _explain([json.loads(of_rank) for of_rank in texts], hint)
@@ -111,8 +108,9 @@ def check_same_model(
 ) -> None:
     """Raise a ValueError on all ranks that names the first setting or tensor in which ranks differ.
 
-    Each rank reads its tensors once. It sends 64 bits for each tensor, and the settings as text. A
-    tensor that is on the meta device on some rank is not compared. `cause` is the end of the error.
+    Each rank reads its tensors once. It sends a hash of 64 bits for each tensor, and the settings
+    as text. A tensor is not compared if it is on the meta device on any rank. `cause` is appended
+    to the error.
     """
     if comm.size == 1:
         return
@@ -138,7 +136,7 @@ def check_same_model(
 
 @torch.no_grad()
 def digest(x: Tensor) -> Tensor:
-    """Return a hash of the bits of a tensor: int64 (), on the tensor's device."""
+    """Return a hash of the bits of a tensor, as an int64 scalar on the tensor's device."""
     x = torch.view_as_real(x) if x.is_complex() else x
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.contiguous().view(-1).view(kind)
@@ -154,7 +152,9 @@ def digest(x: Tensor) -> Tensor:
 
 
 def _explain(ranks: list[Described], hint: str) -> None:
-    """Raise the error of all ranks, unless they have the same arguments after all."""
+    """Raise the same error on all ranks. Return if the arguments are equal although digests
+    differed.
+    """
     for described in ranks:
         if described["fault"]:
             _raise(Fault(*cast(tuple[bool, str], described["fault"])))
@@ -163,7 +163,7 @@ def _explain(ranks: list[Described], hint: str) -> None:
 
 def _check_equal(ranks: list[Described], hint: str = "") -> None:
     for name in ranks[0]:
-        # None if the strategy of the rank has no such argument.
+        # `get` returns None if the strategy of a rank has no such argument.
         values = [described.get(name) for described in ranks]
         if any(value != values[0] for value in values):
             chosen: Sequence[int] = range(len(values))
@@ -179,7 +179,7 @@ def _check_equal(ranks: list[Described], hint: str = "") -> None:
 def _in_words(values: Sequence[object]) -> list[str]:
     """Return values in the form in which an error shows them.
 
-    If values have parts, only the parts that differ are shown.
+    If all values are dictionaries, only the entries that differ are shown.
     """
     parts = [value for value in values if isinstance(value, dict)]
     if len(parts) < len(values):

@@ -1,6 +1,6 @@
-"""Sums over ranks, and which parameters' gradients DDP or FSDP averages over ranks.
+"""Find the parameters whose gradients DDP or FSDP averages over ranks, and sum other tensors.
 
-`seqpar.integrations.huggingface` uses this file to check that gradients are averaged once.
+`seqpar.integrations.huggingface` checks with this file that each gradient is averaged exactly once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from seqpar.core.torch_private import (
 
 _RULE = "must average gradients over all ranks of the group"
 _HOOKS = "torch.distributed.algorithms."
-# Hooks of DDP that do not average over all ranks.
+# Communication hooks of DDP that do not average over all ranks.
 _OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")
 
 
@@ -42,8 +42,9 @@ class Averaging:
 
     Attributes:
         wrappers: the modules of DDP and FSDP1, and the parameter groups of FSDP2.
-        flattened: whether FSDP1 is among them. A call then uses views of flat parameters.
-        in_no_sync: whether DDP's `no_sync` was active, so that DDP averages in a later backward.
+        flattened: whether a wrapper is FSDP1. During a call, the parameters are then views of flat
+            parameters.
+        in_no_sync: whether DDP's `no_sync` was active. DDP then averages in a later backward.
     """
 
     wrappers: list[object] = field(default_factory=list)
@@ -53,19 +54,20 @@ class Averaging:
     _by_ddp: set[int] = field(default_factory=set)  # ids of parameters
     _in_fsdp1: set[int] = field(default_factory=set)  # ids of modules
     _ignored_by_fsdp1: set[int] = field(default_factory=set)  # ids of parameters
-    # (id of a module, name of a parameter), because FSDP2 replaces the parameters in each call.
+    # (module id, parameter name). Ids of parameters would not do, because FSDP2 replaces the
+    # parameters in each call.
     _by_fsdp2: set[tuple[int, str]] = field(default_factory=set)
 
     @property
     def kinds(self) -> str:
-        """The names of the wrappers, for errors."""
         ddp = any(isinstance(x, DistributedDataParallel) for x in self.wrappers)
         fsdp = any(not isinstance(x, DistributedDataParallel) for x in self.wrappers)
         return " and ".join(["DDP"] * ddp + ["FSDP"] * fsdp)
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """Return the names of trainable parameters that no wrapper averages; none if there is no
-        wrapper.
+        """Return the names of trainable parameters that no wrapper averages.
+
+        The result is empty if there is no wrapper.
         """
         if not self.wrappers:
             return []
@@ -81,12 +83,12 @@ class Averaging:
         return in_fsdp1 or id(x) in self._by_ddp or (id(module), name) in self._by_fsdp2
 
     def leaves(self) -> set[int]:
-        """Return the ids of all tensors whose gradients DDP or FSDP2 averages."""
+        """Return the ids of all parameters whose gradients DDP or FSDP2 averages."""
         groups = [x for x in self.wrappers if not isinstance(x, nn.Module)]
         return self._by_ddp | {id(x) for group in groups for x in fsdp2_tensors(group)}
 
     def check_backward(self, first: bool) -> None:
-        """Raise a ValueError if DDP would not average in the backward that begins now.
+        """Raise a ValueError if DDP will not average in the backward that begins now.
 
         `first` is True for the first backward since the last call of the model.
         """
@@ -109,11 +111,11 @@ class Averaging:
 
     @classmethod
     def of(cls, root: nn.Module, comm: Comm) -> Averaging:
-        """Return the wrappers around a model whose call is running.
+        """Find the DDP and FSDP wrappers around a model and in its submodules, while a call runs.
 
-        Looks for DDP and FSDP around the model and in its submodules. Raises a ValueError for a
-        DeepSpeed engine. Raises a ValueError, too, if a wrapper averages over ranks that do not
-        include the whole group, or if it divides by another number than that of its ranks.
+        Raises a ValueError in three cases: the model is a DeepSpeed engine; a wrapper averages over
+        ranks that do not include the whole group; or a wrapper divides the sum by a number that is
+        not its number of ranks.
         """
         averaging = cls()
         for x in dict.fromkeys([*calling_modules(), *root.modules()]):
@@ -166,8 +168,8 @@ class Averaging:
 
 
 def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of the parameters and persistent buffers that each rank holds
-    completely.
+    """Return (name, tensor) of the parameters and persistent buffers of which each rank has a full
+    copy.
     """
     modules = list(model.modules())
     has_fsdp = any(isinstance(x, FullyShardedDataParallel | FSDPModule) for x in modules)
@@ -185,10 +187,10 @@ def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
-    """Return the sum of x (N,) over all ranks, in the order of the ranks, divided by `divisor`.
+    """Sum x (N,) over all ranks, in the order of the ranks, and divide the sum by `divisor`.
 
-    The sum is computed in fp32 (fp64 for fp64), and has the same bits on all ranks. Each rank sends
-    2·(P − 1)/P·N elements.
+    The sum is computed in fp32, or in fp64 if x is fp64. It has the same bits on all ranks. Each
+    rank sends 2·(P − 1)/P·N elements.
     """
     parts = [part.contiguous() for part in x.tensor_split(comm.size)]
     call = comm.call()
@@ -212,7 +214,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def like(local: Tensor, x: Tensor) -> Tensor:
-    """Return a local tensor as a DTensor that is placed like `x`, if `x` is a DTensor."""
+    """If `x` is a DTensor, return `local` as a DTensor with the placements of `x`."""
     if not isinstance(x, DTensor):
         return local
     return DTensor.from_local(
@@ -223,7 +225,7 @@ def like(local: Tensor, x: Tensor) -> Tensor:
 def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
     """Return a gradient with the placements of x.
 
-    With tensor parallelism, gradients may be partial sums before.
+    With tensor parallelism, a gradient may be a partial sum although x is not.
     """
     if not (isinstance(x, DTensor) and isinstance(gradient, DTensor)):
         return gradient
@@ -233,7 +235,7 @@ def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _check(name: str, hooks: Sequence[object | None], averaged: list[int], comm: Comm) -> None:
-    """Raise a ValueError unless the gradient hooks are known and average over the whole group."""
+    """Raise a ValueError unless all hooks are known hooks that average over the whole group."""
     own = comm.processes
     if not set(own) <= set(averaged):
         stated = f"it averages over ranks {averaged}, and the group has {own}"

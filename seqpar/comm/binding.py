@@ -1,7 +1,7 @@
-"""`BoundStrategy`: a strategy together with a group of ranks, which operators find by a string.
+"""`BoundStrategy`: a strategy and a group of ranks, which torch operators find by a string.
 
-Operators of torch can carry a string but no Python object. If a strategy is unpickled in another
-process, it finds its group again by the group's name and ranks.
+An argument of a torch operator can be a string, but not a Python object. If a bound strategy is
+unpickled in another process, it finds its group by the group's name and ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from seqpar.core.torch_private import process_groups
 
 
 class Named(Protocol):
-    """The interface of a strategy: a name, and a `str()` that contains all of its options."""
+    """The interface of a strategy. `str(strategy)` must contain all options."""
 
     name: ClassVar[str]
-    routable: ClassVar[bool]  # whether all ranks make the same exchanges, which relaying requires
+    routable: ClassVar[bool]  # whether all ranks make the same exchanges, as relaying requires
 
 
 S = TypeVar("S", bound=Named, covariant=True)
@@ -39,14 +39,14 @@ N = TypeVar("N", bound=Named)
 
 @dataclass(frozen=True, eq=False)
 class BoundStrategy(Generic[S]):
-    """A strategy on a group: everything of a module that its operators need.
+    """A strategy and its group: everything that operators need from a module.
 
-    Modules with the same options on the same group share one object, and therefore also one
+    Modules with the same options and the same group share one object. They therefore also share one
     compiled graph.
 
     Attributes:
-        key: the string that operators carry. It consists of the strategy, its options, the group,
-            the rank check and the routing.
+        key: the string that operators receive. It consists of the strategy with its options, the
+            group, `check_ranks` and `routing`.
     """
 
     strategy: S
@@ -64,7 +64,7 @@ class BoundStrategy(Generic[S]):
         if not self.strategy.routable:
             reason = "its ranks do not all make the same exchanges"
             raise ValueError(f"routing must be None for {self.strategy.name!r}: {reason}")
-        # Raises an error if the group cannot be divided into the nodes.
+        # This raises an error if the group cannot be divided into nodes.
         Relays.of(self.comm, self.routing)
 
     @classmethod
@@ -78,8 +78,9 @@ class BoundStrategy(Generic[S]):
     ) -> BoundStrategy[N]:
         """Bind a strategy to a group or a mesh.
 
-        Raises a ValueError if the group or mesh has another number of dimensions than `dimensions`
-        (a group has 1), or if it does not fit `routing`.
+        Raises a ValueError if the group or mesh does not have the given number of dimensions. A
+        group has 1 dimension. Also raises a ValueError if the group cannot be divided into the
+        nodes of `routing`.
         """
         comm = Comm.of(group)
         if len(comm.shape) != dimensions:
@@ -97,10 +98,11 @@ class BoundStrategy(Generic[S]):
 
     @staticmethod
     def of(key: str) -> BoundStrategy[Any]:
-        """Return the bound strategy with this key. A module or a saved graph keeps it alive.
+        """Return the bound strategy with this key.
 
-        Raises a RuntimeError if there is none in this process, for example because an exported
-        program was loaded before the module was made.
+        Raises a RuntimeError if this process has no such bound strategy. This happens, for example,
+        if an exported program is loaded before the module is made. A bound strategy is kept alive
+        by its modules, by graphs of autograd, or by its group (`keep`).
         """
         found = _by_key.get(key)
         if found is None:
@@ -111,9 +113,9 @@ class BoundStrategy(Generic[S]):
     def shared(self) -> BoundStrategy[S]:
         """Return the object that all modules with this configuration share.
 
-        torch may give the name of a destroyed group to a later group. If a module of the destroyed
-        group still exists, it keeps its key, and the key of a module on the later group gets a
-        number. The two modules therefore never share an object.
+        torch may give the name of a destroyed group to a new group. If a module of the destroyed
+        group still exists, the key of a module on the new group ends in a number, so that the two
+        modules have different keys.
         """
         name = f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
         for number in itertools.count(1):
@@ -125,8 +127,8 @@ class BoundStrategy(Generic[S]):
         return cast("BoundStrategy[S]", known)
 
     def keep(self) -> None:
-        """Keep this object alive as long as its group exists, because calls without a module have
-        only the key.
+        """Keep this object alive as long as its group. Functions without a module, such as
+        `seqpar.causal_conv1d`, need this.
         """
         group = self.comm._group()
         if group is not None:
@@ -138,12 +140,14 @@ class BoundStrategy(Generic[S]):
         resolve: Callable[[], C],
         shared: Callable[[C, bool], Described],
     ) -> tuple[C, Comm]:
-        """Return `resolve()`, and the Comm of a new call, whose tensors are on `device`.
+        """Return the result of `resolve`, and a Comm for a new call on tensors on `device`.
 
-        With `check_ranks`, all ranks raise the same error unless they make the same call and none
-        of them refuses it. `shared(call, exact)` returns the arguments of the resolved call that
-        must be the same on all ranks (`compare_calls`). Without `check_ranks`, a call that this
-        rank refuses is not counted as a call: the other ranks may still wait for the correct one.
+        With `check_ranks`, all ranks raise the same error if two ranks make different calls, or if
+        `resolve` raises an error on a rank. `shared(call, exact)` returns the arguments that
+        `compare_calls` compares.
+
+        Without `check_ranks`, a call for which `resolve` raises an error gets no call number. The
+        user can correct the arguments and repeat the call, while the other ranks still wait for it.
         """
         if not self.check_ranks:
             call = resolve()
@@ -152,11 +156,11 @@ class BoundStrategy(Generic[S]):
             return call, comm
         call, fault = attempt(resolve)
         comm = self.comm.call()
-        if comm.sends_from(device):  # if it does not, `fault` is set and nothing can be sent
+        if comm.sends_from(device):  # if False, `fault` is set
             comm.join(device)
 
         def compared(exact: bool) -> Described:
-            if fault is not None:  # all ranks raise the fault, so nothing needs to be compared
+            if fault is not None:  # all ranks raise the fault
                 return {}
             return shared(call, exact) | {"routing": str(self.routing)}
 
@@ -164,11 +168,11 @@ class BoundStrategy(Generic[S]):
         return call, comm
 
     def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
-        """Return the Comm of one pass of a call. It relays messages if `routing` says so.
+        """Return the Comm for one pass of a call, which relays messages if `routing` requires it.
 
-        The tensors are on `device`. The messages of a pass depend only on the type of the device
-        and on `shared`, which are the same on all ranks. They depend on the device because results
-        of a GPU's kernels may be sent in half precision, and those of a CPU are sent in fp32.
+        The messages of a pass depend only on `shared` and on the type of `device`, and both are the
+        same on all ranks. The type of the device matters because results of GPU kernels may be sent
+        in half precision, but results of CPU kernels are sent in fp32.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)
@@ -192,10 +196,10 @@ class _Address(NamedTuple):
     """A description of a group that can be pickled."""
 
     name: str  # torch's name of the group, which depends on the order in which groups were made
-    ranks: tuple[int, ...]  # the global rank of each rank of the process group
+    ranks: tuple[int, ...]  # the global rank of each member of the process group
     order: tuple[int, ...]  # for each rank of the Comm, its rank in the process group
-    shape: tuple[int, ...]  # a mesh's shape, or (ranks,)
-    world: bool  # whether it is the default group
+    shape: tuple[int, ...]  # the shape of a mesh, or (number of ranks,)
+    world: bool  # whether this is the default group
 
 
 def _address_of(comm: Comm) -> _Address:
@@ -206,12 +210,12 @@ def _address_of(comm: Comm) -> _Address:
 
 
 def _reconnect(address: _Address) -> Comm:
-    """Return the Comm of the group in this process that an address describes.
+    """Return the Comm of a group of this process, given the address of a group of another process.
 
-    The address of a default group stands for the default group of this process, which may have a
-    different size unless the address is of a mesh. Any other address stands for the group with the
-    same name and ranks. If there is none, it stands for the first group with the same ranks. A
-    RuntimeError names a missing group.
+    If the address is that of the default group, the result is the default group of this process.
+    Its size may be different, unless the address is that of a mesh. Otherwise the result is the
+    group with the same name and ranks. If no group has both, the result is the first group with the
+    same ranks. If no group has these ranks, this function raises a RuntimeError.
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():

@@ -1,7 +1,8 @@
-"""Take the local heads of DTensors (tensor parallelism), and return results as DTensors.
+"""Take the local heads of DTensors, and return results as DTensors.
 
-Attention computes each head by itself. With tensor parallelism, each rank holds some heads. It
-calls attention with these, on the group of ranks that hold the same heads of other tokens.
+With tensor parallelism, each rank holds some of the heads. Attention computes each head
+independently. Each rank therefore calls attention with its own heads, on a group of ranks that hold
+other tokens of these heads.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _PLAIN = {Tensor, nn.Parameter, type(None), float}  # types of most arguments, a
 
 
 class HeadPlacement:
-    """The sharding of heads over the dimensions of a tensor-parallel mesh.
+    """How the heads are sharded over a tensor-parallel mesh.
 
-    Without a mesh, the operands are not DTensors.
+    The mesh is None if the operands are not DTensors.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, sharded: tuple[bool, ...] = ()) -> None:
@@ -30,14 +31,18 @@ class HeadPlacement:
 
     @classmethod
     def of(cls, q: DTensor, heads_dim: int) -> HeadPlacement:
-        """Return the placement of q's heads; raise a ValueError if another dimension is sharded."""
+        """Return the placement of q's heads. Raise a ValueError if another dimension of q is
+        sharded.
+        """
         sharded = tuple(placement.is_shard() for placement in q.placements)
         found = cls(q.device_mesh, sharded)
         found.check("q", q, heads_dim)
         return found
 
     def check(self, name: str, x: Tensor, heads_dim: int) -> None:
-        """Raise a ValueError unless `x` is a DTensor whose heads are sharded evenly, like q's."""
+        """Raise a ValueError unless `x` is a DTensor with evenly sharded heads and with the
+        placement of q.
+        """
         if x.dim() < max(1, -heads_dim):
             found = f"shape {tuple(x.shape)}"
             raise ValueError(f"{name} must have heads, since q is a DTensor, got {found}")
@@ -60,7 +65,7 @@ class HeadPlacement:
         return tuple(Shard(heads_dim % dims) if x else Replicate() for x in self._sharded)
 
     def restore(self, x: Tensor, heads_dim: int) -> Tensor:
-        """Return a result of the local call, as a DTensor if the operands were DTensors."""
+        """Return a local result as a DTensor if the operands were DTensors."""
         if self.mesh is None:
             return x
         from torch.distributed.tensor import DTensor
@@ -72,10 +77,12 @@ class HeadPlacement:
 def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], HeadPlacement]:
     """Return the local tensors of a call, and how their heads are placed.
 
-    `tensors` has each argument by its name, "q" first, with the dimension of its heads. Values that
-    are no tensors are returned as they are. If one tensor is a DTensor, all must be. A ValueError
-    names a tensor whose heads are placed differently from q's, or that is sharded in another
-    dimension.
+    If one tensor is a DTensor, all tensors must be DTensors. A ValueError names a tensor whose
+    heads are not placed like the heads of q, or that is sharded in another dimension.
+
+    Args:
+        tensors: for each argument name, the argument and the dimension of its heads. The first name
+            is "q". Arguments that are not tensors are returned unchanged.
     """
     values = [x for x, _ in tensors.values()]
     if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):
@@ -96,7 +103,8 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
 
 def is_dtensor(x: object) -> bool:
     if type(x) in _PLAIN or not isinstance(x, Tensor):
-        return False  # DTensor is not imported, which takes long and is rarely needed
+        # DTensor is imported only here, because the import takes long and is rarely needed
+        return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
@@ -105,7 +113,7 @@ def is_dtensor(x: object) -> bool:
 def local_block(x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
     """Return this rank's block of a tensor, and the index of the block's first element.
 
-    The result is None if this rank's part of a DTensor is not a block, but a partial sum or an
+    The result is None if a rank's shard of a DTensor is not a block: a partial sum or an
     interleaved shard.
     """
     if not is_dtensor(x):

@@ -1,4 +1,4 @@
-"""Join the group that a launcher started: find this process's rank, the store and the group."""
+"""Join the processes that a launcher started: find this process's rank, the store and the group."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ _START = timedelta(minutes=10)  # limit on the time until all processes of a lau
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """This process among the processes of a launcher, and the store that they share."""
-
     rank: int
     size: int  # the number of processes
-    local: int  # the number of this process among those on its host
+    local: int  # the index of this process among those on its host
     host: str  # the host of the store
     port: int
-    serves: bool  # whether this process keeps the store; if no process does, the launcher does
+    serves: bool  # whether this process keeps the store; if none does, the launcher does
 
 
 def place() -> LaunchedProcess | None:
-    """Return this process as torchrun or Slurm's srun describes it; None without either."""
+    """Return this process as torchrun or Slurm's srun describes it, or None without a launcher."""
     environ = os.environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size, local = _int("RANK"), _int("WORLD_SIZE"), _int("LOCAL_RANK", 0)
@@ -43,7 +41,7 @@ def place() -> LaunchedProcess | None:
         address = environ.get("MASTER_ADDR", "127.0.0.1"), _int("MASTER_PORT", 29500)
         return LaunchedProcess(rank, size, local, *address, rank == 0 and not by_agent)
     if _int("SLURM_STEP_NUM_TASKS", 1) < 2 or "SLURM_PROCID" not in environ:
-        return None  # a batch script is one process, although Slurm's variables name more tasks
+        return None  # a batch script is one process, although Slurm's variables describe more tasks
     rank, size, local = _int("SLURM_PROCID"), _int("SLURM_STEP_NUM_TASKS"), _int("SLURM_LOCALID", 0)
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     port = _int("MASTER_PORT", 20000 + _int("SLURM_JOB_ID", 0) % 20000)
@@ -51,9 +49,9 @@ def place() -> LaunchedProcess | None:
 
 
 def on_a_host() -> int:
-    """Return how many processes a launcher started on a host; 0 if it sets no number."""
+    """Return how many processes the launcher starts on each host, or 0 if the number is not set."""
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    number = re.match(r"\d+", text)  # Slurm writes 8(x2) for 8 on each of two hosts
+    number = re.match(r"\d+", text)  # Slurm writes 8(x2) for 8 tasks on each of two hosts
     return int(number[0]) if number else 0
 
 
@@ -66,14 +64,17 @@ def _int(name: str, default: int | None = None) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list that Slurm writes, such as gpu[01-04,07]-a."""
+    """Return the first host of a list of hosts in Slurm's notation, such as gpu[01-04,07]-a."""
     found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
-    assert found is not None  # all three parts may be empty
+    assert found is not None  # always matches, because all three parts may be empty
     return "".join(part or "" for part in found.groups())
 
 
 def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
-    """Return a store and its address: the one that a launcher's processes share, or a new one."""
+    """Return a store and its address.
+
+    The store is the one that the launcher's processes share, or a new one without a launcher.
+    """
     if where is None:
         alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return alone, ("127.0.0.1", alone.port)
@@ -84,9 +85,9 @@ def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
 
 
 def connect(host: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Store:
-    """Return the store at this address; reading a key of the store waits until the key exists.
+    """Connect to the store at this address, for at most `timeout`.
 
-    `timeout` limits the time of connecting.
+    A later read of a key waits until the key exists.
     """
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     store.set_timeout(FOREVER)
@@ -99,9 +100,9 @@ def join(
     rank: int,
     size: int,
     device: torch.device,
-    timeout: timedelta = FOREVER,  # measurements have their own limits
+    timeout: timedelta = FOREVER,  # callers have their own time limits
 ) -> Comm:
-    """Return the group of all processes that join under this name, on a CPU or on GPUs."""
+    """Return the group of all processes that join under this name."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     prefixed = PrefixStore(f"{name}/", store)
     try:
@@ -116,10 +117,7 @@ def join(
 
 
 def leave(failed: bool = False) -> None:
-    """Destroy the default group, if there is one.
-
-    After a failure, end other ranks' waits for this one.
-    """
+    """Destroy the default group, if there is one. After a failure, first end other ranks' waits."""
     if dist.is_initialized():
         if failed:
             close_connections(dist.group.WORLD)
@@ -128,5 +126,5 @@ def leave(failed: bool = False) -> None:
 
 @functools.cache
 def mesh_of_all(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
-    """Return all processes as a mesh, along its rows; its groups live as long as the process."""
+    """Return a mesh of all processes. Its groups live as long as the process."""
     return init_device_mesh(device.type, shape)

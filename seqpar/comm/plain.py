@@ -1,4 +1,4 @@
-"""torch's own backends, collectives and context parallel, for reports and benchmarks."""
+"""torch's own backends, collectives and context parallelism, for reports and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from seqpar.comm.messages.comm import Comm, Group
 
 
 def available() -> dict[str, bool]:
-    """Return the names of backends for messages, each with whether this build of torch has it."""
+    """Return the names of the communication backends, and whether this build of torch has each of
+    them.
+    """
     found = {
         "gloo": dist.is_gloo_available,
         "nccl": dist.is_nccl_available,
@@ -31,10 +33,10 @@ def rank_of_all() -> tuple[int, int]:
 
 
 def members_of(group: Group | None) -> tuple[int, list[int]]:
-    """Return this process's index in a group, and the global ranks of the group, in its order.
+    """Return this process's rank in a group, and the global ranks of the group, in its order.
 
-    None stands for the group of all processes, or for this process alone if there is no default
-    group.
+    None stands for the default group. If there is no default group, None stands for this process
+    alone.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, [0]
@@ -62,14 +64,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(sent: Tensor) -> Tensor:
-    """Exchange equal blocks of a contiguous tensor between all processes, also in backward."""
+    """Exchange equal blocks of a contiguous tensor between all processes. Supports autograd."""
     received: Tensor = _AllToAll.apply(sent)
     return received
 
 
 @contextmanager
 def context_parallel(buffer: Tensor) -> Iterator[None]:
-    """Run SDPA within torch's context parallel over all processes; `buffer` stays sharded."""
+    """Run SDPA with torch's context parallelism over all processes. `buffer` stays sharded."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh, kept = mesh_of_all(buffer.device, (dist.get_world_size(),)), {buffer}

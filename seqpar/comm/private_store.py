@@ -1,8 +1,9 @@
 """A store for the processes of one user on one host.
 
-torch's TCPStore listens on all interfaces and accepts writes from anyone who reaches its port. This
-store listens on a Unix socket in a folder that only this user can enter, and each connection proves
-that it knows the token in that folder. `multiprocessing.managers` provides such sockets and tokens.
+torch's TCPStore cannot be used here, because it listens on all interfaces and accepts writes from
+anyone who can reach its port. This store listens on a Unix socket, in a folder that only this user
+can enter. A process must also know a token, which is a file in this folder.
+`multiprocessing.managers` provides such sockets and tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.managers import BaseManager
-from multiprocessing.util import Finalize  # unlike atexit's, it runs when a child process ends too
+from multiprocessing.util import Finalize  # also runs when a child process ends
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 
 from seqpar.core.file_owners import fault_of_folder
 
-_MAX_PATH = 100  # bytes of a Unix socket's path; Linux accepts 107
-# A PrefixStore keeps only the C++ part of a store alive, so this list keeps the Python part.
+_MAX_PATH = 100  # bytes in the path of the Unix socket; Linux accepts 107
+# A PrefixStore keeps only the C++ object of a store alive, so this list keeps the Python object.
 _stores: list[PrivateStore] = []
 
 
@@ -58,36 +59,36 @@ class _Values:
             return self._values.get(key, expected)
 
     def wait(self, keys: list[str], seconds: float) -> bool:
-        """Wait until all keys exist, for at most `seconds`; return whether they do."""
+        """Wait until all keys exist, for at most `seconds`. Return whether they exist."""
         with self._changed:
             return self._changed.wait_for(lambda: self._values.keys() >= set(keys), seconds)
 
 
-class _Connected(BaseManager):
-    """Connects to the `_Values` of another process."""
+class _Connected(BaseManager): ...
 
 
 _Connected.register("values")
 
 
 class PrivateStore(Store):
-    """This process's connection to a store. Each thread of the process has its own connection.
+    """A connection of this process to a store. Each thread of the process opens a separate
+    connection.
 
-    A method raises a RuntimeError if the process that keeps the store has ended.
+    Methods raise a RuntimeError if the process that keeps the store has ended.
     """
 
     def __init__(self, folder: str) -> None:
         """Connect to the store in this folder.
 
         Raises:
-            PermissionError: the folder is another user's, or others may enter it.
+            PermissionError: the folder belongs to another user, or others may enter it.
             RuntimeError: the process that keeps the store has ended.
         """
         super().__init__()
         try:
-            # The folder is opened, and its path is not used again. When the process that keeps the
-            # store has ended, another user could make a folder at the path. What that user's store
-            # sends would be unpickled, and could run code.
+            # The folder is opened once, and its path is not used again. After the process that
+            # keeps the store has ended, another user could create a folder at the same path. The
+            # data from that user's store would be unpickled, which could run code.
             opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             status = os.fstat(opened)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -129,7 +130,7 @@ class PrivateStore(Store):
             raise DistStoreError(f"wait timeout after {seconds:g} s, for the keys {keys}")
 
     def clone(self) -> PrivateStore:
-        return self  # threads have connections of their own
+        return self  # each thread opens a connection of its own
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
@@ -147,7 +148,9 @@ def _lost(error: Exception) -> RuntimeError:
 
 
 def serve_private_store() -> tuple[PrivateStore, str]:
-    """Keep a store in this process until it ends; return a connection to it, and its folder."""
+    """Keep a store in this process until the process ends. Return a connection and the store's
+    folder.
+    """
     if (fault := fault_of_folder(f"{tempfile.gettempdir()}/store")) is not None:
         raise ValueError(f"TMPDIR must be a folder in which others cannot replace files: {fault}")
     folder = tempfile.mkdtemp(prefix="seqpar-")

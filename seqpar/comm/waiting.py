@@ -1,8 +1,8 @@
-"""Wait for a long computation of one rank at the group's store, and not in a collective.
+"""Let all ranks wait for a long computation on rank 0.
 
-A collective fails, or aborts the process, after the group's timeout. Here the waiting ranks read
-from the store that rank 0 is still computing, and have a time limit of their own. They log how much
-time has passed, and raise a `PeerError` if rank 0 dies.
+A collective would fail, or abort the process, after the group's timeout. Here, the waiting ranks
+poll the group's store for the result of rank 0, with a separate time limit. They log how much time
+has passed, and raise a `PeerError` if rank 0 dies.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from seqpar.comm.faults.store_connection import Connection, answer_of
 from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import timeout_of
 
-FIRST_LINE_SECONDS = 3.0  # seconds until the first line in the log
-NEXT_LINE_SECONDS = 10.0  # seconds between two lines in the log
-# Seconds in which the store must answer, or the group's timeout if it is shorter.
+FIRST_LINE_SECONDS = 3.0  # seconds until the first log message
+NEXT_LINE_SECONDS = 10.0  # seconds between two log messages
+# The store must answer within this number of seconds, or within the group's timeout if that is
+# shorter.
 ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 0.1  # seconds between two reads of the store
-_SLACK_SECONDS = 60.0  # seconds that are added to the limit of rank 0's work, while rank 0 lives
+_SLACK_SECONDS = 60.0  # added to the time limit of rank 0's work, as long as rank 0 is alive
 _log = logging.getLogger("seqpar")
 T = TypeVar("T")
 
 
 class Progress:
-    """Logs at intervals how long some work has taken. `doing` describes the work and may change."""
+    """Logs at intervals how long some work has taken. `doing` describes the work and may be
+    changed.
+    """
 
     def __init__(self, doing: str, limit: float | None = None) -> None:
         self.doing, self._limit = doing, limit
@@ -57,10 +60,10 @@ class Progress:
 
 
 def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
-    """Return `work()`, which runs in a thread. Raise a TimeoutError after `limit` seconds.
+    """Run `work` in a thread and return its result. Raise a TimeoutError after `limit` seconds.
 
-    Work that is late continues in its thread until the process ends, so it must not change shared
-    state. Errors of the work are raised here.
+    Late work continues in its thread until the process ends, so it must not change shared state. An
+    error of `work` is raised in the calling thread.
     """
     results: list[T] = []
     faults: list[BaseException] = []
@@ -71,7 +74,8 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
             if device is not None:
                 torch.cuda.set_device(device)
             results.append(work())
-        except BaseException as fault:  # errors of all kinds, because the caller raises them
+        # all kinds of errors, because they are raised in the calling thread
+        except BaseException as fault:
             faults.append(fault)
 
     thread, progress = threading.Thread(target=run, daemon=True), Progress(doing, limit)
@@ -87,12 +91,12 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
 
 
 def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: float) -> T | None:
-    """Return `work()` on rank 0. Other ranks wait until rank 0 has finished, and return None.
+    """Run `work` on rank 0 while the other ranks wait. Return its result on rank 0, and None
+    elsewhere.
 
-    All ranks call this function together. `work` must end within `limit` seconds. The group's
-    timeout applies until rank 0 begins. After `limit`, the waiting ranks wait for the group's
-    timeout again, or a minute if that is longer. If a rank dies meanwhile, the waiting ranks raise
-    a `PeerError`.
+    All ranks must call this function together. The waiting ranks raise a `PeerError` in three
+    cases: rank 0 does not begin within the group's timeout; rank 0 needs more than `limit` seconds,
+    plus the group's timeout or a minute, whichever is longer; or a rank dies.
     """
     group = comm._group()
     if group is None or comm.size == 1:
@@ -102,7 +106,7 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
     begun, done = (f"seqpar {x} {comm.name} {uses[comm.name]}" for x in ("begun", "done"))
     timeout = timeout_of(group, comm.device)
     store = _Store(group, min(ANSWER_SECONDS, timeout.total_seconds()))
-    # A group that sends from GPUs has no heartbeat.
+    # A group that sends from GPUs has no heartbeat, so one is started here.
     heartbeat = comm._heartbeat or heartbeat_for_a_while(group, done, comm.device)
     try:
         if comm.rank == 0:
@@ -123,7 +127,7 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
 
 
 class _Store:
-    """A group's store. Each call, which may connect, raises a RuntimeError after `seconds`."""
+    """A group's store. A call raises a RuntimeError after `seconds`, which include connecting."""
 
     def __init__(self, group: torch.distributed.ProcessGroup, seconds: float) -> None:
         self._store, self._seconds = group.get_group_store(), seconds
@@ -152,7 +156,7 @@ def _wait(
 ) -> None:
     """Return when rank 0 has finished.
 
-    Raises a RuntimeError if rank 0 is late, a rank died, or the store does not answer.
+    Raises a RuntimeError if rank 0 is late, if a rank has died, or if the store does not answer.
     """
     begun, done = keys
     progress, began = Progress(doing, limit), False

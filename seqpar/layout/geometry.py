@@ -22,7 +22,7 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
 from seqpar.layout.cuts.cut import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
 
-_MAX_KEPT_BYTES = 2**26  # limit for cached holdings, without the one that was used last
+_MAX_KEPT_BYTES = 2**26  # limit for cached holdings
 
 
 class Runs(NamedTuple):
@@ -40,8 +40,8 @@ class Holding:
     """
 
     def __init__(self, columns: Columns) -> None:
-        # The document, start and stop of each span, (spans,), and the row at which each span
-        # begins, (spans + 1,).
+        # The document, start and stop of each span, (spans,). `offsets` is the row at which each
+        # span begins, (spans + 1,).
         self.columns, _ = joined(columns)
         self.documents, self.starts, self.stops = self.columns
         self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]
@@ -57,7 +57,7 @@ class Holding:
         return ranges(self.starts, self.stops).astype(np.int32)
 
     def aligned(self, shift: Ints) -> NDArray[np.int32]:
-        """Return the positions of all rows, each moved by `shift[document]`."""
+        """Return the position of each row plus `shift` of the row's document."""
         if not shift.any():
             return self.positions
         of_rows = np.repeat(shift[self.documents], self.stops - self.starts)
@@ -69,10 +69,9 @@ class Holding:
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
     def spans_in(self, starts: Ints, stops: Ints) -> tuple[Ints, Columns]:
-        """Return the parts of spans that lie in some ranges of rows, and the index of the range of
-        each part.
+        """Cut the spans at some ranges of rows, which ascend and do not overlap.
 
-        The ranges ascend.
+        Returns the parts of spans that lie in the ranges, and the index of the range of each part.
         """
         span, first, last = split_at(self.offsets, starts, stops)
         index = np.searchsorted(stops, self.offsets[span] + first, side="right")
@@ -82,13 +81,14 @@ class Holding:
     def holds_some(self, begins: Ints, ends: Ints) -> NDArray[np.bool_]:
         """Return whether the rank has rows in each of some nonempty ranges of sort keys."""
         stops = sort_keys(self.documents, self.stops)
-        found = np.searchsorted(stops, begins, side="right")  # the first span that ends after it
+        # the first span that ends after `begins`
+        found = np.searchsorted(stops, begins, side="right")
         return np.r_[self._sort_keys, np.iinfo(np.int64).max][found] < ends
 
     def rows_before(self, documents: Ints, positions: Ints) -> Ints:
         if not self.documents.size:
             return np.zeros_like(documents)
-        # Faster than np.clip.
+        # np.clip would be slower.
         positions = np.minimum(np.maximum(positions, 0), 2**POSITION_BITS - 1)
         # The last span that begins at or before each position, or −1.
         found = np.searchsorted(self._sort_keys, sort_keys(documents, positions), side="right") - 1
@@ -100,10 +100,9 @@ class Holding:
 
 
 class Holdings(Sequence[Holding]):
-    """A `Holding` for each rank, which is made when it is first used.
+    """A `Holding` for each rank. Each is made at its first use.
 
-    The holdings of all ranks together may be very large. At most `_MAX_KEPT_BYTES` bytes are
-    cached.
+    Because all holdings together may be very large, at most `_MAX_KEPT_BYTES` bytes are cached.
     """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
@@ -120,7 +119,7 @@ class Holdings(Sequence[Holding]):
         holding = self._kept.get(rank)
         if holding is None:
             holding = Holding(self._cut.columns(self._cu_seqlens, rank))
-            nbytes = 64 * holding.documents.size + 4 * holding.tokens  # with positions and runs
+            nbytes = 64 * holding.documents.size + 4 * holding.tokens  # includes positions and runs
             if self._kept_bytes + nbytes > _MAX_KEPT_BYTES:
                 self._kept, self._kept_bytes = {}, 0
             self._kept[rank] = holding
@@ -131,7 +130,7 @@ class Holdings(Sequence[Holding]):
 class Geometry:
     """The documents of a packed batch and their cut, with a `Holding` for each rank.
 
-    A geometry also stores all tables that other code derives from the geometry.
+    A geometry also stores all tables that other code derives from it.
     """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
@@ -144,7 +143,7 @@ class Geometry:
     def __getstate__(self) -> dict[str, object]:
         """"""
         # `_derived_with` refers to other geometries of this process. `holders` is a function that
-        # cannot be pickled, and is made again when it is needed.
+        # cannot be pickled. It is made again when it is needed.
         state = {**vars(self), "_derived_with": None}
         state.pop("holders", None)
         return state
@@ -161,7 +160,7 @@ class Geometry:
         return len(self.holdings)
 
     def all_spans(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return the spans of all ranks as (n,) ranks, documents, starts and stops."""
+        """Return the ranks, documents, starts and stops of all spans, as arrays (n,)."""
         if isinstance(self.cut, TableCut):
             edges, columns = self.cut.table(self.cu_seqlens)
             return np.repeat(np.arange(self.ranks), np.diff(edges)), *columns
@@ -177,9 +176,9 @@ class Geometry:
     def worst_case(self) -> Geometry:
         """The geometry for which messages are planned.
 
-        Usually, messages are planned for this geometry. With `most_documents`, messages must be the
-        same for all documents, so that a CUDA graph can be replayed with other documents. Messages
-        are then planned for a single document that has all tokens.
+        Usually, this is the geometry itself. With `most_documents`, it is a single document of all
+        tokens, because a CUDA graph can be replayed with different documents only if the messages
+        are the same for all documents.
         """
         if not self.cut.most_documents:
             return self
@@ -217,7 +216,7 @@ class Geometry:
         return ranges(first + holding.starts, first + holding.stops)
 
     def described(self) -> dict[str, str]:
-        """Return the content in words, for errors that show how the layouts of ranks differ."""
+        """Return the content as texts, for errors that show how the layouts of ranks differ."""
         tokens = self.cut.token_counts(self.cu_seqlens)
         words = {
             "documents": f"{self.lengths.size} documents of {listed(self.lengths.tolist())} tokens",
@@ -232,11 +231,8 @@ class Geometry:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of which rank holds which token.
-
-        Geometries that assign the same tokens to the same ranks have the same hash.
-        """
-        # Documents of equal length that are cut equally are hashed once.
+        """A hash of which rank holds which token. It does not depend on the kind of cut."""
+        # If the cut is the same for all documents of equal length, these documents are hashed once.
         lengths, documents = self.lengths, np.arange(self.lengths.size)
         if self.cut.alike:
             lengths, documents = np.unique(lengths, return_inverse=True)

@@ -1,17 +1,17 @@
-"""Handles, which pass a layout to an operator of torch. Such an operator accepts only tensors and
+"""Handles, with which a layout is passed to a torch operator. Operators accept only tensors and
 numbers.
 
-A *handle* is a 1-D int64 tensor on the CPU. The handle contains a digest of the layout, and then
-the documents and the cut as integers. The *cut* is the rule that assigns spans of documents to
-ranks, such as zigzag. A compiled graph treats the handle as data, so the graph is not compiled
-again for the next layout. A copy of a handle works like the original, in any process.
+A *handle* is a 1-D int64 tensor on the CPU. It contains a digest of the layout, then the documents
+and the cut as integers. (A *cut* is a rule that assigns spans of documents to ranks, such as
+zigzag.) A compiled graph treats the handle as data, so a new layout does not cause a recompilation.
+A copy of a handle works like the original, in any process.
 
-A *geometry* is the content of a layout as arrays (`geometry.py`). A table in this process finds a
-geometry by its digest, so that equal layouts share one geometry. The table refers to geometries
-weakly. The memory of a handle is a numpy array that refers to the geometry. An object that keeps
-the handle alive, such as a Layout or a saved tensor of autograd, therefore also keeps the geometry
-and its tables alive. If only copies of the handle are left, the geometry is made again from the
-content of a copy.
+A *geometry* is the content of a layout as arrays (`geometry.py`). A table of this process finds the
+geometry for a digest, so that equal layouts share one geometry. The table does not keep geometries
+alive. The memory of a handle is a numpy array that refers to the geometry. An object that keeps the
+handle alive, such as a Layout or a saved tensor of autograd, therefore also keeps the geometry and
+its tables alive. If only copies of the handle are left, the geometry is made again from the content
+of a copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from seqpar.layout.geometry import Geometry
 LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | FixedChunks
 _KINDS = get_args(LayoutCut)
 
-_DIGEST_WORDS = 4  # integers of the digest, at the start of a handle
+_DIGEST_WORDS = 4  # integers in the digest, at the start of a handle
 # torch.compile specialises on the sizes 0 and 1, and on sizes that are equal. A different multiple
 # of this number is therefore added to each size.
 _SIZE_STRIDE = 2**42
@@ -51,7 +51,7 @@ class _OwningArray(np.ndarray[tuple[int], np.dtype[np.int64]]):
 
 
 def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
-    """Return the geometry of these documents and this cut, and the geometry's handle."""
+    """Return the geometry of these documents and this cut, and its handle."""
     words = with_digest(np.concatenate([[cu_seqlens.size], cu_seqlens, encode(cut)]))
     geometry = _by_digest.get(key_of(words)) or _decode(words)
     array = words.view(_OwningArray)
@@ -64,8 +64,8 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
 def _mark_of(words: Ints) -> Tensor:
     """Return an empty tensor whose shape depends on the content of a handle.
 
-    Checkpoints compare the shapes of saved tensors, but not their content. Handles with equal
-    numbers of documents have the same shape. The shape of this tensor distinguishes such handles.
+    Checkpoints compare the shapes of saved tensors, but not their content. Two handles with the
+    same number of documents have the same shape, but the shapes of these tensors differ.
     """
     with torch.inference_mode(False):
         return torch.empty_strided([0, 2 + int(words[0]) % 2**40], [0, 0])
@@ -82,18 +82,16 @@ class Sizes(NamedTuple):
     """The sizes of a rank from which torch.compile infers shapes."""
 
     tokens_before: int  # tokens on all lower ranks together
-    documents: int  # of the layout
-    padding: int  # tokens at the end of the layout
+    documents: int  # documents of the layout
+    padding: int  # padding tokens at the end of the layout
     spans: int
     runs: int
     continued: int  # spans that do not begin at the start of their document
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return one empty tensor for each rank, and one more tensor. The shapes encode the ranks'
-    sizes.
-    """
-    # torch.compile treats shapes as data, but compiles again if a number that a module stores
+    """Return an empty tensor for each rank, and one more. Their shapes encode the ranks' sizes."""
+    # torch.compile treats shapes as data, but recompiles if an integer attribute of a module
     # changes.
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
     held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
@@ -127,8 +125,8 @@ def from_handle(handle: Tensor) -> Geometry:
 def described(handle: Tensor, canonical: bool) -> object:
     """Return a value by which ranks compare their layouts.
 
-    With `canonical`, the value is a text for errors. Two layouts that assign tokens to ranks in the
-    same way have the same text, even if their cuts differ. The text may take seconds to make.
+    With `canonical`, the value is a text for errors. Layouts that assign tokens to ranks in the
+    same way then have the same text, even if their cuts differ. This may take seconds.
     """
     if canonical:
         return from_handle(handle).described()
@@ -151,7 +149,7 @@ def with_digest(content: Ints) -> Ints:
 def content_of(words: Ints, error: str) -> Ints:
     """Return the part of a handle after the digest.
 
-    If the handle was changed, raise a ValueError with `error`.
+    If the handle was changed, raise a ValueError with the text `error`.
     """
     content = words[_DIGEST_WORDS:]
     wrong = words.dtype != np.int64 or words.ndim != 1
@@ -192,9 +190,9 @@ def decode(code: Ints) -> LayoutCut:
 
 
 def read_indices(name: str, geometry: Geometry, rank: int) -> Tensor:
-    """Return (T_local,) int64 for the tokens of a rank.
+    """Return the indices or positions of a rank's tokens, (T_local,) int64.
 
-    `name` is the function to read: "token_indices" or "position_ids".
+    `name` is "token_indices" or "position_ids".
     """
     if name == "token_indices":
         return torch.from_numpy(geometry.token_indices(rank))
@@ -210,7 +208,7 @@ def _fake(layout: Tensor, rank: int, tokens: int) -> Tensor:
     return layout.new_empty((tokens,))
 
 
-# Operators of handles, for torch.compile.
+# Operators that read handles, for torch.compile.
 for _name in ("token_indices", "position_ids"):
     _operator = f"seqpar::{_name}"
     torch.library.define(_operator, "(Tensor layout, int rank, SymInt tokens) -> Tensor")

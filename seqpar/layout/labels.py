@@ -1,4 +1,4 @@
-"""The labels of a packed batch: for each token, the next token of its document."""
+"""The labels of a packed batch: the label of a token is the next token of its document."""
 
 from __future__ import annotations
 

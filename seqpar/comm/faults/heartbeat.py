@@ -1,37 +1,42 @@
-"""Heartbeats: find the rank that has died, left or never joined a group, so that all ranks name it.
+"""Heartbeats: if a rank has died, left or never joined a group, all other ranks raise an error that
+names this rank.
 
-When a rank dies, gloo raises an error only on ranks that wait for it, and gives only an address.
-Ranks that wait for those ranks learn nothing. Each rank of a group therefore has a thread that runs
-a *round* at least once per second (less often with more than 4,096 ranks). The threads communicate
-through the key-value store of the group, in which they write these keys:
+gloo does not do this. When a rank dies, gloo raises an error only on ranks that wait for this rank,
+and the error contains only an address. Ranks that wait for those ranks receive no error.
 
-* "state server RANK" is written by the rank before any beat. The value is the address of its state
-  server (`process_states.py`).
-* "beat RANK" is written by the rank in every round. The value begins with a count that grows. If
-  the rank waits, the exchange follows, as in "17 call 3, step 2 of ring backward". If it has raised
-  an error since, the error follows, as in "18 raised 1 ValueError: ...". When the rank has dropped
-  the group or has ended normally, the value is "left".
-* "verdict" is written by the first rank that finds a rank at fault. The value is the cause, with
-  which the error of every rank begins.
+Each rank of a group therefore has a thread that runs a *round* at least once per second, or less
+often with more than 4,096 ranks. The threads communicate through the key-value store of the group.
+They write these keys:
+
+* "state server RANK": the address of the rank's state server (`process_states.py`). The rank writes
+  this key before its first beat.
+* "beat RANK": a count, which the rank increases in every round. If the rank waits for messages, the
+  name of the exchange follows, as in "17 call 3, step 2 of ring backward". If the rank has raised
+  an error since its last wait, the error follows, as in "18 raised 1 ValueError: ...". When the
+  rank has dropped the group or has ended normally, the value is "left".
+* "verdict": which rank is at fault, and why. The first rank that finds this out writes the key. The
+  error of every rank begins with this text.
 
 In a round, a rank does the following:
 
 1. It writes its beat.
-2. If it waits for messages, it reads the verdict. If there is one, the rank adopts it.
-3. Otherwise it reads the beats that it watches, which in a small group are all beats. For ranks
-   whose beats have not changed, it asks their operating systems whether they live. They may be
-   silent only because a call holds the interpreter lock.
+2. If it waits for messages, it reads the verdict, and adopts the verdict if there is one.
+3. Without a verdict, it reads the beats that it watches. In a small group, these are the beats of
+   all ranks. If the beat of a rank has not changed, it asks the operating system of that rank
+   whether the process is alive, because a process may be silent only while a call holds the
+   interpreter lock.
 4. It decides whether a rank is at fault (`Witness.judge`). If so, it writes the verdict with
-   compare_set, so that only the first of several verdicts counts. Without one common verdict, ranks
-   would also blame ranks that have raised an error, exited, and are therefore silent.
+   compare_set, so that the first verdict is never replaced. A single verdict is necessary because
+   ranks that raise the error exit and become silent. Without it, ranks would blame these ranks.
 
-A rank with a verdict interrupts its waits. gloo's waits also fail without a verdict: when a peer
+A rank with a verdict interrupts its waits. A wait on gloo also fails without a verdict when a peer
 closes its connection, or after the group's timeout. `Heartbeat.blame_on_failure` then requests a
-round immediately and waits for a verdict. It raises a `PeerError` that begins with the verdict. If
-no round ends in the time in which a silent rank would be found, the store is at fault.
+round immediately, waits for a verdict, and raises a `PeerError` that begins with the verdict. If no
+round ends within the time in which a silent rank would be found, the store is at fault.
 
-Silence is counted in reads of an unchanged beat, and waiting for the store in intervals. No clock
-is compared, so that no rank is blamed after a machine or a process was suspended.
+A rank does not measure silence with a clock. It counts how often it has read an unchanged beat, and
+for how many intervals it has waited for the store. No rank is therefore blamed after a machine or a
+process was suspended.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
+from multiprocessing.util import Finalize  # also runs when a child process ends
 from typing import NamedTuple
 
 import torch
@@ -64,25 +69,26 @@ from seqpar.comm.faults.store_connection import Connection, answer_of
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, RAISED, Witness, grace_seconds
 from seqpar.core.torch_private import timeout_of
 
-MIN_ROUNDS_PER_TIMEOUT = 40  # at least this number, and at least one round per second
-MAX_ROUNDS_PER_SECOND = 4096  # of all ranks of a group together, because they share the store
-# Intervals without an answer after which the store counts as lost.
+MIN_ROUNDS_PER_TIMEOUT = 40  # and at least one round per second
+MAX_ROUNDS_PER_SECOND = 4096  # by all ranks of a group together, because they share the store
+# After this number of intervals without an answer, the store counts as lost.
 MAX_STORE_INTERVALS = MAX_SILENT_READS + 5
 _MAX_ERROR_LETTERS = 400  # characters of an error's text in a beat
-_TOLD = "_seqpar_told"  # an attribute of errors: the ids of the heartbeats that have reported them
-_UNUSED_TAG = 0x5E9  # no message has this tag, so receiving with it times out
+# this attribute of an error contains the ids of heartbeats that have reported it
+_TOLD = "_seqpar_told"
+_UNUSED_TAG = 0x5E9  # no message has this tag, so a receive with this tag times out
 
 
 class PeerError(RuntimeError):
     """A rank of the group has died, has left, or has not joined the exchange.
 
-    The message names this rank, the step that failed, and the ranks for which the raising rank
-    waited.
+    The message names the rank at fault, the step that failed, and the ranks whose messages the
+    raising rank awaited.
     """
 
 
 class Clock:
-    """The clock of heartbeats. Tests replace it by a clock whose time passes immediately."""
+    """The clock of heartbeats. Tests replace it with a clock whose time passes immediately."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -101,10 +107,8 @@ class Clock:
 
 
 class Membership(NamedTuple):
-    """A rank's membership of a group."""
-
     rank: int
-    names: Sequence[str]  # the names of the group's ranks in errors
+    names: Sequence[str]  # the names by which errors call the ranks of the group
     timeout: float  # the group's timeout in seconds
 
 
@@ -118,9 +122,9 @@ class _Wait:
 class Heartbeat:
     """The heartbeat of one rank in one group. It finds the rank at fault when a wait fails.
 
-    If the process that keeps the store hangs, a call of the store may never return. After the first
-    beat, the store is therefore used only by the thread of the heartbeat, and by `accuse`, which
-    limits how long it waits.
+    If the process that keeps the store hangs, a call to the store may never return. After the first
+    beat, only the thread of the heartbeat and `accuse` therefore call the store. `accuse` limits
+    how long it waits.
     """
 
     def __init__(
@@ -137,11 +141,11 @@ class Heartbeat:
 
         Args:
             store: this rank's connection to the store.
-            store_lost: the cause to report if the store is gone.
+            store_lost: the cause in the error if the store is gone.
             member: this rank and its group.
-            interrupt: makes all waits on the group raise.
-            state_server: the address of this process's state server, or "".
-            ask: asks state servers whether ranks live.
+            interrupt: makes all waits on the group raise an error.
+            state_server: the address of this process's state server, or "" without a state server.
+            ask: asks state servers whether ranks are alive.
             clock: replaced in tests.
         """
         rank, names, timeout = member
@@ -156,16 +160,15 @@ class Heartbeat:
         self._state_servers: dict[int, str] = {}
         self._count = 0
         self._round_ended = self._clock.now()
-        self._changed = threading.Condition()  # a lock for the following attributes
+        self._changed = threading.Condition()  # protects the following attributes
         self._waits: list[_Wait] = []
         self._urgent = self._stopped = False
         self._verdict = ""
         # The text of the error that this rank has raised since its last wait, or "".
         self._error = ""
         self._errors = 0  # how many errors this rank has reported
-        self._round_began: float | None = None  # None while no round runs
-        # This is written here and not by the thread, because the rank may die before the thread
-        # runs.
+        self._round_began: float | None = None  # None if no round is running
+        # The first beat is not left to the thread, because the rank may die before the thread runs.
         self._store.set(f"state server {rank}", state_server)
         self._write("")
         name = f"seqpar heartbeat, {self._name}"
@@ -178,13 +181,12 @@ class Heartbeat:
     def blame_on_failure(
         self, doing: str, peers: Iterable[int], speaker: str = "gloo"
     ) -> Iterator[None]:
-        """If a wait within this context fails, raise a `PeerError` that names the rank at fault
-        instead.
+        """If a wait fails within this context, raise a `PeerError` that names the rank at fault.
 
         Args:
-            peers: the ranks whose messages are waited for.
+            peers: the ranks whose messages are awaited.
             doing: the name of the exchange.
-            speaker: who reports the error, such as gloo.
+            speaker: the backend that reports the failure, such as gloo.
         """
         wait = _Wait(doing, frozenset(peers))
         with self._changed:
@@ -192,15 +194,15 @@ class Heartbeat:
             self._error = ""
         try:
             yield
-        except PeerError:  # `accuse` has raised it, so it names the rank at fault already
+        except PeerError:  # `accuse` has raised it
             raise
         except RuntimeError as error:
             if self._stopped:  # this rank has destroyed the group
                 raise
             listed = self._witness.listed(wait.peers)
             cause = self._cause(wait)
-            # This process may keep the store. Other ranks must read the verdict before the process
-            # ends.
+            # This process may keep the store. It must not end before other ranks have read the
+            # verdict.
             self._clock.sleep(2 * self._interval)
             message = f"{cause}. {self._name} was in {doing} and waited for {listed}"
             raise PeerError(f"{message}. {speaker} said: {error}") from error
@@ -210,32 +212,29 @@ class Heartbeat:
 
     @property
     def verdict(self) -> str:
-        """The cause, which names the rank at fault, or "" if this rank does not know it."""
+        """The text that names the rank at fault, or "" if this rank knows of none."""
         return self._verdict
 
     def accuse(self, cause: str) -> str:
-        """Publish `cause` as the verdict.
-
-        Return the verdict that counts, which may be an earlier one.
-
-        Ranks that wait read the verdict that counts.
-        """
+        """Write `cause` as the verdict, unless there is a verdict already. Return the verdict."""
         publish = partial(self._store.compare_set, "verdict", "", cause)
-        # The store is gone or hangs, and this rank raises its own cause.
+        # The store is gone or hangs. This rank then raises an error with its own cause.
         with suppress(RuntimeError):
             cause = answer_of(publish, MAX_STORE_INTERVALS * self._interval).decode()
         self._adopt(cause)
-        # Gives all ranks that wait the time to read the verdict.
+        # Wait until the other ranks have had the time to read the verdict.
         self._clock.sleep(2 * self._interval)
         return cause
 
     def report(self, error: BaseException) -> None:
-        """Tell ranks that wait for this rank about an error, because of which it does not join the
+        """Tell other ranks that this rank has raised an error and therefore does not join an
         exchange.
 
-        The error counts until this rank waits again. Reporting the same error again has no effect.
+        The report counts until this rank waits again. A second report of the same error has no
+        effect.
         """
-        # On the error itself, because an error cannot be a key of a weak dictionary.
+        # The mark is an attribute of the error, because an error cannot be a key of a weak
+        # dictionary.
         told = vars(error).setdefault(_TOLD, [])
         if isinstance(error, PeerError) or id(self) in told:
             return
@@ -253,11 +252,11 @@ class Heartbeat:
             self._stopped = True
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            # Not longer, because a call of the store may hang.
+            # The wait is limited because a call to the store may hang.
             self._thread.join(1 + self._interval)
 
     def round(self) -> bool:
-        """Run one round. Return whether further rounds follow."""
+        """Run one round. Return whether more rounds follow."""
         with self._changed:
             stopped, waits, error = self._stopped, list(self._waits), self._error
             self._urgent, self._round_began = False, self._clock.now()
@@ -270,7 +269,7 @@ class Heartbeat:
             self._write(waits[-1].doing if waits else error)
             self._listen(waits, stood_still)
         except RuntimeError:  # The store is gone. This matters only if a wait fails.
-            # Other ranks may have left, because this rank seemed to be dead.
+            # Other ranks may have left because this rank seemed to be dead.
             still = f"{self._name} was stopped, or could not run Python, for {late:.1f} s; "
             self._adopt((still if stood_still else "") + self._store_lost)
             return False
@@ -286,11 +285,11 @@ class Heartbeat:
                 )
 
     def _cause(self, wait: _Wait) -> str:
-        """Return the verdict as soon as there is one.
+        """Wait for a verdict and return it. If no round ends in time, return that the store is at
+        fault.
 
-        If no round ends meanwhile, the store is at fault. The time of a round that is running
-        counts from its start. This rank may have been stopped since then, so the store always gets
-        a few more intervals.
+        The time limit counts from the start of the running round. This process may have been
+        stopped since then, so the store has at least a few more intervals.
         """
         with self._changed:
             wait.failed = self._urgent = True
@@ -314,19 +313,16 @@ class Heartbeat:
         self._count += 1
 
     def _listen(self, waits: list[_Wait], stood_still: bool) -> None:
-        """Adopt the verdict of another rank, or decide on one.
-
-        With a verdict, interrupt all waits.
-        """
+        """Adopt the verdict of another rank, or decide on a verdict. Then interrupt all waits."""
         if not self._verdict and (waits or stood_still) and self._store.check(["verdict"]):
             self._adopt(self._store.multi_get(["verdict"])[0].decode())
-        if not waits and self._witness.watches_all:  # the ranks that wait read all beats
+        if not waits and self._witness.watches_all:  # ranks that wait read all beats
             self._witness.pause()
             return
         if not self._verdict:
             self._witness.hear(self._read(waits))
             failed, words = [wait.peers for wait in waits if wait.failed], self._words()
-            # A rank that is stopped or busy is only at fault if other ranks wait for it.
+            # A stopped or busy rank is at fault only if other ranks wait for it.
             judges = waits or GONE in words.values()
             waited = {peer for wait in waits for peer in wait.peers}
             if judges and (verdict := self._witness.judge(failed, words, waited, self._errors)):
@@ -349,8 +345,7 @@ class Heartbeat:
     def _words(self) -> dict[int, str]:
         """Return the states of silent ranks, as their operating systems report them.
 
-        A rank without a state server counts as gone, unless the user has set a grace
-        (`grace_seconds`).
+        A rank without a state server counts as gone, unless the user has set `grace_seconds`.
         """
         silent = self._witness.silent()
         servers = self._state_servers
@@ -366,36 +361,31 @@ class Heartbeat:
 
 
 def interval(timeout: float, ranks: int) -> float:
-    """Return the seconds between two rounds of a rank.
-
-    They depend on the group's timeout and size.
-    """
+    """Return the seconds between two rounds of a rank, given the group's timeout and size."""
     return min(max(1.0, ranks / MAX_ROUNDS_PER_SECOND), timeout / MIN_ROUNDS_PER_TIMEOUT)
 
 
 def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
-    """Start and return this rank's heartbeat in a group on gloo. Return None for other groups.
+    """Start this rank's heartbeat in a gloo group. Return None for other backends.
 
-    It stops when the group is freed or the process ends.
+    The heartbeat stops when the group is freed or the process ends.
     """
     if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
         return None
     alive = weakref.ref(group)
     interrupt = lambda: close_connections(alive())  # noqa: E731
     heartbeat = _started(group, group.get_group_store(), torch.device("cpu"), interrupt)
-    # With an exit priority, this runs at exit as well. If the thread still ran then, exiting might
-    # abort it.
+    # With an exit priority, this finalizer runs at exit as well. If the thread still ran at exit,
+    # the process might abort.
     Finalize(group, heartbeat.stop, exitpriority=0)
     return heartbeat
 
 
 def heartbeat_for_a_while(group: ProcessGroup, name: str, device: torch.device) -> Heartbeat:
-    """Start and return a heartbeat for a single wait, in a group of any backend.
+    """Start a heartbeat for a single wait, in a group on any backend. The caller must stop it.
 
-    The caller stops it.
-
-    All ranks start a heartbeat with this `name` together. It interrupts no waits. The code that
-    waits must read its `verdict`.
+    All ranks start a heartbeat with this `name` together. The heartbeat interrupts no waits, so the
+    code that waits must read `verdict`.
     """
     store = PrefixStore(f"{name}/", group.get_group_store())
     return _started(group, store, device, lambda: None)
@@ -425,10 +415,10 @@ def _started(
 
 
 def close_connections(group: ProcessGroup | None) -> None:
-    """Make all waits on a gloo group raise, on this rank and on ranks that wait for it.
+    """Make all waits on a gloo group raise an error, on this rank and on ranks that wait for it.
 
-    gloo's abort() does not end waits. But when a receive times out, gloo closes all connections. If
-    the connection to a peer is closed already, a receive from this peer fails immediately.
+    gloo's abort() does not end waits, but gloo closes all connections when a receive times out. A
+    receive over a connection that is already closed fails immediately.
     """
     if group is None:
         return

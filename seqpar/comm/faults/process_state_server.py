@@ -1,15 +1,14 @@
-"""A program that tells whether the process of a rank lives: `python -I -S process_state_server.py`.
+"""A program that tells whether the process of a rank is alive: `python -I -S
+process_state_server.py`.
 
-A thread of the rank cannot tell it while another thread holds Python's interpreter lock, for
-example to sort a long list. Each rank therefore starts this program (`process_states.py`). It asks
-the operating system, and answers every connection that sends the right token. It imports little, so
-that it is small and starts quickly. It ends at most `PARENT_POLL_SECONDS` after the process of the
-rank.
+Each rank starts this program as a separate process (`process_states.py`). A thread of the rank
+could not answer while another thread holds Python's interpreter lock, for example while a long list
+is sorted. The program asks the operating system, and answers every connection that sends the right
+token. It ends at most `PARENT_POLL_SECONDS` after the process of the rank.
 
-Two simpler ways do not work. A thread in C++, such as that of torch's store, cannot distinguish a
-stopped rank from a slow one, its clients would wait for a stopped rank forever, and anyone may
-write to the store. A connection to the rank shows that the rank has died, but not that it is
-stopped.
+Two simpler methods do not work. A thread in C++, such as the thread of torch's store, cannot
+distinguish a stopped rank from a slow rank, and its clients would wait for a stopped rank forever.
+A connection to the rank shows that the rank has died, but not that it is stopped.
 """
 
 import os
@@ -21,15 +20,16 @@ from contextlib import suppress
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
 PARENT_POLL_SECONDS = 1.0
-# The most connections that have sent no token; one more closes the oldest.
+# At most this number of open connections may have sent no token. If there are more, the oldest is
+# closed.
 MAX_SILENT_CONNECTIONS = 64
 
 
 def state(process: int) -> str:
     """Return whether a process is alive, stopped by a signal, or gone.
 
-    A process that a debugger or a profiler has stopped counts as alive, because a profiler may stop
-    it many times per second.
+    A process that a debugger or profiler has stopped counts as alive, because a profiler may stop a
+    process many times per second.
     """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
@@ -44,8 +44,8 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
     silent: list[socket.socket] = []  # oldest first
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    # When a parent ends, its child gets another parent. A pipe from the rank would not show this,
-    # because forked children of the rank keep the pipe open.
+    # When the parent ends, this process gets a different parent. The end of a pipe from the rank
+    # would not show this, because forked children of the rank keep the pipe open.
     while os.getppid() == parent:
         ready = [key.fileobj for key, _ in selector.select(PARENT_POLL_SECONDS)]
         ended = [connection for connection in silent if connection in ready]
@@ -68,8 +68,8 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
 
 if __name__ == "__main__":
     _, descriptor, parent = sys.argv
-    # Launchers send signals to all processes of a job, while a rank may still save its model, for
-    # example. This process must live as long as the rank, so it blocks them.
+    # Launchers send signals to all processes of a job, while a rank may still be saving its model.
+    # This process must live as long as the rank, so it blocks these signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.setblocking(False)

@@ -1,8 +1,8 @@
-"""Ask the operating system whether a rank lives, and not the threads of the rank.
+"""Ask the operating system whether the process of a rank is alive.
 
-Each process with a heartbeat starts a *state server*, a small process (`process_state_server.py`)
-that answers on a TCP port even while the rank's interpreter lock is held. Its address is the text
-"HOST PORT TOKEN".
+Each process with a heartbeat starts a *state server* (`process_state_server.py`). A state server is
+a small process that answers on a TCP port, even while a thread of the rank holds the interpreter
+lock. Its address is the text "HOST PORT TOKEN".
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
-# Unlike functions of atexit, it also runs when a child process ends.
+# Unlike atexit's functions, it also runs at the end of a child process.
 from multiprocessing.util import Finalize
 
 from seqpar.comm.faults import process_state_server
 from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
-UNKNOWN = "unknown"  # the state of a rank whose state server gives no answer
-MAX_UNANSWERED = 3  # a rank counts as gone after this number of unanswered questions in a row
+UNKNOWN = "unknown"  # the state of a rank whose state server does not answer
+MAX_UNANSWERED = 3  # after this number of unanswered questions in a row, a rank counts as gone
 
 Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
 
 class ProcessStates:
-    """The states of ranks whose heartbeats are silent, as their operating systems report them."""
-
     def __init__(self, seconds: float, ask: Ask) -> None:
-        """`ask` is a function like `ask_state_servers`. It waits at most `seconds` for answers."""
+        """`ask` is a function like `ask_state_servers`, which waits for answers for at most
+        `seconds`.
+        """
         self._seconds, self._ask = seconds, ask
-        # For each rank, the number of unanswered questions in a row.
+        # For each rank, how many questions in a row have had no answer.
         self._unanswered: dict[int, int] = {}
 
     def of(self, addresses: Mapping[int, str]) -> dict[int, str]:
-        """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, given the addresses of their state
+        """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, given the addresses of state
         servers.
 
         If a state server does not answer, it may be slow, or its machine may be gone. The rank is
@@ -57,13 +57,10 @@ class ProcessStates:
 
 
 def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
-    """Ask all state servers at the same time.
-
-    Return their answers, or UNKNOWN for those that are late.
-    """
+    """Ask all state servers at the same time. Return UNKNOWN for a rank if the answer is late."""
     answers = dict.fromkeys(addresses, UNKNOWN)
     end = time.monotonic() + seconds
-    # The selector raises an OSError if this process can open no more files.
+    # The selector raises an OSError if this process cannot open more files.
     with suppress(OSError), selectors.DefaultSelector() as selector, ExitStack() as stack:
         for rank, address in addresses.items():
             host, port, token = address.split()
@@ -81,11 +78,11 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
                             selector.modify(connection, selectors.EVENT_READ, key.data)
                             continue
                         answer = connection.recv(64)
-                    # The machine lives, but no process listens at the port.
+                    # The machine is alive, but no process listens on the port.
                     except ConnectionRefusedError:
                         answer = proof + GONE.encode()
                     for word in (ALIVE, STOPPED, GONE):
-                        # Otherwise another program listens at the port.
+                        # Otherwise a different program listens on the port.
                         if answer == proof + word.encode():
                             answers[rank] = word
                 selector.unregister(connection)
@@ -95,11 +92,11 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
 def start_state_server(host: str) -> str:
     """Return the address of this process's state server, which listens on this machine's `host`.
 
-    The first call starts the state server, which ends with this process. The result is "" if it
-    cannot be started: outside Linux, in a frozen application, or if the machine can start no more
-    processes.
+    The first call starts the state server. It ends with this process. The result is "" if it cannot
+    be started. This happens outside Linux, in a frozen application, or if the machine cannot start
+    more processes.
     """
-    return _start_state_server(host, os.getpid())  # a forked child needs a state server of its own
+    return _start_state_server(host, os.getpid())  # a forked child needs its own state server
 
 
 @functools.cache
@@ -109,14 +106,15 @@ def _start_state_server(host: str, process: int) -> str:
     token = os.urandom(16).hex()
     program = sys.executable, "-I", "-S", process_state_server.__file__
     try:
-        if os.readlink("/proc/self") != str(process):  # /proc belongs to another namespace
+        # if /proc belongs to a different PID namespace
+        if os.readlink("/proc/self") != str(process):
             return ""
-        # The rank itself opens the socket, so it need not wait until the state server has started.
+        # The rank opens the socket itself, so it need not wait until the state server has started.
         with socket.create_server((host, 0), family=_family(host)) as listener:
             port, descriptor = listener.getsockname()[1], listener.fileno()
             # The state server inherits no other files, because these may be sockets that must close
-            # when this process ends. It gets a session of its own, so that no terminal interrupts
-            # it.
+            # when this process ends. It runs in a new session, so that a terminal does not
+            # interrupt it.
             child = subprocess.Popen(
                 [*program, str(descriptor), str(process)],
                 pass_fds=[descriptor],
@@ -130,8 +128,8 @@ def _start_state_server(host: str, process: int) -> str:
         return ""
     with suppress(BrokenPipeError), child.stdin as pipe:  # type: ignore[union-attr]
         pipe.write(token.encode())
-    child.returncode = 0  # `_end` waits for the child, and `subprocess` need not do so at exit
-    # With a negative priority, this runs after the last heartbeats.
+    child.returncode = 0  # `_end` waits for the child, so `subprocess` need not wait for it at exit
+    # With a negative priority, this runs after the finalizers of heartbeats.
     Finalize(None, _end, (child.pid,), exitpriority=-1)
     return f"{host} {port} {token}"
 

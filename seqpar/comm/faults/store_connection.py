@@ -1,16 +1,16 @@
 """The connection of a heartbeat to its group's store.
 
-torch's client of a store has three properties with which a heartbeat cannot work:
+A heartbeat cannot use torch's client of a store alone, for three reasons:
 
-* If the process that keeps the store has closed the connection, as it may do at any normal exit,
-  the client writes a stack trace to stderr.
-* If this process is gone, connecting takes as long as the group's timeout.
-* If this process is stopped, connecting and all other calls never return. Code that cannot wait
-  uses `answer_of`.
+* If the process that keeps the store has closed the connection, the client writes a stack trace to
+  stderr. The process may close the connection at any normal exit.
+* If the process that keeps the store is gone, connecting takes as long as the group's timeout.
+* If the process that keeps the store is stopped, connecting and all other calls never return. Code
+  that must not wait forever uses `answer_of`.
 
-A connection therefore has an additional plain socket to the same port, which carries no data and
-shows when the store is gone. All groups of a process share one such socket for each port, because
-the process that keeps the store can open only a limited number of files.
+A connection therefore has an additional plain socket to the port of the store, which carries no
+data and shows when the store is gone. All groups of a process share one such socket per port,
+because the process that keeps the store can open only a limited number of files.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
-_PARTS = 10  # the number of intervals in which `answer_of` waits
+_PARTS = 10  # `answer_of` waits in this number of intervals
 
 
 class Connection:
     """The methods of a store that heartbeats use. They raise a RuntimeError when the store is gone.
 
     Attributes:
-        host: the address of this machine as the store sees it, at which other ranks can reach it.
-            For a store without TCP, it is the loopback address.
+        host: the address of this machine as the store sees it. Other ranks can reach this machine
+            at this address. If the store does not use TCP, `host` is the loopback address.
     """
 
     def __init__(self, store: Store) -> None:
-        """Connect to the process that keeps `store`.
-
-        This never returns if that process is stopped.
+        """Connect to the process that keeps `store`. If that process is stopped, this never
+        returns.
         """
         self.host = "127.0.0.1"
         self._idle: _Idle | None = None
@@ -54,9 +53,8 @@ class Connection:
 
     @classmethod
     def open(cls, store: Store, seconds: float) -> Connection:
-        """Connect.
-
-        Raise a RuntimeError if the connection is refused or takes longer than `seconds`.
+        """Connect. Raise a RuntimeError if the connection is refused or takes longer than
+        `seconds`.
         """
         return answer_of(lambda: cls(store), seconds)
 
@@ -79,10 +77,10 @@ class Connection:
 
 
 def answer_of(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of a call of a store. Raise a RuntimeError after `seconds`.
+    """Return the result of a call to a store. Raise a RuntimeError after `seconds`.
 
-    The function waits in several intervals, because this process itself may be stopped meanwhile. A
-    call that is late continues in its thread.
+    The function waits in several short intervals. If this process is suspended during one of them,
+    the store still has the remaining intervals to answer. A late call continues in its thread.
     """
     answers: list[T] = []
     errors: list[Exception] = []
@@ -103,16 +101,15 @@ def answer_of(call: Callable[[], T], seconds: float) -> T:
 
 
 class _Idle:
-    """A plain socket to a store that carries no data.
-
-    It becomes readable when the store closes it.
+    """A plain socket to a store that carries no data. When the store closes it, it becomes
+    readable.
     """
 
     def __init__(self, host: str, port: int) -> None:
         connection = socket.create_connection((host, port))
         self.host = connection.getsockname()[0]  # the address of this end
         self.descriptor = connection.detach()
-        # The socket stays open at exit, because the last beat is written after this.
+        # The socket stays open at exit, because the last beat is written later.
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     def ended(self) -> bool:
@@ -122,7 +119,7 @@ class _Idle:
 
     @classmethod
     def to(cls, host: str, port: int) -> _Idle:
-        """Return this process's open socket to the port, or a new one."""
+        """Return this process's open socket to the port, or open one."""
         key = os.getpid(), host, port
         known = _idle.get(key)
         if known is None or known.ended():

@@ -9,20 +9,20 @@ from itertools import islice
 
 from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
-MAX_SILENT_READS = 10  # a rank counts as silent after this number of reads of an unchanged beat
-# How many ranks' beats a rank always reads, and the most additional ranks for each wait.
+MAX_SILENT_READS = 10  # after this number of reads of an unchanged beat, a rank counts as silent
+# How many ranks' beats are always read, and how many more for each wait.
 MAX_WATCHED = 16
 CHECK_HINT = "check_ranks=True, if it is not set, finds out"
 GRACE = "SEQPAR_GRACE_SECONDS"
-LEFT = "left"  # the last beat of a rank that has ended normally or dropped the group
-# The beginning of the beat of a rank with an error; the number and the text of the error follow.
+LEFT = "left"  # the last beat of a rank that has ended normally or has dropped the group
+# The beginning of the beat of a rank with an error. The number and the text of the error follow.
 RAISED = "raised "
-# After this number of reads of an error, its rank counts as one that sends nothing more.
+# After this number of reads of an error, the rank with the error is expected to send nothing more.
 MAX_ERROR_READS = 3
 
 
 class Witness:
-    """The beats of other ranks that one rank has read, and its judgement."""
+    """The beats that one rank has read, and its judgement."""
 
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
@@ -30,17 +30,17 @@ class Witness:
         """Begin without beats.
 
         Args:
-            rank: the rank that reads. It watches the next `MAX_WATCHED` ranks of the group that
-                have not left. A healthy rank therefore watches the faulty ranks after it, and no
-                rank must read all beats.
-            names: the names of the ranks in errors.
+            rank: the rank that reads the beats. It always watches the next `MAX_WATCHED` ranks of
+                the group that have not left. Every faulty rank is therefore watched by a healthy
+                rank before it, and no rank must read all beats.
+            names: the names by which errors call the ranks.
             interval: the seconds between two reads.
-            grace: a rank that lives but is silent is at fault after this number of seconds.
+            grace: after this number of seconds, a rank that is alive but silent is at fault.
         """
         self._names, self._interval, self._grace = names, interval, grace
         self._rank = rank
         self.watches_all = len(names) - 1 <= MAX_WATCHED
-        # The last beat of each rank; none of ranks that have not begun.
+        # The last beat of each rank. Ranks that have not begun have no entry.
         self.beats: dict[int, str] = {}
         self.watched = self.watch(())
         # For each rank, how many reads in a row have found the same beat.
@@ -52,10 +52,7 @@ class Witness:
         self._reads_since_failure = 0
 
     def watch(self, waits: Iterable[frozenset[int]]) -> list[int]:
-        """Choose the ranks whose beats are read.
-
-        `waits` has the peers of each wait that is running.
-        """
+        """Return the ranks whose beats must be read, given the peers of each running wait."""
         ranks = len(self._names)
         ahead = ((self._rank + step) % ranks for step in range(1, ranks))
         present = (peer for peer in ahead if self.watches_all or self.beats.get(peer) != LEFT)
@@ -64,7 +61,7 @@ class Witness:
         return self.watched
 
     def hear(self, beats: dict[int, str]) -> None:
-        """Record the current beats of the watched ranks. Ranks that have not begun have none."""
+        """Record the beats that were just read. Ranks that have not begun have no beat."""
         changed = {peer for peer, text in beats.items() if text != self.beats.get(peer)}
         self._unchanged = {
             peer: 0 if peer in changed else self._unchanged.get(peer, 0) + 1
@@ -80,12 +77,12 @@ class Witness:
             self._heard_since_failure |= changed
 
     def pause(self) -> None:
-        """Start to count silence again from 0, because this rank stops reading."""
+        """Restart the counts of silence at 0, because this rank stops reading."""
         self._unchanged.clear()
         self._raised.clear()
 
     def silent(self) -> dict[int, float]:
-        """Return for each silent rank that has begun how many seconds it has been silent."""
+        """Return, for each silent rank that has begun, for how many seconds it has been silent."""
         return {
             peer: reads * self._interval
             for peer, reads in self._unchanged.items()
@@ -101,28 +98,28 @@ class Witness:
     ) -> str:
         """Return which rank is at fault and why, as the beginning of an error, or "".
 
-        Before a wait has failed, other ranks may still begin, or may have left after their work. A
-        rank is then at fault only in three cases: it has died, or it has been silent for longer
-        than the grace, or it has raised an error that this rank, which waits for it, has not
-        raised.
+        Before a wait has failed, a rank is at fault only in three cases: it has died, it has been
+        silent for longer than the grace, or it has raised an error that this rank has not raised,
+        while this rank waits for it. In all other cases, a rank may still begin, or may have left
+        after its work.
 
-        When a wait has failed, the first rank in this list is at fault:
+        After a wait has failed, the first rank in this list is at fault:
 
         1. a rank that has left, if all failed waits were for this rank;
         2. a rank that has never begun;
-        3. a rank that lives but is silent;
+        3. a rank that is alive but silent;
         4. a rank that is in no exchange.
 
-        If there is no such rank, all ranks wait for each other. A rank lives if its beat has
-        changed since the failure, or if its operating system says so. A rank that does not watch
-        all other ranks first gives these time to find a dead rank, and then to find an idle one.
+        If the list is empty, all ranks wait for each other. A rank counts as alive if its beat has
+        changed since the failure, or if its operating system says so. A rank that watches only some
+        ranks does not judge immediately. It first gives the other ranks time to find a dead rank,
+        and then to find an idle rank.
 
         Args:
-            words: the states of silent ranks, from their operating systems. A rank that lives, or
-                may live, is not dead.
             failed: the peers of each failed wait.
+            words: the states of silent ranks, from their operating systems.
             waited: the peers of all waits.
-            errors: how many errors this rank itself has raised.
+            errors: how many errors this rank has raised.
         """
         silent = self.silent()
         left = {peer for peer, text in self.beats.items() if text == LEFT}
@@ -134,8 +131,8 @@ class Witness:
             return self._locked(late, silent)
         for peer in sorted(set(waited) & self._raised.keys()):
             number, _, error = self._doing(peer).removeprefix(RAISED).partition(" ")
-            # All ranks may have raised the same error. This rank has continued after it, and the
-            # peer has not yet.
+            # All ranks may have raised the same error. This rank has continued after the error, and
+            # the peer may not have continued yet.
             if self._raised[peer] >= MAX_ERROR_READS and int(number) > errors:
                 return f"{self._names[peer]} raised an error, and did not send: {error}"
         if not failed:
@@ -173,7 +170,7 @@ class Witness:
         return self.beats.get(peer, "").partition(" ")[2]
 
     def listed(self, peers: Iterable[int]) -> str:
-        """Return the names of some ranks in words, such as "rank 1 and rank 3"."""
+        """Return the names of some ranks as a text, such as "rank 1 and rank 3"."""
         return " and ".join(self._names[peer] for peer in sorted(set(peers)))
 
     def _locked(self, peers: Iterable[int], silent: Mapping[int, float]) -> str:
@@ -185,9 +182,7 @@ class Witness:
 
 
 def grace_seconds() -> float | None:
-    """Return for how many seconds a living rank may be silent, or None if the user has set no
-    limit.
-    """
+    """Return for how many seconds a rank that is alive may be silent, or None without a limit."""
     text = os.environ.get(GRACE)
     try:
         seconds = None if text is None else float(text)

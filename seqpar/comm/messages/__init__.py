@@ -1,7 +1,6 @@
-"""Messages between ranks: posting them, waiting for them, and checking that both ranks mean the
-same.
+"""Post messages between ranks, wait for them, and check that two ranks make the same exchange.
 
-Start with `comm.py`. A `Comm` is a group as one rank sees it, and `Comm.exchange` posts messages.
-On gloo, each message has a header (`message_header.py`) with the number of its call and a digest of
-the call's arguments.
+Start with `comm.py`. A `Comm` is a group of ranks as one rank sees it, and `Comm.exchange` posts
+messages. On gloo, a header is sent with each exchange (`message_header.py`). It contains the number
+of the call and a digest of the call's arguments.
 """

@@ -1,12 +1,12 @@
-"""Communicators on NCCL: that of a group, and further ones with the same ranks.
+"""Communicators on NCCL: the communicator of a group, and further ones over the same ranks.
 
-A communicator runs its exchanges one after another, in the order in which they are posted. Messages
-that must not wait for each other, such as messages in two directions, therefore use different
-communicators.
+A communicator runs its exchanges one after another, in the order in which they are posted. Two
+streams of messages that must not wait for each other, such as messages to the next and to the
+previous rank, therefore use different communicators.
 
-Messages use streams with high priority. On NCCL, sending is a small kernel. If an attention kernel
-becomes ready at the same moment, it fills the GPU, and at equal priority the message would wait
-until the attention kernel has ended.
+Communicators use CUDA streams with high priority. On NCCL, sending a message is a small kernel. If
+the stream had normal priority and an attention kernel became ready at the same moment, the
+attention kernel could fill the GPU, and the message would wait until its end.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ from seqpar.core.torch_private import (
 
 
 class Communicators:
-    """The communicators of a process group on NCCL, which all Comms of the group share."""
+    """The NCCL communicators of a process group, which all Comms of the group share."""
 
     def __init__(self) -> None:
-        # For each type of device, the device that has joined.
+        # For each type of device, the device from which the group sends.
         self._devices: dict[str, torch.device] = {}
-        # Used instead of the group's communicator on a GPU.
+        # If not None, it is used on a GPU instead of the group's own communicator.
         self._urgent: ProcessGroup | None = None
         self._channels: dict[str, ProcessGroup | None] = {}
         self._coalesces: dict[str, bool] = {}  # by type of device
 
     def gpu(self, group: ProcessGroup) -> torch.device | None:
-        """Return the GPU from which the group sends: the first that has joined, or the bound
-        one.
+        """Return the GPU from which the group sends.
+
+        This is the first GPU for which `join` was called, or else the GPU to which the group is
+        bound.
         """
         return self._devices.get("cuda", group.bound_device_id)
 
     def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
-        """Return a description of the devices from which the group can send, or None if it can send
-        from `device`.
+        """Return None if the group can send from `device`. Otherwise describe the devices from
+        which it can send.
         """
         if group.size() == 1 or device.type == "meta":
-            return None  # calls on this device send nothing
+            return None  # a call on this device sends nothing
         if device.type not in self._devices:
             config = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
             backends = dict(pair.split(":") for pair in config.split(","))
@@ -63,10 +65,10 @@ class Communicators:
         return None
 
     def join(self, group: ProcessGroup, device: torch.device) -> None:
-        """Make the communicator for messages from a device, in the first call and with all ranks.
+        """Make the communicator for messages from a device, in the first call and on all ranks.
 
-        If the stream of the group's own communicator has no high priority, a new communicator is
-        made.
+        If the stream of the group's own communicator does not have high priority, this makes a new
+        communicator.
         """
         if device.type not in self._devices:
             self._devices[device.type] = device
@@ -79,7 +81,7 @@ class Communicators:
                 _use(group, device)
 
     def carrier(self, group: ProcessGroup, device: torch.device) -> ProcessGroup:
-        """Return the group whose communicator sends messages from a device."""
+        """Return the process group whose communicator sends messages from a device."""
         return self._urgent if self._urgent is not None and device.type == "cuda" else group
 
     def coalesces(self, group: ProcessGroup, device: torch.device) -> bool:
@@ -88,10 +90,10 @@ class Communicators:
         return known
 
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
-        """Return a further communicator, by its name. It is made in the first call, with all ranks.
+        """Return a further communicator by its name. The first call makes it on all ranks.
 
-        The result is None if all messages use the same communicator: if no GPU has joined, or if
-        the group is not on NCCL.
+        The result is None if no GPU has joined, or if the group is not on NCCL. All messages then
+        use one communicator.
         """
         device = self._devices.get("cuda")
         if device is None or group.size() == 1:
@@ -102,10 +104,10 @@ class Communicators:
 
 
 def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
-    """Make a communicator over the ranks of a group that torch does not know.
+    """Make a communicator over the ranks of a group, without registering a group in torch.
 
-    `dist.new_group` cannot be used. If a device is bound, it splits the communicator of the default
-    group, for which it needs all ranks of the default group.
+    `dist.new_group` cannot be used: if the default group is bound to a device, it splits the
+    default group's communicator, and all ranks of the default group must take part.
     """
     own = _nccl_of(group, device)
     if own is None:
@@ -119,7 +121,7 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     channel: ProcessGroup = group_of(backend, store, device)
     _use(channel, device)
-    # It is not shut down at exit, because it might then wait for messages that no peer answers.
+    # It is not shut down at exit, because the shutdown could wait for messages that never arrive.
     weakref.finalize(group, channel.shutdown).atexit = False
     return channel
 
@@ -132,7 +134,7 @@ def _nccl_of(group: ProcessGroup, device: torch.device) -> dist.ProcessGroupNCCL
 
 
 def _use(group: ProcessGroup, device: torch.device) -> None:
-    """Make a group's communicator for a device, by its first use with all ranks."""
+    """Make a group's communicator for a device. It is made when all ranks first use it."""
     group.allreduce([torch.zeros(1, device=device)]).wait()
 
 
@@ -144,10 +146,10 @@ def post(
     order: Sequence[int],
     coalesced: bool,
 ) -> list[dist.Work]:
-    """Post messages, receives first. `order` has the rank of each peer in the process group.
+    """Post messages, receives first. `order` maps each peer to its rank in the process group.
 
-    If `coalesced`, they become a single operation. The function does the same as
-    `dist.batch_isend_irecv` in an eighth of the time.
+    If `coalesced`, all messages become a single operation. The result is the same as that of
+    `dist.batch_isend_irecv`, in an eighth of the time.
     """
     if coalesced:
         start_coalescing(group, device)

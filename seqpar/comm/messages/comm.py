@@ -1,9 +1,9 @@
 """`Comm`: a group of ranks, and the exchange of messages in it.
 
-All messages of seqpar go through `Comm.exchange`. An exchange is a list of messages to other ranks
-and a list of messages from other ranks. They are posted together, and waited for later. A *peer* is
-another rank of the group, by its number. On gloo, such messages are 3 to 6 times as fast as
-all_gather and reduce_scatter.
+All messages of seqpar are sent by `Comm.exchange`. An *exchange* is the messages that a rank posts
+together: those that it sends, and those that it receives. The rank waits for them later. A *peer*
+is another rank of the group. On gloo, these messages are 3 to 6 times as fast as all_gather and
+reduce_scatter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WaitContext = Callable[[], AbstractContextManager[None]]
 
 
 class Pending:
-    """Posted messages. Their tensors must not be read or written before `wait` has returned."""
+    """Posted messages. Do not read or write their tensors before `wait` has returned."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Pending:
         check: Callable[[], None] | None = None,
         error_of: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """Hold posted messages.
+        """Keep posted messages until they are complete.
 
         Args:
-            works: what the backend returned for each message.
-            messages: the messages, whose tensors are kept alive.
+            works: the handles that the backend returned.
+            messages: the messages. This object keeps their tensors alive.
             check: raises an error if the messages of a peer are not those that this rank expects.
             error_of: returns the error to raise in place of an error of the backend.
         """
         self._works, self._messages, self._check = works, messages, check
         self._error_of = error_of
-        # Contexts in which waiting runs. They name the rank at fault, and record traces.
+        # `wait` runs in these contexts. They name the rank at fault, and record traces.
         self.contexts: list[WaitContext] = []
 
     def wait(self) -> None:
@@ -79,7 +79,7 @@ class Pending:
             if self._error_of is None:
                 raise
             raise self._error_of(error) from error
-        # Without these references, a tensor is freed as soon as its owner no longer needs it.
+        # The references are dropped, so that a tensor is freed when its owner drops it.
         self._works, self._messages, self._check = [], [], None
 
 
@@ -90,47 +90,47 @@ class Arriving:
         self._tensors, self._pending = tensors, pending
 
     def wait(self) -> list[Tensor]:
-        """Wait for the messages, and return the tensors.
-
-        This object then no longer refers to them.
-        """
+        """Wait for the messages, return the tensors, and drop the references to them."""
         self._pending.wait()
         arrived, self._tensors = self._tensors, []
         return arrived
 
 
 class Comm:
-    """A group of ranks, as one of them sees it.
+    """A group of ranks, as one of the ranks sees it.
 
     Attributes:
         name: the name of the group, which is the same on all ranks.
-        rank, size: this process's rank, and the number of ranks. Ranks of a mesh are counted along
-            its rows, whatever their ranks in the process group are.
+        rank: this process's rank in the group. Ranks of a mesh are counted along its rows, even if
+            the process group has a different order.
+        size: the number of ranks.
         shape: (size,), or the shape of a mesh.
-        numbers: the numbers of the call to which exchanges belong, or None outside calls.
+        numbers: the numbers of the current call; `OUTSIDE` outside calls.
         digest: the digest of the call's arguments, which headers contain.
     """
 
     numbers = OUTSIDE
     digest = NO_DIGEST
     _heartbeat: Heartbeat | None = None
-    _channel: ProcessGroup | None = None  # sends the messages; None means `Communicators.carrier`
-    # Relays messages (`relays.py`); None means that they are sent directly.
+    # sends the messages; if None, `Communicators.carrier` chooses
+    _channel: ProcessGroup | None = None
+    # Relays messages (`relays.py`). If None, messages are sent directly.
     _router: Router | None = None
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
         self._order: Sequence[int] = range(size)  # for each rank, its rank in the process group
-        self._communicators = Communicators()  # all Comms of a group share this object
-        # The reference is weak. A strong one would keep the group alive after
-        # destroy_process_group, and a group that is destroyed together with the interpreter may
-        # abort the process.
+        self._communicators = Communicators()  # shared by all Comms of a group
+        # The reference is weak. A strong reference would keep the group alive after
+        # destroy_process_group. A group that is destroyed at the end of the interpreter may abort
+        # the process.
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        self._calls = [0] * size  # numbers of calls, which all Comms of a group share
-        self._turn = RLock()  # held by the thread that makes a call; all Comms of a group share it
-        self._equal: dict[str, bool] = {}  # the results of `have_equal`, which they share, too
-        # What was sent so far, shared with the Comms that `call` and `channel` return.
+        self._calls = [0] * size  # numbers of calls, shared by all Comms of a group
+        self._turn = RLock()  # held by the thread that makes a call; shared by all Comms of a group
+        # the results of `have_equal`; shared by all Comms of a group
+        self._equal: dict[str, bool] = {}
+        # How much was sent so far. Comms that `call` and `channel` return share this counter.
         self._sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: object) -> Comm:
@@ -138,10 +138,7 @@ class Comm:
 
     @classmethod
     def of(cls, group: Group) -> Comm:
-        """Return the Comm of a process group or a mesh.
-
-        For the same group it is always the same object.
-        """
+        """Return the Comm of a process group or a mesh. The same group always has the same Comm."""
         if isinstance(group, Comm):
             return group
         if isinstance(group, DeviceMesh):
@@ -156,7 +153,7 @@ class Comm:
 
     @classmethod
     def _of(cls, group: ProcessGroup, order: tuple[int, ...], shape: tuple[int, ...]) -> Comm:
-        """Return the Comm whose ranks are these ranks of the process group, in this order."""
+        """Return the Comm whose ranks are the ranks `order` of the process group."""
         known, ascending = _comms.setdefault(group, {}), tuple(range(group.size()))
         if (order, shape) not in known:
             name = "x".join([group.group_name, *map(str, shape[1:])])
@@ -176,9 +173,8 @@ class Comm:
 
     @property
     def is_routed(self) -> bool:
-        """Whether this rank may relay messages of other ranks.
-
-        It then takes part in every exchange.
+        """Whether this rank may relay messages of other ranks. It then takes part in every
+        exchange.
         """
         return self._router is not None
 
@@ -193,17 +189,20 @@ class Comm:
         return self._sent["messages"]
 
     def call(self, numbers: Tensor | None = None) -> Comm:
-        """Return the Comm for a new call or, given the `numbers` of a forward, for its backward."""
+        """Return the Comm for a new call. With the `numbers` of a forward, return the Comm for its
+        backward.
+        """
         of_call, own = copy(self), self._order[self.rank]
         of_call.numbers = CallNumbers(self._calls, own, numbers)
         return of_call
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Raise a ValueError if another thread makes a call on this group now.
+        """Raise a ValueError if a different thread is making a call on this group now.
 
-        Otherwise each of the two calls would receive messages of the other. Other ranks may already
-        have begun the refused call. If they wait for it, they raise a PeerError with this reason.
+        Without this check, each of the two calls could receive messages of the other call. Other
+        ranks may already have begun the refused call. If they wait for it, they raise a PeerError
+        with this reason.
         """
         if self.size == 1:
             yield
@@ -227,10 +226,10 @@ class Comm:
         raise ValueError(refused)
 
     def join(self, device: torch.device) -> None:
-        """Make the group's communicator for this device, in the first call and with all ranks.
+        """Make the group's communicator for this device, in the first call and on all ranks.
 
-        NCCL makes a communicator when it is first used, and needs all ranks for it. In some calls,
-        some ranks send and receive nothing, so every call begins with this method.
+        NCCL makes a communicator at its first use, and all ranks must take part. Some ranks may
+        have no messages in the first call, so every call begins with this method.
         """
         group = self._group()
         if group is not None and self._heartbeat_for(device) is None:
@@ -248,14 +247,16 @@ class Comm:
             raise ValueError(f"{name} must be on {expected}, got one on {device}")
 
     def channel(self, name: str) -> Comm:
-        """Return a Comm with the same ranks and a communicator of its own, which is found by
-        `name`.
+        """Return a Comm whose messages do not wait for messages of this Comm.
 
-        On NCCL, messages in two directions, or of two levels, would wait for each other in a single
-        communicator. All ranks make the communicator together at its first use. They must therefore
-        request the same channels in the same order, before they post messages of a call. On gloo,
-        links are independent, and this method returns the Comm itself. Sent bytes count for this
-        Comm. A communicator takes some hundred MB of each GPU, and is freed with the group.
+        The new Comm has the same ranks. On NCCL, it has a separate communicator, because a
+        communicator runs all of its messages in order. All ranks make this communicator together
+        when they first request `name`. They must therefore request the same names in the same
+        order, and request them before the first message of a call. A communicator takes a few
+        hundred MB of memory on each GPU, and is freed with the group.
+
+        On gloo, messages do not wait for each other, so this method returns the Comm itself.
+        `sent_bytes` of this Comm includes what the new Comm sends.
         """
         group = self._group()
         through = None if group is None else self._communicators.channel(group, name)
@@ -271,19 +272,21 @@ class Comm:
         """Post messages and return immediately.
 
         All tensors must be contiguous. Two ranks must post the exchanges between them in the same
-        order. Empty messages are not sent. On gloo, waiting raises a PeerError if two ranks are in
-        different exchanges, or expect different sizes or dtypes. NCCL has no tags, so there only
-        `check_ranks` finds calls that differ.
+        order. Empty messages are not sent.
 
-        On gloo, an exchange posts its receives first, and uses a link in both directions at the
-        same time. If a rank sends to a peer in one exchange and receives from this peer in another
-        one, the two take turns on the link. Post them as a single exchange.
+        On gloo, waiting raises a PeerError if two ranks are in different exchanges, or if they
+        expect different sizes or dtypes. NCCL has no tags, so on NCCL only `check_ranks` finds
+        calls that differ.
+
+        On gloo, an exchange uses a link in both directions at the same time, because receives are
+        posted first. If a rank sends to a peer in one exchange and receives from the peer in a
+        second exchange, the two directions take turns. Post such messages as a single exchange.
 
         Args:
             sends, recvs: the messages as (peer, tensor).
-            label: the name of the strategy and of forward or backward, such as "ring backward".
-            step: the step of the strategy that needs the messages. Errors and traces name an
-                exchange by its label and its step.
+            label: the strategy and the pass, such as "ring backward".
+            step: the step of the strategy that needs the messages. In errors and traces, an
+                exchange is named by its label and its step.
         """
         if hooks().skip_messages:
             return Pending([], [])
@@ -308,18 +311,17 @@ class Comm:
         return pending
 
     def tell_error(self, error: BaseException) -> None:
-        """Let ranks that wait for this rank raise a PeerError that contains this rank's error.
+        """Make ranks that wait for this rank raise a PeerError that contains this rank's error.
 
-        They learn about the error within seconds from the group's heartbeat, so only on gloo.
-        Nothing is sent, and this rank does not wait. If all ranks raise the error, the group can
-        still be used.
+        The group's heartbeat reports the error to them within seconds. Heartbeats exist only on
+        gloo. Nothing is sent, and this rank does not wait. If all ranks raise the error, the group
+        remains usable.
         """
         if self._heartbeat is not None:
             self._heartbeat.report(error)
 
     @contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Call `tell_error` for errors that are raised in this context."""
         try:
             yield
         except BaseException as error:
@@ -331,10 +333,7 @@ class Comm:
         self._sent["messages"] += messages
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        """Post messages that are not empty.
-
-        Waiting for them raises errors that name the rank at fault.
-        """
+        """Post messages, none of which is empty. Errors of the wait name the rank at fault."""
         group, device = self.process_group, (sends or recvs)[0][1].device
         if (heartbeat := self._heartbeat_for(device)) is None:
             coalesced = self._communicators.coalesces(group, device)
@@ -375,7 +374,7 @@ class Comm:
         return PeerError(f"a rank or its link failed. {doing}. The backend said: {error}")
 
     def has_headers(self, device: torch.device) -> bool:
-        """Return whether messages from a device have headers. They have on gloo."""
+        """Return whether messages from a device have headers, as on gloo."""
         return self._heartbeat_for(device) is not None
 
     def runs_in_order(self, device: torch.device) -> bool:
@@ -383,8 +382,8 @@ class Comm:
         return device.type == "cuda"
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
-        """Return the heartbeat that watches messages from a device; None on NCCL, which has a
-        watchdog.
+        """Return the heartbeat that watches messages from a device. NCCL has its own watchdog, so
+        the result is None for a GPU.
         """
         return self._heartbeat if self._heartbeat and device.type == "cpu" else None
 
@@ -406,9 +405,8 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """The device for digests and sizes.
-
-        It is the CPU if the group can send from it, otherwise the GPU.
+        """The device for digests and sizes: the CPU if the group can send from it, otherwise the
+        GPU.
         """
         group = self._group()
         if group is None or "cpu:" in dist.get_backend_config(group):
@@ -416,7 +414,7 @@ class Comm:
         return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self) -> None:
-        """Wait until this process's GPU has done all of its work, if it uses one."""
+        """Wait until this process's GPU has finished all of its work. Without a GPU, do nothing."""
         if torch.cuda.is_initialized():
             group = self._group()
             torch.cuda.synchronize(None if group is None else self._communicators.gpu(group))
@@ -431,46 +429,50 @@ class Comm:
         return [bytes(x.tolist()).decode() for x in self.all_gather(tensor, label=label)]
 
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
-        """Return the `x` of all ranks, which have the same shape, in the order of the ranks.
+        """Return the `x` of all ranks, in the order of the ranks. All must have the same shape.
 
-        A rank sends ⌈log₂ P⌉ messages with P − 1 times the size of x in total. Outside a call, this
-        counts as a call of its own. It sends even while `skip_messages` stops other messages.
+        A rank sends ⌈log₂ P⌉ messages, which together are P − 1 times as large as x. Outside a
+        call, this function makes a call of its own. The messages are sent even while
+        `skip_messages` stops other messages.
 
-        Bruck et al., "Efficient Algorithms for All-to-All Communications" (1997), section 4.
+        The algorithm is from Bruck et al., "Efficient Algorithms for All-to-All Communications"
+        (1997), section 4.
         """
         if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)
         self.join(x.device)
-        gathered = x.new_empty((self.size, *x.shape))  # in rank order, beginning with this rank
+        # by rank, beginning with this rank and wrapping around
+        gathered = x.new_empty((self.size, *x.shape))
         gathered[0] = x.detach()
         for step, distance, to, source in self._doubling():
             sent = gathered[: self.size - distance][:distance]
             received = gathered[distance : 2 * distance]
             self._exchange([(to, sent)], [(source, received)], label, step).wait()
-        # The tensors are copies, since torch.set_rng_state fails with a view that has an offset.
+        # The results are copies, because torch.set_rng_state fails with a view that has an offset.
         return [gathered[(peer - self.rank) % self.size].clone() for peer in range(self.size)]
 
     def have_equal(self, name: str, text: str) -> bool:
         """Return whether all ranks have the same `text`.
 
-        Ranks exchange their texts in the first call with this `name` on the group, which all ranks
-        must make at the same point of their programs. Later calls return the first result, whatever
-        their text is. These messages are not counted and not traced, because later calls do not
-        send them again.
+        Only the first call with a `name` on the group sends messages. All ranks must make it at the
+        same point of their programs. Later calls return the first result, and ignore `text`. The
+        messages are neither counted nor traced, so that all calls of a strategy have the same
+        counts.
         """
         if self._group() is None:  # all ranks are in this process
             return True
         if name not in self._equal:
             straight = copy(self)
-            straight._router = None  # which knows only the messages of the call
+            straight._router = None  # the router knows only messages of the strategy's call
             straight._sent = Counter()
             with set_hooks(traces=()):
                 self._equal[name] = len({*straight.all_gather_text(text, label=name)}) == 1
         return self._equal[name]
 
     def maximum(self, x: Tensor, *, label: str) -> Tensor:
-        """Return the elementwise maximum of the `x` of all ranks, in ⌈log₂ P⌉ messages of x's
-        size.
+        """Return the elementwise maximum of the `x` of all ranks.
+
+        A rank sends ⌈log₂ P⌉ messages of the size of x.
         """
         if self.numbers is OUTSIDE:
             return self.call().maximum(x, label=label)
@@ -482,9 +484,9 @@ class Comm:
         return x
 
     def _doubling(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (step, distance, receiver, sender) of exchanges that connect all ranks.
+        """Yield (step, distance, receiver, sender) of exchanges with distances 1, 2, 4 and so on.
 
-        After the last exchange, each rank has data that depend on the data of all ranks.
+        After the last exchange, the data of each rank depend on the data of all ranks.
         """
         for step in range((self.size - 1).bit_length()):
             distance = 2**step
@@ -493,11 +495,10 @@ class Comm:
 
 
 class SubComm(Comm):
-    """Some ranks of a group as a group of their own, numbered in the order of `ranks`.
+    """A group that consists of some ranks of a larger group, numbered in the order of `ranks`.
 
-    Messages go through the Comm of the whole group, and count there. Errors and traces name
-    exchanges by `label` and `name`, such as "usp forward, ring", in place of the label given to
-    `exchange`.
+    The larger group's Comm sends and counts the messages. The `label` that is passed to `exchange`
+    is replaced by the `label` and `name` of this object, as in "usp forward, ring".
     """
 
     def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
@@ -527,9 +528,9 @@ class SubComm(Comm):
 
 
 def as_mesh(comm: Comm, *shape: int) -> Comm:
-    """Return a Comm for the same ranks as a mesh, counted along its rows.
+    """Return a Comm with the same ranks as a mesh of the given shape, counted along its rows.
 
-    It counts its own bytes.
+    The new Comm counts its own bytes.
     """
     group = comm._group()
     if group is not None:
@@ -542,7 +543,7 @@ def as_mesh(comm: Comm, *shape: int) -> Comm:
 def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
     """Return the process group of a mesh, and for each rank of the mesh its rank in this group.
 
-    The two may differ, because torch sorts the ranks of a group.
+    The two ranks may differ, because torch sorts the ranks of a group.
     """
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     if mesh.get_coordinate() is None:

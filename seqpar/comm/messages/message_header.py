@@ -1,22 +1,23 @@
-"""Headers of messages, with which a rank never takes a message of one call for that of another.
+"""Headers, which prevent a rank from mistaking a message of one call for a message of another call.
 
-An exchange has a name: the number of its call between two ranks, its strategy with forward or
-backward, and its step. On gloo, a rank sends a *header* to each peer of an exchange, even if it
-only receives messages from the peer. The header contains the name of the exchange, a digest of the
-call's arguments, and the sizes and dtypes of the messages in both directions.
+An exchange has a name: the number of its call, its strategy with "forward" or "backward", and its
+step. On gloo, a rank sends a *header* to each peer of an exchange, even if it only receives
+messages from the peer. The header contains the name of the exchange, a digest of the call's
+arguments, and the sizes and dtypes of the messages in both directions.
 
-A rank may make a call in which it exchanges no messages with some peer, and which this peer does
-not make: a local check, a recomputation, or a batch of which the peer has no tokens. Two ranks
-therefore count only calls in which they exchange messages. They make these in the same order.
+Two ranks count only the calls in which they exchange messages with each other. They make these
+calls in the same order. A rank may also make calls in which it exchanges no messages with some
+peer, and which this peer does not make: a local check, a recomputation, or a batch of which the
+peer has no tokens.
 
-A digest is a table with 2 bytes for each argument, of the same size for all calls. It is made from
-the description that `check_ranks` compares, once for each layout and options.
+A digest is a table with 2 bytes for each argument. It has the same size in all calls. It is
+computed from the description that `check_ranks` compares, once for each layout and set of options.
 
-The headers between two ranks are matched by their order, with one tag for each hop. If two ranks
-are in different exchanges, or have different arguments, each receives a header that it does not
-expect. The tag of a message is computed from its sender's header, so that a message is never
-received into the buffer of another one. Without headers, results would be wrong, or gloo would
-abort the process if sizes differ.
+Headers between two ranks are matched by their order. All headers of one hop have the same tag. If
+two ranks are in different exchanges, or have different arguments, each receives a header that it
+does not expect. The tag of a message is computed from the header of its sender, so a message is
+never received into the buffer for a different message. Without headers, results would be wrong. If
+sizes differed, gloo would abort the process.
 """
 
 from __future__ import annotations
@@ -38,27 +39,34 @@ from seqpar.core.arguments import shown
 
 Message = tuple[int, Tensor]  # (peer, tensor)
 DIGEST_BYTES, _ENTRY_BYTES = 64, 2
-_MAX_PARTS = 3  # the most parts of a value that an error shows
-_MAX_VALUE_CHARACTERS = 201  # the most characters of a value in an error
+_MAX_PARTS = 3  # an error shows at most this number of parts of a value
+_MAX_VALUE_CHARACTERS = 201  # an error shows at most this number of characters of a value
 _MAX_COMPARED_BYTES = 2**16  # larger tensors are not compared
-_HEADER_BYTES = 256  # longer headers are cut, but the checksum covers their whole text
-_CHECKSUM_BYTES = 8  # hexadecimal digits; after them come the table and the text
-_TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins in a header
+_HEADER_BYTES = 256  # longer headers are cut, but the checksum covers the whole text
+_CHECKSUM_BYTES = 8  # hexadecimal digits; the table and the text follow
+_TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # the offset of the text in a header
 _CHECK = "rank check"  # the label of exchanges in which ranks compare a call
-# The tag of the headers of first hops. Later hops use the tags after it. They are posted by the
-# thread that relays, and the main thread may have posted first hops of later exchanges before.
+# The tag of the headers of first hops. The headers of hop n use this tag plus n, because the thread
+# that relays posts later hops, and the main thread may already have posted first hops of later
+# exchanges.
 _FIRST_HEADER_TAG = 0x5EA
 _FIRST_MESSAGE_TAG = 1 << 30  # large, because users' tags are usually small
 
 
 class CallNumbers:
-    """The numbers of one call: for each peer, which call between this rank and the peer it is."""
+    """The numbers of one call. For each peer, the number counts the calls that exchange messages
+    with it.
+    """
 
     def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
         """Number a new call, or restore the `numbers` that `as_tensor` returned.
 
-        `calls[rank]` is the number of calls of this rank, and `calls[peer]` of those with a peer. A
-        new call changes `calls`.
+        Args:
+            calls: the counts of earlier calls. `calls[rank]` counts all calls of this rank.
+                `calls[peer]` counts those in which it exchanged messages with the peer. A new call
+                changes the counts.
+            rank: this rank in the process group.
+            numbers: the numbers to restore, or None for a new call.
         """
         self._calls = calls
         if numbers is None:
@@ -67,12 +75,13 @@ class CallNumbers:
             self._numbers[rank] = calls[rank]
         else:
             self._numbers = numbers.view(torch.int64).tolist()
-        # How many calls this rank has made, including this one; 0 outside calls.
+        # The number of calls that this rank has made, including this one. It is 0 outside calls.
         self.own = self._numbers[rank]
 
     def between(self, peer: int) -> int:
-        """Return the number of the call between this rank and a peer, counting from their first
-        message.
+        """Return the number of the call between this rank and a peer.
+
+        The call is counted when this method is first called for the peer.
         """
         if not self.own:
             return 0
@@ -84,20 +93,19 @@ class CallNumbers:
     def as_tensor(self) -> Tensor:
         """Return the numbers as the bits of a float64 tensor, (ranks,) on the CPU.
 
-        A forward returns this tensor, and its backward gets it. Read as floats, the numbers are
-        below 1e-300. The results of two equal calls therefore agree within every tolerance, as
-        `torch.library.opcheck` requires, although each call has its own numbers.
+        A forward returns this tensor, and the backward receives it. As floats, the numbers are
+        below 1e-300. `torch.library.opcheck` requires that the results of two equal calls agree.
+        Their numbers differ, but by less than any tolerance.
         """
-        # The numbers cannot be integers or the shape of an empty tensor, because these would differ
-        # between two equal calls. A table in Python could not distinguish two calls whose backwards
-        # run in any order. As a tensor that the operator returns, the numbers survive hooks that
-        # copy tensors and selective checkpoints, and compiled graphs need nothing new.
-        # `torch.tensor` would take four times as long as `from_numpy`.
+        # Integers, or the shape of an empty tensor, would differ between two equal calls. A table
+        # in Python could not distinguish two calls whose backwards run in any order. A tensor that
+        # the operator returns survives hooks that copy tensors, selective checkpoints and compiled
+        # graphs. `from_numpy` takes a quarter of the time of `torch.tensor`.
         return torch.from_numpy(np.array(self._numbers, dtype=np.int64).view(np.float64))
 
 
 def empty_numbers(ranks: int) -> Tensor:
-    """Return an uninitialised tensor with the shape of `as_tensor`, for torch.compile."""
+    """Return an uninitialised tensor of the shape of `CallNumbers.as_tensor`, for torch.compile."""
     return torch.empty(ranks, dtype=torch.float64, device="cpu")
 
 
@@ -107,8 +115,8 @@ OUTSIDE = CallNumbers([0], 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
 class CallDigest(NamedTuple):
     """The digest of a call's arguments."""
 
-    table: bytes  # DIGEST_BYTES: an entry for all names, and one for each argument
-    arguments: Mapping[str, object]  # this rank's arguments, by the names that users know
+    table: bytes  # DIGEST_BYTES: an entry for the names, and one for each argument
+    arguments: Mapping[str, object]  # this rank's arguments, by argument name
 
     @classmethod
     def of(cls, arguments: Mapping[str, object]) -> CallDigest:
@@ -118,10 +126,9 @@ class CallDigest(NamedTuple):
         return cls(table.ljust(DIGEST_BYTES, b"\0"), arguments)
 
     def extended(self, **values: Tensor | None) -> CallDigest:
-        """Return a digest that also contains the values of small tensors, by the names of
-        arguments.
+        """Return a digest that also depends on the values of small tensors, by argument name.
 
-        Only tensors on the CPU are read. Reading others would wait for their device.
+        Only tensors on the CPU are read. Reading a tensor on a GPU would wait for the GPU.
         """
         contents = [None if x is None else _content_of(x) for x in values.values()]
         if not any(contents):
@@ -133,7 +140,7 @@ class CallDigest(NamedTuple):
     def differing(self, table: bytes) -> list[str]:
         """Return the arguments that differ between this rank and a peer, given the peer's table.
 
-        The result is empty if the arguments of the peer have other names.
+        The result is empty if the two ranks have different argument names.
         """
         if _at(table, 0) != _at(self.table, 0):
             return []
@@ -143,8 +150,8 @@ class CallDigest(NamedTuple):
 
 
 def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
-    """Return a checksum of the bytes of a small tensor on the CPU, and its dtype; otherwise
-    None.
+    """Return a checksum of a small tensor on the CPU and its dtype. Return None for other
+    tensors.
     """
     if not x.is_cpu or x.nbytes > _MAX_COMPARED_BYTES:
         return None
@@ -156,9 +163,9 @@ def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
 
 @lru_cache(256)
 def _extended(table: bytes, entries: tuple[tuple[int, int, torch.dtype], ...]) -> bytes:
-    """Return a table in which the entries of some arguments also depend on their values.
+    """Return a table in which the entries of some arguments also depend on tensor values.
 
-    `entries` has the number, checksum and dtype of each of these arguments.
+    `entries` has (number, checksum, dtype) for each of these arguments.
     """
     changed = bytearray(table)
     for number, checksum, dtype in entries:
@@ -183,10 +190,10 @@ NO_DIGEST = CallDigest(bytes(DIGEST_BYTES), {})
 class Exchange(NamedTuple):
     """The name of an exchange."""
 
-    call: int  # the number of its call; 0 outside calls
-    label: str  # the strategy and forward or backward, such as "ring backward"
+    call: int  # the number of its call, or 0 outside calls
+    label: str  # the strategy and the pass, such as "ring backward"
     step: int  # the step of the strategy that needs the messages
-    hop: int = 0  # the number of the hop, for relayed messages (`relays.py`)
+    hop: int = 0  # for relayed messages (`relays.py`), how many hops came before
 
     def __str__(self) -> str:
         hop = f", hop {self.hop}" if self.hop else ""
@@ -207,7 +214,9 @@ class Header:
         )
 
     def tag(self, index: int) -> int:
-        """Return the tag of the message number `index` that the sender of this header sends."""
+        """Return the tag of the message with this index, among those that the header's sender
+        sends.
+        """
         return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
 
 
@@ -221,7 +230,7 @@ class AwaitedHeader(NamedTuple):
     peer: int
     work: dist.Work
     expected: bytearray
-    received: bytearray  # the memory for it, which is valid when `work` is done
+    received: bytearray  # the buffer, which may be read when `work` is done
 
 
 def post(
@@ -234,12 +243,20 @@ def post(
 ) -> tuple[list[dist.Work], list[AwaitedHeader]]:
     """Post messages with headers on gloo, receives first.
 
-    Peers are ranks of the process group. `numbers` has the number of the call with each peer, and
-    `table` is the table of the digest. Returns the works of the messages, and the headers of peers.
-    Wait for the headers first.
+    Wait for the returned headers before the messages.
+
+    Args:
+        group: the process group.
+        exchange: the name of the exchange.
+        numbers: for each peer, the number of the call between the two ranks.
+        sends, recvs: the messages as (peer, tensor). Peers are ranks of the process group.
+        table: the table of the digest.
+
+    Returns:
+        The handles of the messages, and the headers of peers.
     """
-    # Headers are sent in both directions, even if messages are sent in only one. Otherwise two
-    # ranks that only send to each other would wait for each other, and neither would learn which
+    # Headers are sent in both directions, even if all messages have one direction. Otherwise, two
+    # ranks that both send messages to each other would both wait, and neither would learn which
     # call the other makes.
     by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     for direction, messages in enumerate((sends, recvs)):
@@ -263,9 +280,10 @@ def post(
 def disagreement(
     header: AwaitedHeader, peer: str, rank: str, digest: CallDigest = NO_DIGEST
 ) -> str:
-    """Return in words how a header differs from the expected one.
+    """Return a text that says how a header differs from the expected header.
 
-    `peer` and `rank` are the names of the peer and of this rank in errors. `digest` is this rank's.
+    `peer` and `rank` are the names by which errors call the peer and this rank. `digest` is this
+    rank's digest.
     """
     theirs, their_sends, their_recvs = _fields(header.received)
     ours, our_recvs, our_sends = _fields(header.expected)
@@ -297,8 +315,7 @@ def disagreement(
 def in_words(value: object) -> str:
     """Return the value of an argument in the form in which errors show it.
 
-    A value with parts becomes a dictionary of its parts in words. The entry "digest" is a digest of
-    all parts.
+    A dictionary is shown with its entries as texts. Its entry "digest" is a digest of all entries.
     """
     if isinstance(value, dict):
         parts = [str(text) for name, text in value.items() if name != "digest"]
@@ -308,7 +325,7 @@ def in_words(value: object) -> str:
 
 
 def hint_at(arguments: Collection[str]) -> str:
-    """Return the usual reason why these arguments differ, for the end of an error."""
+    """Return the usual reason why these arguments differ, as the end of an error."""
     if "layout" not in arguments:
         return ""
     return ". All ranks of a group need one batch: does each rank's sampler draw another one?"

@@ -1,17 +1,16 @@
-"""Post the messages of a pass, with those that this rank relays for other ranks.
+"""Post the messages of a pass, including messages that this rank relays for other ranks.
 
-`routing.py` decides which ranks relay what. For this, a rank must know the messages of the other
-ranks on its node. Passes are of the same *kind* if they are all forwards, or all backwards, of
-calls that differ only in their tensors. In the first pass of a kind, the ranks of a node tell each
-other, for each exchange, the sizes of their messages to and from other nodes. The group stores what
-each rank has to relay, and later passes of the kind need no such messages. All ranks make the same
-exchanges in the same order, even exchanges in which they have no messages, so that an exchange is
-identified by its number in the pass.
+`routing.py` decides which messages a rank relays. To decide this, a rank must know the messages
+between its node and other nodes. The ranks of a node tell each other the sizes of these messages,
+in each exchange of a pass. Later passes of the same *kind* reuse what the ranks have learnt. Two
+passes are of the same kind if both are forwards, or both backwards, of calls that differ only in
+the values of tensors. All ranks make the same exchanges in the same order, even if they have no
+messages in some of them. The index of an exchange in the pass therefore identifies it on all ranks.
 
-A relayed message makes several hops. On NCCL, which runs exchanges in the order in which they are
-posted, a rank posts all hops at once. On gloo, a thread posts a hop when the hop before has
-arrived. The thread processes exchanges in order. Since all ranks have the same order, no exchange
-waits for a later one.
+A relayed message makes several hops. NCCL runs exchanges in the order in which they are posted, so
+on NCCL a rank posts all hops at once. On gloo, a thread posts a hop when the previous hop has
+arrived. The thread processes exchanges in the order that all ranks share, so no exchange waits for
+a later one.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from seqpar.comm.messages.message_header import Exchange, Message
 from seqpar.comm.routing.routing import Described, Ends, Nodes, PieceLocation, Relaying, Routing
 from seqpar.core.background import Worker, in_this_mode
 
-# The most kinds of passes whose relays are stored; the layers of a model share a kind.
+# The number of kinds of passes that are stored. All layers of a model usually share one kind.
 _MAX_KEPT_PASSES = 128
 
 
 class Relays:
     """The messages that one rank of a group relays for other ranks.
 
-    All ranks make the same calls, so they forget stored passes in the same order. If one rank
-    forgot a pass that the others still know, it would wait for messages that they do not send.
-    Passes are therefore not stored with layouts, which each rank frees at another time.
+    All ranks make the same calls, so they delete stored kinds in the same order. If one rank
+    deleted a kind that other ranks still know, it would wait for messages that they do not send.
+    Kinds are therefore not stored in layouts, because each rank frees a layout at a different time.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -51,10 +50,10 @@ class Relays:
 
     @classmethod
     def of(cls, comm: Comm, routing: Routing) -> Relays | None:
-        """Return the object that all modules of a group with this routing share.
+        """Return the object that all modules on a group with this routing share.
 
         The result is None if no message is routed. Raises a ValueError if the group cannot be
-        divided into the nodes.
+        divided into nodes.
         """
         of_group = _of_groups.setdefault(comm, {})
         if routing not in of_group:
@@ -64,12 +63,13 @@ class Relays:
         return of_group[routing]
 
     def in_pass(self, comm: Comm, device: torch.device, kind: str) -> Comm:
-        """Return the Comm of one pass of a call.
+        """Return the Comm for one pass of a call.
 
-        In all passes of one `kind`, each rank sends messages of the same sizes to the same peers.
+        In all passes of one `kind`, each rank must send messages of the same sizes to the same
+        peers.
         """
-        # The numbers of the call are set now. The thread might set them when the next call has
-        # already begun.
+        # The numbers of the call are set here and not in the thread, because the next call may
+        # begin before the thread runs.
         for peer in range(comm.size):
             comm.numbers.between(comm._order[peer])
         known = self._known.setdefault(kind, [])
@@ -87,7 +87,7 @@ class Relays:
 
 
 class _Pass:
-    """One pass. This rank already knows what it relays in some exchanges of the pass, or in all."""
+    """One pass. If this rank already knows an exchange, it does not ask the other ranks again."""
 
     def __init__(self, relays: Relays, device: torch.device, known: list[Relaying]) -> None:
         self._relays, self._device, self._known = relays, device, known
@@ -96,7 +96,7 @@ class _Pass:
     def post(
         self, comm: Comm, outgoing: list[Message], incoming: list[Message], exchange: Exchange
     ) -> Pending:
-        """Post an exchange: direct messages, and relayed messages hop by hop."""
+        """Post the direct messages of an exchange, and the hops of relayed messages."""
         comm = copy(comm)
         comm._router = None
         sent, straight_out = self._divided(comm.rank, outgoing)
@@ -131,8 +131,8 @@ class _Pass:
                 last = each()
             arriving.append(last)
 
-        # Ranks that only relay wait as well, so that a call ends when all of its messages have
-        # arrived.
+        # Ranks that only relay also wait, so that all messages of a call have arrived when the call
+        # ends.
         def wait() -> None:
             relayed.result()
             arriving.pop().wait()
@@ -151,9 +151,10 @@ class _Pass:
         return relayed, straight
 
     def _agree(self, comm: Comm, own: Ends, exchange: Exchange) -> Relaying:
-        """Tell the ranks of this node the messages to and from other nodes, and learn theirs."""
-        # Other nodes are not asked, because the nodes of the sender and of the receiver both know a
-        # message. A strategy's `traffic` also has sizes, but not for each exchange.
+        """Exchange with the ranks of this node the sizes of messages to and from other nodes."""
+        # Other nodes need not be asked, because both the sender's node and the receiver's node know
+        # a message. `traffic` of a strategy cannot replace this, because it has no sizes of single
+        # exchanges.
         text, mates = json.dumps(own).encode(), self._relays.nodes.mates(comm.rank)
         others = [mate for mate in mates if mate != comm.rank]
 
@@ -182,10 +183,7 @@ def _post(comm: Comm, sends: list[Message], recvs: list[Message], exchange: Exch
 
 
 def _at(tables: list[list[Tensor]], part: list[tuple[int, PieceLocation]]) -> list[Message]:
-    """Return the messages of a hop.
-
-    `tables` has the tensors from which pieces are sent or received.
-    """
+    """Return the messages of a hop: the tensors of `tables` at the locations in `part`."""
     return [(peer, tables[at.table][at.number][at.start : at.stop]) for peer, at in part]
 
 

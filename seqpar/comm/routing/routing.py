@@ -1,27 +1,30 @@
 """Decide how the NICs of a node share its messages to other nodes, with other ranks as relays.
 
-From "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
-the routing layer of its attention engine. Without routing, a message of n bytes to a rank of
-another node takes n·b_between seconds over the sender's NIC, while other NICs of the node may be
-idle. With x NICs, the message is cut into x pieces. Each piece is sent to a *proxy* in the sender's
-node, from there to a proxy in the receiver's node, and from there to the receiver. This takes
+The method is the routing layer in "Zeppelin: Balancing Variable-Length Workloads in Data Parallel
+Large Model Training" (2025). Without routing, a message of n bytes to a rank on another node uses
+only the sender's NIC, while other NICs of the node may be idle. It takes n·b_between seconds, where
+b is the seconds per byte within or between nodes.
+
+With routing over x NICs, the message is cut into x *pieces*, one for each NIC. A piece makes up to
+three hops: from the sender to a *proxy*, which is a rank of the sender's node that uses the piece's
+NIC; from this proxy to a proxy in the receiver's node; and from there to the receiver. This takes
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
-seconds, where b is seconds per byte. It is less than n·b_between if b_between > 2·b_inside. The
-sender and the receiver are the proxies for their own NICs, so a piece over these NICs has no hops
-within nodes.
+seconds. The time is less than n·b_between if b_between > 2·b_inside. The factors (x − 1)/x are
+there because the sender and the receiver are proxies for their own NICs, so one of the x pieces has
+no hops within nodes.
 
-There are two differences from the paper. First, the paper divides each message, and this file
-divides all messages of an exchange between two nodes together. If they load all NICs about equally,
-they are sent directly. Otherwise each NIC carries at most an equal fraction of the bytes, and as
-many bytes as possible of the messages that it would carry without routing. A piece leaves and
-arrives over NICs with the same number, which suits networks with one switch for each number.
+There are two differences from the paper. First, the paper divides each message separately. This
+file divides all messages of an exchange between two nodes together. If the messages load all NICs
+about equally, they are sent directly. Otherwise each NIC carries at most the mean number of bytes,
+and first of all bytes of its own messages. A piece uses NICs with the same index in both nodes,
+because networks often connect the NICs of one index with a switch.
 
-Second, long pieces are cut into c chunks. A proxy sends a chunk on while it receives the next one:
+Second, long pieces are cut into c *chunks*. A proxy sends a chunk while it receives the next one:
 the first hop of the second chunk is posted together with the second hop of the first chunk. NICs
-between nodes therefore work nearly all the time, and of the time for hops within nodes in the
-formula only 1/c remains.
+between nodes are therefore busy nearly all the time, and only about 1/c of the time within nodes in
+the formula remains.
 """
 
 from __future__ import annotations
@@ -38,29 +41,29 @@ from seqpar.core.arguments import as_int, as_int_array, shown
 
 # If the busiest NIC has at most this multiple of the mean bytes, messages are not routed.
 _EVEN_RATIO = 17 / 16
-_ALIGNMENT_BYTES = 16  # each piece begins at a multiple of it
-_MAX_CHUNKS = 8  # the most chunks of a piece, because each chunk costs the latency of an exchange
+_ALIGNMENT_BYTES = 16  # each piece begins at a multiple of this number of bytes
+_MAX_CHUNKS = 8  # more chunks of a piece would cost too much latency
 
 
 @dataclass(frozen=True)
 class Routing:
     """How messages between nodes are sent; the argument `routing` of modules.
 
-    All nodes must have the same number of ranks, and ranks should reach ranks of their own node
-    faster than others. Each rank uses one NIC, perhaps together with neighbours. The group's
-    backend chooses the NIC: NCCL the nearest one, gloo the one of `GLOO_SOCKET_IFNAME`. Because
-    ranks relay messages of other ranks, all ranks must make each call, with layouts that are made
-    in the same way.
+    All nodes must have the same number of ranks. Communication within a node should be faster than
+    between nodes. Each rank uses one NIC, and several neighbouring ranks may use the same NIC. The
+    group's backend chooses the NIC: NCCL the nearest one, gloo the one of `GLOO_SOCKET_IFNAME`.
+    Because ranks relay messages of other ranks, all ranks must make each call, and must make its
+    layouts in the same way.
 
     Args:
-        node_size: the number of consecutive ranks in a node. Ranks of a mesh are counted along its
-            rows.
-        nodes: instead of `node_size`, the number of the node of each rank, if the ranks of a node
-            are not consecutive.
-        nics: the number of NICs per node. Each is used by the same number of consecutive ranks. The
-            default is one for each rank. With 1, messages are sent directly.
-        least_bytes: messages with fewer bytes are sent directly, because two more hops cost two
-            more latencies.
+        node_size: the number of ranks in a node. The ranks of a node must be consecutive. Ranks of
+            a mesh are counted along its rows.
+        nodes: for each rank, the index of its node. Use it instead of `node_size` if the ranks of a
+            node are not consecutive.
+        nics: the number of NICs per node. Each NIC is used by the same number of consecutive ranks.
+            The default is one NIC for each rank. With 1, messages are sent directly.
+        least_bytes: messages with fewer bytes are sent directly, because two more hops add two
+            latencies.
         chunk_bytes: the smallest number of bytes in a chunk.
     """
 
@@ -83,7 +86,7 @@ class Routing:
 
 
 class Nodes:
-    """The nodes of a group, with their ranks and NICs; see `Routing`."""
+    """The nodes of a group, with their ranks and NICs (see `Routing`)."""
 
     def __init__(self, routing: Routing, ranks: int) -> None:
         """Raise a ValueError if the ranks do not form nodes of equal size."""
@@ -96,7 +99,7 @@ class Nodes:
         if len(names) != ranks:
             raise ValueError(f"nodes must have one entry per rank, {ranks}, got {len(names)}")
         numbers = {name: number for number, name in enumerate(sorted(set(names)))}
-        # (ranks,): the number of the node of each rank, from 0.
+        # (ranks,): the index of each rank's node.
         self.of = [numbers[name] for name in names]
         self.members: list[list[int]] = [[] for _ in numbers]  # the ranks of each node, ascending
         for rank, node in enumerate(self.of):
@@ -111,19 +114,19 @@ class Nodes:
             raise ValueError(f"nics must {expected}, got {self.nics}")
 
     def mates(self, rank: int) -> list[int]:
-        """Return all ranks of a rank's node, including itself."""
+        """Return all ranks of a rank's node, including the rank itself."""
         return self.members[self.of[rank]]
 
     def nic(self, rank: int) -> int:
-        """Return the number, within the node, of the NIC that a rank uses."""
+        """Return the index, within the node, of the NIC that a rank uses."""
         mates = self.mates(rank)
         return mates.index(rank) * self.nics // len(mates)
 
     def proxy(self, rank: int, nic: int) -> int:
-        """Return the rank in its own node through which a rank uses a NIC; itself for its own NIC.
+        """Return the rank through which a rank of the same node uses a NIC.
 
-        If several ranks share the NIC, it is the one at the same place among these as the rank is
-        among the ranks of its own NIC.
+        A rank is its own proxy for its own NIC. If several ranks share each NIC, the n-th user of
+        one NIC has the n-th user of the other NIC as its proxy.
         """
         mates = self.mates(rank)
         sharing = len(mates) // self.nics
@@ -135,17 +138,18 @@ def divided(
 ) -> list[tuple[int, tuple[int, int], int]]:
     """Divide the messages from one node to another evenly among the NICs.
 
-    If messages load NICs nearly evenly, they are sent whole and directly. Otherwise no NIC carries
-    more than an equal fraction. A piece uses NICs with the same number in both nodes, if possible
-    the number of its sender or receiver.
+    If messages load the NICs nearly evenly, they are not cut, and are sent directly. Otherwise they
+    are cut into pieces, so that no NIC carries more than an equal share of the bytes. A piece uses
+    NICs with the same index in both nodes. Pieces use the NICs of their sender and receiver first.
 
     Args:
         sizes: the size of each message.
-        used: for each message, the NICs of the two nodes that it would use if it was sent directly.
+        used: for each message, the indices of the two NICs that it would use if it was sent
+            directly.
         nics: the number of NICs per node.
 
     Returns:
-        Pieces (message, its NICs, its size), in order within each message.
+        Pieces (message, indices of the two NICs, size), in order within each message.
     """
     straight = [Counter[int](), Counter[int]()]
     for size, ends in zip(sizes, used, strict=True):
@@ -154,9 +158,9 @@ def divided(
     share = -(-sum(sizes) // nics)
     if max(max(loads.values()) for loads in straight) <= share * _EVEN_RATIO:
         return [(i, ends, size) for i, (size, ends) in enumerate(zip(sizes, used, strict=True))]
-    # A piece could also use NICs with different numbers. This would not reduce the bytes of any NIC
-    # for a single message, and would add a hop. In a network with one switch for each number, the
-    # piece would also cross the spine.
+    # NICs with different indices are not used. For a single message, they would not reduce the
+    # bytes of any NIC, and would add a hop. In a network with one switch for each index, the piece
+    # would also cross the spine.
     left, room, pieces = list(sizes), [share] * nics, []
     choices = [(i, nic) for i in range(len(sizes)) for nic in range(nics)]
     for i, nic in sorted(choices, key=lambda x: sum(nic != x[1] for nic in used[x[0]])):
@@ -168,27 +172,24 @@ def divided(
 
 
 class Described(NamedTuple):
-    """A message as its sender and its receiver know it: (peer, elements, dtype), in the sender's
-    order.
-    """
+    """A message as its sender and its receiver describe it, in the sender's order."""
 
     peer: int
     elements: int
     dtype: str
 
 
-Ends = tuple[list[Described], list[Described]]  # the messages that a rank sends and receives
+# the messages that a rank sends, and those that it receives
+Ends = tuple[list[Described], list[Described]]
 
 
 class PieceLocation(NamedTuple):
-    """The elements start … stop − 1 of a tensor, from which a piece is sent or into which it is
-    received.
-    """
+    """Where a piece is sent from or received into: the elements start … stop − 1 of a tensor."""
 
-    # Which table has the tensor: messages that are SENT or RECEIVED by this rank, or pieces that it
-    # HELD for others.
+    # Which list contains the tensor: SENT and RECEIVED are this rank's own messages, HELD are the
+    # pieces that it relays.
     table: int
-    number: int  # the index of the tensor in this table
+    number: int  # the index of the tensor in this list
     start: int
     stop: int
 
@@ -197,33 +198,31 @@ SENT, RECEIVED, HELD = range(3)
 
 
 class RelayHop(NamedTuple):
-    """The pieces that a rank posts together: those that it sends and receives, each as (peer,
-    location).
-    """
+    """The pieces that a rank posts together, as (peer, location)."""
 
     sends: list[tuple[int, PieceLocation]]
     recvs: list[tuple[int, PieceLocation]]
 
 
 class Relaying(NamedTuple):
-    """The messages of one rank by which one exchange is routed."""
+    """What one rank sends, receives and relays in one exchange."""
 
     own: Ends  # the messages that the rank itself sends and receives, in its order
-    # The pieces of each hop. A hop is posted when the hop before has arrived. The first hop has
-    # first chunks. The second hop has the second hops of first chunks and the first hops of second
-    # chunks, and so on.
+    # The pieces of each hop. A hop is posted when the previous hop has arrived. Hop 0 sends the
+    # first chunks on their first hop. Hop 1 sends the first chunks on their second hop and the
+    # second chunks on their first hop, and so on.
     hops: list[RelayHop]
-    # (elements, dtype) of the pieces that it receives and sends on.
+    # (elements, dtype) of the pieces that the rank relays.
     held: list[tuple[int, torch.dtype]]
-    messages: int  # how many messages it sends in all hops, for itself and for others
+    messages: int  # how many messages it sends in all hops, including relayed ones
     bytes: int  # the bytes of these messages
 
     @classmethod
     def of(cls, nodes: Nodes, rank: int, known: dict[int, Ends]) -> Relaying:
-        """Return what a rank sends and receives in an exchange.
+        """Return what a rank sends, receives and relays in an exchange.
 
         `known` has the messages that each rank of this node sends to and receives from other nodes.
-        The two nodes of a message have the same information about it, and process its pieces in the
+        The sender's node and the receiver's node both know a message, and process its pieces in the
         same order.
         """
         hops = [RelayHop([], [])]
@@ -251,19 +250,19 @@ class Relaying(NamedTuple):
 class _Message(NamedTuple):
     sender: int
     receiver: int
-    number: int  # its index among the messages from its sender to its receiver
+    number: int  # its index among the messages from this sender to this receiver
     elements: int
     dtype: torch.dtype
-    position: int  # its index among the messages of its rank in this node
+    position: int  # its index in the list of the rank of this node that described it
 
 
 def _pieces(
     nodes: Nodes, messages: Iterable[_Message]
 ) -> Iterator[tuple[_Message, tuple[int, int], int, int, int]]:
-    """Yield the chunks of pieces, in an order on which the two nodes of a message agree.
+    """Yield the chunks of all pieces, in an order on which both nodes of a message agree.
 
-    A chunk is (message, NICs in the nodes of the sender and the receiver, index of the chunk in its
-    piece, start, stop), with a range of elements.
+    A chunk is (message, indices of the two NICs, index of the chunk in its piece, start, stop). The
+    last two are the range of elements in the message.
     """
     by_nodes: dict[tuple[int, int], list[_Message]] = {}
     for message in messages:
@@ -298,5 +297,5 @@ def _routed(known: dict[int, Ends]) -> Iterator[_Message]:
 
 
 def _last(held: list[tuple[int, torch.dtype]]) -> PieceLocation:
-    """Return where the piece that the rank has just received is held."""
+    """Return the location of the piece that the rank has received last, in order to relay it."""
     return PieceLocation(HELD, len(held) - 1, 0, held[-1][0])

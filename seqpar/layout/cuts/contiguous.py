@@ -1,4 +1,4 @@
-"""Contiguous: each rank holds one range of the pack."""
+"""The contiguous cut: each rank holds one range of the pack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqpar.layout.cuts.cut import Columns, HeldSpans, HolderLookup, TableCut, n
 
 @dataclass(frozen=True)
 class Contiguous(TableCut):
-    """Rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
+    """Rank c of P ranks holds the tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
 
     ranks: int
     most_documents: int = 0  # see `Geometry.worst_case`

@@ -1,9 +1,10 @@
-"""`Cut`, the interface of the rules that divide a packed batch into spans on ranks.
+"""`Cut`, the interface of the rules that assign the spans of a packed batch to ranks.
 
-A *span* is a range of positions of one document that one rank holds. A cut stores the number of
-ranks and a few options. From `cu_seqlens`, a cut computes the spans of one rank at a time, so that
-no array has an element for each pair of a document and a rank. This file also has two cuts. `Spans`
-lists all spans. `Merged` treats several consecutive ranks of another cut as one rank.
+A *span* is a range of positions of one document that one rank holds. A cut consists of the number
+of ranks and a few options. Spans are not stored. A cut computes them from `cu_seqlens` for one rank
+at a time, so that memory does not grow with the number of ranks. Two cuts are in this file:
+`Spans`, which does store a list of spans, and `Merged`, which treats several consecutive ranks of
+another cut as one rank.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Columns = tuple[Ints, Ints, Ints]  # the documents, starts and stops of spans
 
 
 class Counts(NamedTuple):
-    """The numbers of tokens, spans and runs on each rank, as arrays (ranks,). A run is all tokens
-    of a document on one rank.
+    """The numbers of tokens, spans and runs on each rank, as arrays (ranks,).
 
-    `continued` is the number of spans that do not begin at the start of their document.
+    A run is all tokens of one document on one rank. `continued` is the number of spans that do not
+    begin at the start of their document.
     """
 
     tokens: Ints
@@ -36,8 +37,11 @@ class Counts(NamedTuple):
 class HeldSpans(NamedTuple):
     """Spans and the ranks that hold them, as arrays.
 
-    `numbers[i]` is the document of span i, as an index into the documents that the caller has
-    given.
+    Attributes:
+        numbers: the document of each span, as an index into the documents that the caller has
+            given.
+        owners: the rank that holds each span.
+        starts, stops: the positions of each span.
     """
 
     numbers: Ints
@@ -50,8 +54,9 @@ class HeldSpans(NamedTuple):
         return HeldSpans(*(column[kept] for column in self))
 
 
-# Takes the documents, starts and stops of nonempty ranges of positions, each (n,). Returns the
-# spans of all ranks that overlap these ranges, and perhaps further spans of the same documents.
+# Takes the documents, starts and stops of nonempty ranges of positions, each (n,). Returns all
+# spans that overlap these ranges, on all ranks. The result may contain further spans of the same
+# documents.
 HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
 
 
@@ -70,35 +75,39 @@ class Cut(Protocol):
 
     @property
     def most_documents(self) -> int:
-        """The number of documents to which every batch is padded, or 0 (`Geometry.worst_case`)."""
+        """The number of documents to which every batch is padded, or 0 without padding."""
 
     @property
     def most_spans(self) -> int | None:
-        """The largest number of spans of a document that a rank holds, or None without a limit."""
+        """The largest number of spans of one document that a rank can hold, or None without a
+        limit.
+        """
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
         """Return the nonempty spans that a rank holds, sorted by document, then position."""
 
     def token_counts(self, cu_seqlens: Ints) -> Ints:
-        """Return (ranks,) the number of tokens that each rank holds."""
+        """Return the number of tokens on each rank, (ranks,)."""
 
     def most_spans_of(self, lengths: Ints) -> Ints:
-        """Return, for each document length, the largest number of spans on all ranks together."""
+        """Return (documents,): the largest number of spans that a document of each length can
+        have.
+        """
 
     def holders(self, cu_seqlens: Ints) -> HolderLookup:
         """Return a function that finds the ranks that hold given positions of documents."""
 
     def mirrored_edges(self, lengths: Ints) -> Ints | None:
-        """Return (documents, 2P + 1), the edges of mirrored chunks, or None if chunks are not
-        mirrored.
+        """Return (documents, 2P + 1): the edges of mirrored chunks. Return None if the cut has
+        none.
 
-        Chunks are mirrored if rank c of P ranks holds chunks c and 2P − 1 − c of each document, for
-        each c. Some chunks may be empty.
+        Chunks are mirrored if each rank c of P ranks holds the chunks c and 2P − 1 − c of every
+        document. Some chunks may be empty.
         """
 
 
 class CountedCut:
-    """Defaults for a cut that counts its tokens, and whose chunks are not mirrored."""
+    """Defaults for a cut that has `counts` and does not mirror chunks."""
 
     alike: ClassVar[bool] = False
     most_documents = 0
@@ -117,7 +126,8 @@ class TableCut(CountedCut):
     """A cut that can list the spans of all ranks."""
 
     def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
-        """Return (ranks + 1,) the index of each rank's first span, and the spans of all ranks.
+        """Return two things: the index of each rank's first span, (ranks + 1,), and the spans of
+        all ranks.
 
         The last index is the number of spans.
         """
@@ -133,7 +143,7 @@ class TableCut(CountedCut):
 
 @dataclass(frozen=True, eq=False)
 class Spans(TableCut):
-    """A cut that lists its spans. Rank c holds the spans edges[c] … edges[c + 1] − 1.
+    """A cut that stores all spans. Rank c holds the spans edges[c] … edges[c + 1] − 1.
 
     Adjacent spans of one rank are joined.
     """
@@ -146,7 +156,7 @@ class Spans(TableCut):
 
     @classmethod
     def of(cls, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints) -> Spans:
-        """Return the cut in which the rank `owner[i]` holds span i. Empty spans are dropped."""
+        """Return the cut in which rank `owner[i]` holds span i. Empty spans are dropped."""
         kept = np.flatnonzero(stops > starts)
         kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
         owner, columns = owner[kept], (documents[kept], starts[kept], stops[kept])
@@ -172,8 +182,8 @@ class Spans(TableCut):
         spans_starts, spans_stops = self.starts[order], self.stops[order]
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
-            # The spans cover each document completely. A position therefore lies in the last span
-            # that begins at or before it.
+            # The spans cover each document completely. Each position therefore lies in the last
+            # span that begins at or before it.
             edges = sort_keys(documents, starts), sort_keys(documents, stops - 1)
             first, last = (np.searchsorted(keys, x, side="right") - 1 for x in edges)
             index, spans = enumerated(first, last)
@@ -234,18 +244,18 @@ class Merged:
 
 
 def merged(parts: Sequence[Columns]) -> Columns:
-    """Return the spans of several ranks as one table, sorted by document, then position."""
+    """Return the spans of several ranks as one table, sorted by document, then by position."""
     documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(sort_keys(documents, starts))
     return documents[order], starts[order], stops[order]
 
 
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
-    """Join adjacent spans of a rank.
+    """Join adjacent spans of the same rank.
 
-    Returns the joined spans and, for each joined span, the index of its first part in the table. If
-    the table has spans of several `ranks`, one rank after another, spans of different ranks are not
-    joined.
+    Returns the joined spans and, for each joined span, the index of its first span in `columns`. If
+    `columns` has spans of several ranks, they are sorted by rank, and `ranks` has the rank of each
+    span.
     """
     documents, starts, stops = columns
     apart = np.ones(documents.size, bool)

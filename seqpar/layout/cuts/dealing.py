@@ -1,10 +1,10 @@
-"""The rule that deals the tokens of a pack to ranks like cards, so that ranks get equal numbers of
-tokens.
+"""Deal the tokens of a pack to ranks like cards, so that all ranks get equal numbers of tokens.
 
-`EvenZigzag` and `EvenStripes` use this rule. Tokens are dealt in *rounds*. In a round, each rank in
-turn gets one *part*, a range of consecutive tokens. All parts of a round have the same size. Parts
-of the last round may be smaller. Each of P ranks gets n = ⌈T/P⌉ of T tokens, whatever the documents
-are. If T < P·n, fewer than P tokens are missing at the end of the pack.
+`EvenZigzag` and `EvenStripes` use this rule. Tokens are dealt in *rounds*. In a round, each rank
+gets one *part*, a range of consecutive tokens. All parts of a round have the same size, except that
+parts of the last round may be smaller. Each of P ranks gets ⌈T/P⌉ of T tokens, regardless of the
+documents. If T is not a multiple of P, some ranks get one or more tokens less, and fewer than P
+tokens in total are missing.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, pa
 
 
 class DealtBefore(NamedTuple):
-    """The numbers of tokens that were dealt to ranks before some indices of the pack."""
+    """For some indices of the pack, how many tokens were dealt before each index."""
 
     dealt: Ints  # the number of tokens that each rank got in earlier rounds
-    offset: Ints  # the number of tokens of this round that come before the index
+    offset: Ints  # the number of tokens of this round before the index
     part: Ints  # the number of tokens that each rank gets in this round
 
     def dealt_to(self, rank: int | Ints) -> Ints:
         """Return the number of tokens that a rank gets before each index."""
         in_round = np.maximum(self.offset - rank * self.part, 0)
-        return self.dealt + np.minimum(in_round, self.part)  # np.clip takes several times as long
+        # np.clip would take several times as long
+        return self.dealt + np.minimum(in_round, self.part)
 
     def dealt_below(self, rank: int | Ints) -> Ints:
-        """Return the total number of tokens that ranks 0 … `rank` − 1 get before each index."""
+        """Return the number of tokens that the ranks 0 … `rank` − 1 together get before each
+        index.
+        """
         return self.dealt * rank + np.minimum(self.offset, rank * self.part)
 
     def take(self, chosen: Ints) -> DealtBefore:
@@ -37,18 +40,15 @@ class DealtBefore(NamedTuple):
 
     @property
     def turn(self) -> Ints:
-        """The rank that gets the token at the index.
-
-        Ranks with lower numbers already have their part of the round.
-        """
+        """The rank that gets the token at each index."""
         return self.offset // self.part
 
 
 class Deal:
     """The rule by which T tokens are dealt to P ranks.
 
-    Each rank first gets `singles` tokens one by one, and then parts of `part` tokens. All results
-    are computed by formulas, without arrays of rounds or documents.
+    Each rank first gets `singles` tokens one by one, and then parts of `part` tokens. All methods
+    use formulas, without arrays of rounds or documents.
     """
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
@@ -56,26 +56,27 @@ class Deal:
         self.per_rank = -(-tokens // ranks)
         singles = min(singles, self.per_rank)
         rounds, rest = divmod(self.per_rank - singles, part)
-        # There are three kinds of rounds: first rounds of single tokens, then rounds of whole
-        # parts, then one round with the rest. For each kind, these are the number of tokens that a
-        # rank got before, and the size of a part. If there is no rest, the last round has no
-        # tokens, and the size of its parts has no effect.
+        # There are three kinds of rounds: rounds of single tokens, then rounds of full parts, then
+        # one round for the rest. For each kind, these are the number of tokens that a rank got
+        # before, and the size of a part. If there is no rest, the last round has no tokens, and the
+        # size of its parts has no effect.
         self._begin = np.array([0, singles, singles + rounds * part])
         self._part = np.array([1, part, max(rest, 1)])
-        # The number of the first part of each kind. Parts are counted through all rounds.
+        # The index of the first part of each kind. Parts are counted from the first round on.
         self._first_number = np.array([0, singles, singles + rounds]) * ranks
 
     def before(self, index: Ints) -> DealtBefore:
-        """Return how many tokens are dealt before some indices of the pack, each from 0 to T."""
+        """Return how many tokens are dealt before some indices of the pack. Indices are from 0 to
+        T.
+        """
         kind = np.searchsorted(self._begin[1:] * self.ranks, index, side="right")
         begin, part = self._begin[kind], self._part[kind]
         rounds, offset = np.divmod(index - begin * self.ranks, part * self.ranks)
         return DealtBefore(begin + rounds * part, offset, part)
 
     def edge(self, number: Ints) -> Ints:
-        """Return the index of the pack at which each part begins.
-
-        Part n is dealt to rank n mod P.
+        """Return the index of the pack at which each part begins. Part n is dealt to rank n mod
+        P.
         """
         kind = np.searchsorted(self._first_number[1:], number, side="right")
         begin = self._begin[kind] * self.ranks
@@ -85,10 +86,10 @@ class Deal:
 def padded(
     cu_seqlens: CuSeqlens, ranks: int, equal: bool, multiple_of: int
 ) -> tuple[Ints, int, int]:
-    """Check the arguments of a layout. Return cu_seqlens, the number of ranks, and the padding.
+    """Check the arguments of a layout. Return cu_seqlens, the number of ranks, and the number of
+    padding tokens.
 
-    The padding is a number of tokens. With `equal`, it is an additional last document in
-    cu_seqlens.
+    With `equal`, cu_seqlens ends with an additional document, which is the padding.
     """
     cu, ranks = parse_cu_seqlens(cu_seqlens), as_ranks("ranks", ranks)
     multiple_of = as_int("multiple_of", multiple_of, 1)

@@ -1,4 +1,4 @@
-"""A cut in which chunks of a fixed number of tokens take the place of documents."""
+"""A cut whose documents are chunks with a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from seqpar.layout.cuts.cut import (
 
 
 def cut_into_fixed_chunks(cu_seqlens: Ints, size: int) -> Ints:
-    """Return the cu_seqlens of chunks of `size` tokens.
-
-    The last chunk of a document may be shorter.
+    """Return the cu_seqlens of chunks of `size` tokens. The last chunk of a document may be
+    shorter.
     """
     count = _chunks(cu_seqlens, size)
     document = np.repeat(np.arange(count.size), count)
@@ -35,13 +34,13 @@ def _chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class FixedChunks(CountedCut):
-    """A cut whose documents are chunks of the documents of another cut.
+    """A cut in which chunks of documents replace the documents of another cut.
 
     Each rank holds the same tokens as in the other cut.
     """
 
-    whole: Cut  # the other cut, whose documents are whole
-    documents: Ints  # cu_seqlens of these whole documents
+    whole: Cut  # the other cut
+    documents: Ints  # cu_seqlens of the documents of the other cut
     size: int
 
     @property

@@ -1,7 +1,8 @@
-"""Striped cuts. A *stripe* is a range of consecutive tokens, and ranks get stripes in turn.
+"""Striped cuts. A *stripe* is a range of consecutive tokens. Stripes are dealt to the ranks in
+turn.
 
-`Striped` counts stripes from the start of each document. `EvenStripes` counts them from the start
-of the pack, so that each rank holds the same number of tokens.
+`Striped` counts stripes from the start of each document. `EvenStripes` counts stripes from the
+start of the pack, so that all ranks hold the same number of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from seqpar.layout.cuts.dealing import Deal
 
 @dataclass(frozen=True)
 class Striped(CountedCut):
-    """Each document is cut into stripes of `stripe` tokens; rank s mod P holds stripe s."""
+    """Each document is cut into stripes of `stripe` tokens. Rank s mod P holds stripe s."""
 
     ranks: int
     stripe: int
@@ -55,28 +56,28 @@ class Striped(CountedCut):
         tokens = self.stripe * self._dealt(full)
         np.add.at(tokens, full % self.ranks, rest)
         runs = self._above(np.minimum(stripes, self.ranks))
-        # With a single rank, stripes touch and are one span per document.
+        # With a single rank, all stripes of a document are adjacent and form one span.
         spans = self._dealt(stripes) if self.ranks > 1 else runs
         begun = np.where(np.arange(self.ranks) == 0, runs, 0)
         return Counts(tokens, spans, runs, spans - begun)
 
     def _dealt(self, numbers: Ints) -> Ints:
-        """Return (ranks,): how many items each rank gets.
+        """Return (ranks,): how many items each rank gets in total.
 
-        Each of `numbers` is a number of items that are dealt to the ranks 0, 1, … in turn.
+        For each n in `numbers`, n items are dealt in turn, beginning with rank 0.
         """
         return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
 
     def _above(self, numbers: Ints) -> Ints:
-        """Return (ranks,): the number of elements of `numbers` that are larger than the rank."""
+        """Return (ranks,): for each rank r, how many of `numbers` are larger than r."""
         return numbers.size - np.cumsum(np.bincount(numbers, minlength=self.ranks))[: self.ranks]
 
 
 @dataclass(frozen=True)
 class EvenStripes(CountedCut):
-    """The pack is cut into stripes, whatever its documents; rank s mod P holds stripe s.
+    """The pack is cut into stripes, regardless of its documents. Rank s mod P holds stripe s.
 
-    The stripes of the last round are smaller, so that each rank holds the same number of tokens.
+    The last P stripes are smaller, so that all ranks hold the same number of tokens.
     """
 
     ranks: int
@@ -116,10 +117,9 @@ class EvenStripes(CountedCut):
         return Counts(tokens, spans, runs, spans - begun)
 
     def _around(self, first: Ints, numbers: Ints) -> Ints:
-        """Return (ranks,): how many items each rank gets.
+        """Return (ranks,): how many items each rank gets in total.
 
-        Each of `numbers` is a number of items that are dealt to ranks in turn, beginning with
-        `first`.
+        For each n in `numbers`, n items are dealt in turn, beginning with the rank in `first`.
         """
         rest, size = numbers % self.ranks, 2 * self.ranks
         steps = np.bincount(first, minlength=size) - np.bincount(first + rest, minlength=size)
@@ -130,6 +130,6 @@ class EvenStripes(CountedCut):
         return Deal(int(cu_seqlens[-1]), self.ranks, self.stripe)
 
     def _numbers(self, deal: Deal, index: Ints) -> Ints:
-        """Return the number of the stripe to which each index of the pack belongs."""
+        """Return the number of the stripe that contains each index of the pack."""
         before = deal.before(index)
         return before.dealt // self.stripe * self.ranks + before.turn

@@ -1,6 +1,6 @@
-"""Zigzag cuts: each rank holds an early and a late chunk of each document.
+"""Zigzag cuts: each rank holds an early chunk and a late chunk of each document.
 
-All ranks then have about the same work under a causal mask. With `EvenZigzag`, all ranks also hold
+Under a causal mask, all ranks then have about the same work. With `EvenZigzag`, all ranks also hold
 the same number of tokens.
 """
 
@@ -21,7 +21,9 @@ _BLOCK_ELEMENTS = 2**16  # limit for the arrays that `Zigzag.counts` compares at
 
 @dataclass(frozen=True)
 class Zigzag(CountedCut):
-    """A document of L tokens is cut into 2P chunks at ⌊cL/2P⌋; rank c holds chunks c and 2P−1−c."""
+    """A document of L tokens is cut at ⌊cL/2P⌋ into 2P chunks. Rank c holds chunks c and 2P − 1 −
+    c.
+    """
 
     ranks: int
     alike: ClassVar[bool] = True
@@ -51,7 +53,7 @@ class Zigzag(CountedCut):
 
     def mirrored_edges(self, lengths: Ints) -> Ints:
         chunks = 2 * self.ranks
-        # 32-bit integers take half of the time of 64-bit ones.
+        # 32-bit integers take half the time of 64-bit integers.
         longest = int(lengths.max(initial=0))
         small = longest < 2**28 and longest * chunks < 2**31
         lengths = lengths.astype(np.int32 if small else np.int64)
@@ -59,9 +61,9 @@ class Zigzag(CountedCut):
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         # A document has L = a·2P + b tokens, with b < 2P. Each of its chunks has a or a + 1 tokens.
-        # A chunk has a + 1 tokens if the same chunk of a document of b tokens would have one.
-        # Documents with the same b are therefore counted together. Documents of fewer than 2P
-        # tokens (short) have empty chunks.
+        # Chunk c has a + 1 tokens if chunk c of a document of b tokens has one token. Documents
+        # with the same b are therefore counted together. Documents of fewer than 2P tokens (short)
+        # have empty chunks.
         lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
         rest, is_long = lengths % chunks, lengths >= chunks
         short = lengths[~is_long & (lengths > 0)]
@@ -73,9 +75,9 @@ class Zigzag(CountedCut):
         for first in range(0, self.ranks, rows):
             c = np.arange(first, min(first + rows, self.ranks), dtype=b.dtype)[:, None]
             remainder = c * b % chunks
-            # In a document of b tokens, chunk c has a token if (c + 1)·b reaches or passes the next
-            # multiple of 2P after c·b. The mirrored chunk 2P − 1 − c has one if c·b is a multiple
-            # of 2P, or if (c + 1)·b passes the next multiple.
+            # In a document of b tokens, chunk c has a token if there is a multiple of 2P that is
+            # greater than c·b and at most (c + 1)·b. The mirrored chunk 2P − 1 − c has a token if
+            # there is a multiple of 2P that is at least c·b and less than (c + 1)·b.
             leaves, passes = remainder == 0, remainder + b >= chunks
             both = passes.astype(np.float64) + (leaves | (remainder + b > chunks))
             some = (leaves | passes).astype(np.float64)
@@ -84,7 +86,7 @@ class Zigzag(CountedCut):
         longs = int(is_long.sum())
         tokens = of_all + 2 * int((lengths // chunks).sum())
         spans = of_short + 2 * longs
-        spans[-1] -= longs  # the two chunks of the last rank are adjacent, and count as one span
+        spans[-1] -= longs  # the two chunks of the last rank are adjacent and form one span
         # The two tokens in the middle of a short document may be on the same rank.
         left, right = (self._owner(short, short // 2 + side) for side in (-1, 0))
         np.subtract.at(spans, left[(left == right) & (short > 1)], 1)
@@ -98,16 +100,16 @@ class Zigzag(CountedCut):
 
 
 def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
-    """Return the chunk of each position, if chunk c begins at ⌊c·length/chunks⌋."""
+    """Return the chunk that contains each position. Chunk c begins at ⌊c·length/chunks⌋."""
     return -(-(positions + 1) * chunks // lengths) - 1
 
 
 class _ChunkSizes(NamedTuple):
-    """The number of tokens of each document on each rank, and the number of these tokens in the
-    rank's low chunk.
+    """The number of tokens of each document on each rank, and how many of them are in the low
+    chunk.
 
-    Rank c has n_c tokens of a document, of which ⌊(n_c + up)/2⌋ are in the low chunk. `first` and
-    `last` describe the start and the end of each document.
+    Rank c has n_c tokens of a document, and ⌊(n_c + up)/2⌋ of them are in its low chunk. `first`
+    and `last` are the states of the deal at the start and at the end of each document.
     """
 
     lengths: Ints
@@ -129,12 +131,11 @@ class _ChunkSizes(NamedTuple):
         """For each document, divide the ranks below `behind` into five groups in which all n_c are
         equal.
 
-        Returns (6, documents), the first rank of each group and the end of the last one, and (5,
-        documents), the n_c of each group.
+        Returns the edges of the groups, (6, documents), and the n_c of each group, (5, documents).
         """
-        # Five groups suffice: within a round, all ranks get the same number of tokens of a
-        # document, except for the two ranks whose turn it is when the document begins and when it
-        # ends.
+        # Five groups suffice: in a round, all ranks get the same number of tokens of a document,
+        # except for two ranks, which are those whose turn it is when the document begins and when
+        # it ends.
         turns = self.first.turn, self.last.turn
         low = np.minimum(*turns)
         high = np.maximum(np.maximum(*turns), low + 1)
@@ -143,9 +144,7 @@ class _ChunkSizes(NamedTuple):
         return borders, self.tokens(borders[:-1])
 
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
-        """Return the starts (documents, 2) and the stops of the low and the high chunk of one
-        rank.
-        """
+        """Return the starts and the stops of one rank's low and high chunk, (documents, 2) each."""
         borders, tokens = self.equal_ranks(rank)
         low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
         below = self.last.dealt_below(rank) - self.first.dealt_below(rank)
@@ -158,18 +157,18 @@ class _ChunkSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class EvenZigzag(CountedCut):
-    """Zigzag in which each rank has the same number of tokens.
+    """Zigzag in which all ranks have the same number of tokens.
 
-    Tokens are dealt to ranks one by one. The deal decides only the number n_c of tokens of each
-    document that rank c gets. From its start to its end, a document then consists of the low chunks
-    of the ranks 0 … P − 1, and the high chunks of the ranks P − 1 … 0. Each chunk of rank c has n_c
-    / 2 tokens. If n_c is odd, the high chunk has one token more in every second document, and the
-    low chunk has one token more in the other documents. Each rank therefore has the same fraction
-    of each document and of the document's causal work, up to one token.
+    Tokens are dealt to ranks one by one. The deal decides only how many tokens of a document each
+    rank gets: rank c gets n_c tokens. A document then consists of the low chunks of the ranks 0 … P
+    − 1, followed by the high chunks of the ranks P − 1 … 0. Each chunk of rank c has n_c / 2
+    tokens. If n_c is odd, one of the two chunks has one more token: the high chunk in every second
+    document, and the low chunk in the other documents. Each rank therefore has the same fraction of
+    each document and of the document's causal work, up to one token.
 
     Documents of fewer than 2P·min_chunk tokens are dealt after all longer documents, in parts of
-    2·min_chunk tokens, beginning with the longest. Such a document is on one rank or on a few
-    ranks. Parts of the same round have about the same work.
+    2·min_chunk tokens, beginning with the longest document. Such a document is on one rank or on a
+    few ranks. Parts of the same round have about the same work.
     """
 
     ranks: int
@@ -191,7 +190,7 @@ class EvenZigzag(CountedCut):
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             first, last = every.first.take(documents), every.last.take(documents)
-            # A document is on consecutive ranks. The first of them is the rank whose turn it is. A
+            # A document is on consecutive ranks, beginning with the rank whose turn it is. The
             # document may take several rounds.
             turns = np.full_like(documents, self.ranks)
             in_next = last.dealt == first.dealt + first.part
@@ -208,12 +207,10 @@ class EvenZigzag(CountedCut):
     def counts(self, cu_seqlens: Ints) -> Counts:
         sizes = self._chunk_sizes(cu_seqlens)
         borders, tokens = sizes.equal_ranks(self.ranks)
-        tokens[borders[:-1] == borders[1:]] = 0  # groups that have no ranks
+        tokens[borders[:-1] == borders[1:]] = 0  # groups without ranks
 
         def on_ranks(numbers: Ints) -> Ints:
-            """Return (ranks,): for each rank, the sum over documents of the number of the rank's
-            group.
-            """
+            """Return (ranks,): for each rank, the sum over documents of its group's number."""
             begin, end = (
                 np.bincount(edges.ravel(), numbers.ravel(), self.ranks + 1)
                 for edges in (borders[:-1], borders[1:])
@@ -224,7 +221,7 @@ class EvenZigzag(CountedCut):
         last = len(tokens) - 1 - np.argmax(tokens[::-1] > 0, axis=0)[documents]
         highest, of_highest = borders[last + 1, documents] - 1, tokens[last, documents]
         spans = on_ranks(np.minimum(tokens, 2))
-        # The two chunks of the highest rank are adjacent, and count as one span.
+        # The two chunks of the highest rank are adjacent and form one span.
         spans -= np.bincount(highest[of_highest > 1], minlength=self.ranks)
         low = np.where(tokens > 0, sizes.low(tokens), 0)[:, documents]
         begins = borders[np.argmax(low > 0, axis=0), documents]
