@@ -1,9 +1,9 @@
 """Attention over ranks under accelerate's `ParallelismConfig(cp_size=...)`.
 
 accelerate makes a mesh of ranks, gives the ranks that share a sequence the same batches, and shards
-the weights over these ranks. Its only backend of context parallelism then hooks torch's attention
-over ranks into the model. `sequence_mesh` leaves out these hooks and keeps the rest. It is tested
-with accelerate 1.15.0.
+the weights over these ranks. accelerate then also hooks torch's own attention over ranks into the
+model. `sequence_mesh` removes these hooks and keeps everything else. It is tested with accelerate
+1.15.0.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _ACCELERATE = PrivateNames(
 
 
 def sequence_mesh(accelerator: Accelerator) -> DeviceMesh:
-    """Return the mesh of the ranks that share each sequence, without torch's attention over ranks.
+    """Return the mesh of the ranks that share each sequence, and switch off torch's attention over
+    ranks.
 
-    Pass the mesh to `huggingface.enable`, or to `make_attention` for a model of your own. Then call
-    `accelerator.prepare` as usual. Its data loader gives the ranks of the mesh the same batches and
-    other ranks different batches. FSDP2 shards the weights over the dimensions `dp_shard` and `cp`
-    together, and averages gradients over all ranks.
+    Pass the mesh to `huggingface.enable`, or to `make_attention` if you wrote the model yourself.
+    Then call `accelerator.prepare` as usual. Its data loader gives the ranks of the mesh the same
+    batches and other ranks different batches. FSDP2 shards the weights over the dimensions
+    `dp_shard` and `cp` together, and averages gradients over all ranks.
 
     Afterwards, `accelerator.maybe_context_parallel` raises a ValueError, because `sp.shard` or a
-    layout cuts the batch. A second call of `sequence_mesh` returns the same mesh. The function
-    sends nothing.
+    layout cuts the batch instead. A second call of `sequence_mesh` returns the same mesh.
+    `sequence_mesh` sends no messages.
 
     Args:
         accelerator: an Accelerator with a `ParallelismConfig` whose `cp_size` is at least 2, before

@@ -68,8 +68,8 @@ def enable(
         options: the strategy's options, and `check_ranks`.
 
     Returns:
-        sp: the session that `huggingface.enable` returns too, with `sp.report()` and
-            `sp.disable()`. Automodel shards the batches.
+        sp: the same kind of session as `huggingface.enable` returns, with `sp.report()` and
+            `sp.disable()`. Do not call `sp.shard`: Automodel shards the batches.
 
     Raises:
         ValueError: if the mesh has no dimension "cp" of at least two ranks, or more than one rank
@@ -103,11 +103,11 @@ def recipe(
     layout: LayoutMaker = "zigzag",
     **options: Any,
 ) -> type:
-    """Return a subclass of an Automodel recipe that enables its model as soon as it is built.
+    """Return a subclass of an Automodel recipe that calls `enable` as soon as the model is built.
 
     Args:
-        base: a recipe, such as `TrainFinetuneRecipeForNextTokenPrediction`. With one rank in the
-            dimension "cp" of its mesh, the subclass behaves as `base`.
+        base: a recipe, such as `TrainFinetuneRecipeForNextTokenPrediction`. If the dimension "cp"
+            of the recipe's mesh has one rank, the subclass behaves as `base`.
         strategy, layout, options: as in `enable`.
     """
 
@@ -155,7 +155,7 @@ def _check_loss(loss: Any) -> None:
 
 
 class _KeptMasks:
-    """Hooks that undo Automodel's hooks, which take the mask from attention layers.
+    """Hooks that keep the masks that Automodel's hooks remove from calls of attention layers.
 
     Automodel's hooks replace the mask by `is_causal`, and would turn windows into full attention.
     On each layer, one hook runs before all others and keeps the mask, and one hook runs after all
@@ -195,13 +195,10 @@ class _KeptMasks:
 
 
 class _BatchSharder:
-    """The functions of a model's `ContextParallelSharder`."""
-
     def __init__(self, packed: PackedModel, masks: _KeptMasks, taken: set[str]) -> None:
         self._packed, self._masks, self._taken = packed, masks, taken
 
     def prepare(self, batch: dict[str, Any], *, num_chunks: int = 1) -> dict[str, Any]:
-        """Answer Automodel's call of the model's `prepare_model_inputs_for_cp`."""
         if num_chunks != 1:
             reason = "a pipeline's chunks would need a layout each"
             raise ValueError(f"num_chunks must be 1, got {num_chunks}: {reason}")
@@ -221,7 +218,9 @@ class _BatchSharder:
         loss_mask: Tensor | None = None,
         padding_token_id: int = 0,
     ) -> tuple[Any, dict[str, Any], ShardLayout]:
-        """Return a context, this rank's part of a batch (B, S), and where its tokens are."""
+        """Return a context, this rank's part of a batch (B, S), and the layout of the batch's
+        tokens.
+        """
         with self._packed.sp.faults():
             source, tokens, cu_seqlens = self._tokens(batch, loss_mask)
         rows, columns = tokens["position_ids"].shape
@@ -238,7 +237,6 @@ class _BatchSharder:
     def _tokens(
         self, batch: dict[str, Any], loss_mask: Tensor | None
     ) -> tuple[str, dict[str, Tensor], Ints]:
-        """Return the name of the model's input, tensors (B, S, …), and where documents begin."""
         found = [x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None]
         if len(found) != 1 or batch[found[0]].dim() < 2:
             raise ValueError("batch must have either input_ids (B, S) or inputs_embeds (B, S, D)")
@@ -258,7 +256,7 @@ class _BatchSharder:
 
 
 def document_numbers(batch: Mapping[str, Any], shape: tuple[int, int]) -> Ints:
-    """Return (B, S): the number of each token's document in its row; 0 for padding."""
+    """Return numbers (B, S): the first document of a row has number 1, and padding has number 0."""
     mask, lengths = batch.get("attention_mask"), batch.get("seq_lens")
     for name in (DOCUMENT_NUMBERS, "attention_mask"):
         x = batch.get(name)
@@ -289,7 +287,6 @@ def _host(x: Tensor) -> Any:
 
 
 def _checked_numbers(name: str, numbers: Ints, shape: tuple[int, int]) -> Ints:
-    """Return the numbers if each document is one run of tokens of its row."""
     if numbers.shape != shape:
         raise ValueError(f"{name} must be {shape}, got {numbers.shape}")
     runs = np.ones(shape, bool)
@@ -303,7 +300,6 @@ def _checked_numbers(name: str, numbers: Ints, shape: tuple[int, int]) -> Ints:
 
 
 def _numbers_of_mask(mask: Tensor, shape: tuple[int, int]) -> Ints:
-    """Return the documents of a mask (B, 1, S, S) that is causal within documents."""
     rows, columns = shape
     if tuple(mask.shape) != (rows, 1, columns, columns) or mask.dtype != torch.bool:
         expected = f"({rows}, {columns}), or bool ({rows}, 1, {columns}, {columns})"
@@ -320,7 +316,6 @@ def _numbers_of_mask(mask: Tensor, shape: tuple[int, int]) -> Ints:
 
 
 def _numbers_of_lengths(lengths: Ints, padded: Ints, shape: tuple[int, int]) -> Ints:
-    """Return the documents of `seq_lens` and `seq_lens_padded`, both (B, documents)."""
     rows = []
     for row, padded_row in zip(lengths, padded, strict=True):
         real, whole = row[row != _NO_DOCUMENT], padded_row[padded_row != _NO_DOCUMENT]
@@ -341,7 +336,9 @@ def _offsets(numbers: Ints) -> Ints:
 
 
 def _positions(batch: Mapping[str, Any], numbers: Ints, cu_seqlens: Ints) -> Tensor:
-    """Return positions (B, S). Those of padding count from 0, since 0 would begin documents."""
+    """Return positions (B, S). Positions of padding count up too, since each position 0 would begin
+    a document.
+    """
     rows, columns = numbers.shape
     like = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     given = batch.get("position_ids")

@@ -70,28 +70,29 @@ def context_parallel(
     replicated_keys: Collection[int] = (),
     **options: Any,
 ) -> Iterator[Attention]:
-    """Send the calls of `F.scaled_dot_product_attention` in this context to all ranks.
+    """Compute the calls of `F.scaled_dot_product_attention` in this context over all ranks.
 
-    A model without any knowledge of ranks then computes the tokens that this rank holds. Each of
-    its SDPA calls, however it was imported, becomes a call of `seqpar.sdpa`, in this thread only.
-    Positions of tokens must come from `layout.position_ids(rank)`, or from RoPE tables among the
-    `buffers`. Backward may run outside of the context, except for checkpoints: they call SDPA
-    again, and outside of the context torch raises a CheckpointError.
+    The model needs no changes: it computes the tokens that this rank holds. Each SDPA call of this
+    thread becomes a call of `seqpar.sdpa`, however the model imported the function. Positions of
+    tokens must come from `layout.position_ids(rank)`, or from RoPE tables among the `buffers`.
+    Backward can run outside of the context, unless the model uses checkpoints. A checkpoint calls
+    SDPA again in backward, and outside of the context torch then raises a CheckpointError.
 
     Args:
         group: the ranks: a process group or a mesh; None if `strategy` is a module.
         layout: which tokens of the packed batch each rank holds.
         strategy: its name, or a module of `make_attention`.
-        buffers: tensors of whole batches, such as ids, labels and tables of positions. In the
-            context each has only this rank's tokens, without any message. Afterwards it has its old
-            contents again, bit for bit and in the same memory. Buffers must not require gradients.
-        buffer_seq_dims: the dimension of each buffer that has the layout's tokens, padding
-            included.
-        no_restore_buffers: buffers that keep only this rank's tokens, so that the whole is freed.
-        replicated_keys: numbers of keys, such as `[77]` for cross attention to 77 text tokens. If a
-            call has one of these numbers of keys, every rank holds all its keys and values, and
-            torch computes the call on each rank without messages. No rank may hold this number of
-            the layout's tokens.
+        buffers: tensors of whole batches, such as ids, labels and tables of positions. Within the
+            context, each buffer contains only this rank's tokens. After the context, each buffer
+            has its old contents in the same memory again. Buffers must not require gradients.
+        buffer_seq_dims: for each buffer, the dimension whose entries are the layout's tokens,
+            padding included.
+        no_restore_buffers: buffers that keep only this rank's tokens after the context too, so that
+            the memory of the whole batch is freed.
+        replicated_keys: key counts by which calls with replicated keys are recognised, such as
+            `[77]` for cross attention to 77 text tokens. If the number of keys of a call is in this
+            list, every rank must hold all keys and values of the call, and torch computes the call
+            on each rank without messages. No rank may hold exactly so many tokens of the layout.
         options: the strategy's options, if it is given by name.
 
     Yields:
@@ -99,15 +100,16 @@ def context_parallel(
 
     Warns:
         UserWarning: if a softmax is computed over scores of shape (..., T_local, T_local), which is
-            probably hand-written attention, or if `torch.arange(T_local)` is called, which probably
-            counts positions. The guide lists the cases that are not noticed.
+            probably hand-written attention, or if `torch.arange(T_local)` is called, which is
+            probably the code that counts positions.
 
     Raises:
         ValueError: if an argument is wrong, or if a context is entered within another one. Inside
-            the context, if a call cannot be computed exactly: with `attn_mask` or `dropout_p`, with
-            other tokens than the layout's, or in a checkpoint with `use_reentrant`. Torch's other
-            attention functions and operators, such as `nn.MultiheadAttention`'s, also raise it,
-            because they would attend to this rank's keys only.
+            the context, a call raises it if the call cannot be computed exactly: with `attn_mask`
+            or `dropout_p`, with a number of tokens that differs from the layout's, or in a
+            checkpoint with `use_reentrant`. Other attention functions of torch, such as those of
+            `nn.MultiheadAttention`, raise it too, because they would attend to this rank's keys
+            only.
     """
     if getattr(_entered, "active", False):
         raise ValueError("context_parallel must not be entered again within itself")
@@ -145,8 +147,6 @@ def context_parallel(
 
 
 class _SdpaOptions(TypedDict, total=False):
-    """The keyword-only arguments of `F.scaled_dot_product_attention`."""
-
     scale: float | None
     enable_gqa: bool
 
@@ -247,7 +247,7 @@ class _ToAllRanks(TorchFunctionMode):
     def _check_replicated(
         self, query: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool
     ) -> None:
-        """Raise a ValueError unless the result of a query does not depend on the query's rank."""
+        """Raise a ValueError if the result of a query depends on the rank that holds the query."""
         if as_float("dropout_p", dropout_p) != 0:
             raise ValueError(f"dropout_p must be 0 within context_parallel, got {dropout_p}")
         if self._is_replicated(query):
@@ -285,7 +285,8 @@ class _ToAllRanks(TorchFunctionMode):
 def _refuse_reentrant_checkpoint() -> None:
     """Raise a ValueError in a reentrant checkpoint.
 
-    Its backward would repeat the call outside of the context, with only this rank's keys.
+    The backward of the checkpoint would repeat the call outside of the context, with only this
+    rank's keys.
     """
     code = CheckpointFunction.forward.__code__
     if any(frame.f_code is code for frame, _ in traceback.walk_stack(None)):
@@ -301,7 +302,7 @@ def _refusal(name: str) -> ValueError:
 
 
 def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tuple[int, ...]:
-    """Return the numbers of replicated keys; raise if one is also a rank's number of tokens."""
+    """Return `numbers`, or raise a ValueError if one of them is also a rank's number of tokens."""
     if not isinstance(numbers, list | tuple | set | frozenset):
         expected = "a list, a tuple or a set of numbers of keys"
         raise ValueError(f"replicated_keys must be {expected}, got {shown(numbers)}")

@@ -1,4 +1,4 @@
-"""Layouts of tokens that a framework deals to ranks in chunks, whatever documents they hold."""
+"""Layouts of tokens that a framework assigns to ranks in chunks, without regard to documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from seqpar.layout.layout import Layout
 
 
 def head_and_tail(ranks: int) -> Ints:
-    """Return the owners of 2P chunks of which rank r holds chunks r and 2P − 1 − r."""
+    """Return the ranks (2P,) of 2P chunks. Rank r holds chunks r and 2P − 1 − r."""
     return np.r_[np.arange(ranks), np.arange(ranks)[::-1]]
 
 
@@ -17,10 +17,13 @@ def layout_of_chunks(chunks: Ints, owners: Ints, ranks: int, cu_seqlens: Ints) -
     """Return the layout in which chunk i is on rank `owners[i % len(owners)]`.
 
     Args:
-        chunks: (chunks + 1,) where chunks begin among all tokens, followed by the number of tokens.
-        owners: the ranks of the first chunks. The following chunks have the same ranks again.
+        chunks: (number of chunks + 1,) integers. The index of each chunk's first token, then the
+            number of tokens.
+        owners: the ranks of the first chunks. If there are more chunks than entries, the list is
+            repeated.
         ranks: the number of ranks.
-        cu_seqlens: (documents + 1,) where documents begin, followed by the number of tokens.
+        cu_seqlens: (number of documents + 1,) integers. The index of each document's first token,
+            then the number of tokens.
     """
     cuts = np.union1d(chunks, cu_seqlens)
     begins, ends = cuts[:-1], cuts[1:]

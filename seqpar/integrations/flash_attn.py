@@ -1,6 +1,6 @@
 """flash-attn 2's `flash_attn_func` and `flash_attn_varlen_func`, over the keys of all ranks.
 
-They also take a layout and a strategy: its name, with a group, or a module.
+Both functions have three more arguments: `layout`, `group` and `strategy`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def flash_attn_func(
         k: (B, Skv_local, Hkv, D).
         v: (B, Skv_local, Hkv, Dv).
         dropout_p: must be 0.
-        softmax_scale: the factor of q·k; None: 1/√D.
-        causal: whether a query attends only to keys up to its own position; ends are aligned.
+        softmax_scale: the factor of q·k. None stands for 1/√D.
+        causal: whether a query attends only to keys up to its own position. If there are more keys
+            than queries, the last query attends to the last key.
         window_size: (left, right); −1 is unlimited.
         softcap: c > 0 turns a score s into c·tanh(s/c).
         alibi_slopes: (Hq,) or (B, Hq) fp32: slope·|i + Lkv − Lq − j| is subtracted from scores.
@@ -74,10 +75,10 @@ def flash_attn_func(
         options: further options of a module's call, such as `sinks` or `prefix_lens`.
 
     Returns:
-        out (B, S_local, Hq, Dv). With `return_attn_probs`, (out, softmax_lse, None); softmax_lse
-        (B, Hq, S_local) covers the keys only, without sinks. With the option `return_lse` instead,
-        (out, softmax_lse). With the option `return_max_logits`, the largest score of each head,
-        (Hq,), comes last.
+        out (B, S_local, Hq, Dv). With `return_attn_probs`, the tuple (out, softmax_lse, None).
+        softmax_lse has shape (B, Hq, S_local) and covers the keys only, without sinks. With the
+        option `return_lse` in place of `return_attn_probs`, the tuple is (out, softmax_lse). With
+        the option `return_max_logits`, the largest score of each head, (Hq,), comes last.
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -118,23 +119,24 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute flash-attn's function of this name, over the keys of all ranks.
 
-    It is `flash_attn_func` for packed sequences. `cu_seqlens_q` and `max_seqlen_q` describe the
-    whole pack. The layout has them too, so they may be None, and other values are refused. A tensor
-    on a GPU is read once, until it is written to.
+    This is `flash_attn_func` for packed sequences. `cu_seqlens_q` and `max_seqlen_q` describe the
+    whole pack, not this rank's tokens. The layout contains the same values, so both arguments may
+    be None; values that differ from the layout's are refused. A tensor on a GPU is copied to the
+    host for this comparison only in the first call and after a write to the tensor.
 
     Args:
         q: (T_local, Hq, D), this rank's tokens, in the layout's local order.
         k: (Tkv_local, Hkv, D).
         v: (Tkv_local, Hkv, Dv).
         cu_seqlens_q: the boundaries of the documents of `layout`; None in compiled functions.
-        cu_seqlens_k: the boundaries of `kv_layout`, or without it of `layout`; None in compiled
-            functions.
+        cu_seqlens_k: the boundaries of the documents of `kv_layout`, or of `layout` if there is no
+            `kv_layout`; None in compiled functions.
         max_seqlen_q: at least the length of the longest document of `layout`.
         max_seqlen_k: at least the length of the longest document of the keys.
         dropout_p, softmax_scale, causal, window_size, softcap: as in `flash_attn_func`.
-        alibi_slopes: (Hq,) fp32, as in `flash_attn_func`, by positions inside documents.
+        alibi_slopes: (Hq,) fp32, as in `flash_attn_func`. Positions are counted within documents.
         deterministic, return_attn_probs: as in `flash_attn_func`.
-        block_table: must be None: paged caches are not supported.
+        block_table: must be None, because paged caches are not supported.
         layout, group, strategy, kv_layout, options: as in `flash_attn_func`.
 
     Returns:
@@ -204,10 +206,7 @@ def _check(q: Tensor, dims: int, shape: str) -> None:
 
 @outside_graphs
 def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
-    """Raise a ValueError unless the boundaries are those of the layout.
-
-    Each tensor is read once.
-    """
+    """Raise a ValueError unless the boundaries are those of the layout."""
     read: WeakValueDictionary[tuple[int, int], Tensor]
     read = layout.geometry.derived(("cu_seqlens read",), WeakValueDictionary)
     key = None

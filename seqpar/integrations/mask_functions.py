@@ -1,10 +1,12 @@
 """Translate mask functions of transformers into lists of ranges.
 
 A mask function of (batch, head, query, key) is composed by `and_masks` and `or_masks` from a few
-functions of `transformers.masking_utils`. Evaluating all pairs would take quadratic time. This
-module instead recognises the composed functions by name and reads the values that they close over.
-An *area* is a rectangle of queries and keys under a band. Each function cuts a list of areas down
-to the pairs that it shows. All other functions are refused.
+functions of `transformers.masking_utils`. Evaluating the mask function for all pairs of a query and
+a key would take quadratic time. This module instead recognises the composed functions by name and
+reads the values that they close over. All other functions are refused.
+
+An *area* is a rectangle of queries and keys, of which a band of key − query is visible. The
+functions below take a list of areas and return the areas that a mask function leaves visible.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ def ranges_of(
     Args:
         mask_function: as transformers composes it, with or without offsets of a cache.
         q_length: the number of queries in the row.
-        kv_length: the number of keys in the row; None: `q_length`.
-        batch: the number of the row in the batch.
-        cu_seqlens: where the row's documents begin and end; None: the row is one document.
+        kv_length: the number of keys in the row. None stands for `q_length`.
+        batch: the index of the row in the batch.
+        cu_seqlens: the offsets of the row's documents. None if the row is one document.
 
     Raises:
-        ValueError: that names `mask_function`, if a part of it is unknown, if it differs from the
-            ranges on a sample of pairs, or if it lets documents attend to each other.
+        ValueError: if `mask_function` contains an unknown function, if a sample of pairs shows that
+            it differs from the ranges, or if it lets documents attend to each other.
     """
     check_function("mask_function", mask_function)
     rows = as_int("q_length", q_length, 0)
@@ -74,9 +76,10 @@ def ranges_of(
 def ranges_within(
     mask_function: Callable[..., Any], documents: Sequence[tuple[int, int, int]]
 ) -> Ranges:
-    """Return the ranges that a batch's mask function shows within documents (row, start, stop).
+    """Return the ranges that a batch's mask function leaves visible within the documents.
 
-    Columns between documents, such as padding, are left out. Errors are as in `ranges_of`.
+    Each document is (row, start, stop). Columns between documents, such as padding, are left out.
+    Errors are as in `ranges_of`.
     """
     check_function("mask_function", mask_function)
     rows: dict[int, list[int]] = {}
@@ -94,14 +97,12 @@ def ranges_within(
 
 
 def _checked(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
-    """Return what a mask function shows of disjoint areas, after comparing a sample of pairs."""
     areas = [x for some in _shown(function, within, batch) for x in some.trimmed()]
     _compare(function, areas, within, batch)
     return areas
 
 
 def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
-    """Return what a mask function shows of disjoint areas."""
     name = getattr(function, "__qualname__", type(function).__name__)
     known = _KNOWN.get(name) if getattr(function, "__module__", None) == _MODULE else None
     if known is None:
@@ -123,7 +124,7 @@ def _and(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _or(within: list[Area], closed: Closed, batch: int) -> list[Area]:
-    """Add each function's areas outside of those before it, beginning with the fewest areas."""
+    """Return the union of the functions' areas as disjoint areas."""
     functions = closed["mask_functions"]
     counts = [len(_shown(function, within, batch)) for function in functions]
     found, before = list[Area](), list[Area]()
@@ -194,7 +195,6 @@ def _offset(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _shown_at(by: tuple[int, int], function: Any, within: list[Area], batch: int) -> list[Area]:
-    """Return what a function shows that counts queries and keys from other numbers."""
     shown = _shown(function, [area.moved(*by) for area in within], batch)
     return [area.moved(-by[0], -by[1]) for area in shown]
 

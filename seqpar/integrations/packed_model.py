@@ -1,7 +1,8 @@
-"""A transformers model over ranks whose loss a training framework computes.
+"""A transformers model that runs over ranks, while a training framework computes its loss.
 
-The integrations of Automodel and verl use it. Their batches are one row of packed documents. The
-framework computes the loss from each rank's outputs, and sums or averages gradients over the ranks.
+The integrations of Automodel and verl use this module. Each batch is one row of packed documents.
+The framework computes the loss from each rank's outputs, and sums or averages gradients over the
+ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from seqpar.integrations.huggingface.session import SequenceParallel
 from seqpar.layout.layout import Layout
 
 KINDS = ("zigzag", "striped", "contiguous")
-# The kind of the layouts, or a function that makes a batch's layout from its cu_seqlens.
+# The kind of the layouts, or a function from a batch's cu_seqlens to its layout.
 LayoutMaker = str | Callable[[Ints], Layout]
 
 
@@ -39,13 +40,11 @@ class PackedPart:
         return self.layout.shard(x, self.rank, dim, value)
 
     def join(self, x: Tensor, group: Group, dim: int = 1) -> Tensor:
-        """Return all ranks' tokens, without padding. Backward sums the gradients of all ranks."""
+        """Gather all ranks' rows of x, without padding. Backward sums all ranks' gradients."""
         return self.layout.unshard(x, group, dim).narrow(dim, 0, self.tokens)
 
 
 class PackedModel:
-    """An enabled model, and the layouts of its batches."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -63,7 +62,6 @@ class PackedModel:
         self.sp.framework_losses = True
 
     def shard(self, inputs: Mapping[str, Tensor], cu_seqlens: Ints) -> PackedPart:
-        """Return this rank's part of (1, T, …) `inputs`, whose documents are `cu_seqlens`."""
         with self.sp.faults():
             layout = None if isinstance(self._layout, str) else self._layout(cu_seqlens)
         offsets = torch.from_numpy(cu_seqlens)

@@ -36,8 +36,8 @@ def sdpa(
 ) -> Any:
     """Compute `F.scaled_dot_product_attention` over the keys of all ranks.
 
-    Arguments and the order of axes are SDPA's. Documents do not attend to each other. Errors,
-    gradients and bytes sent are as in the strategy's module: see `Attention`.
+    The arguments and the order of axes are those of SDPA. Documents do not attend to each other.
+    Errors, gradients and bytes sent are as in the strategy's module: see `Attention`.
 
     Args:
         query: (B, Hq, T_local, D) or (Hq, T_local, D), this rank's tokens in the layout's order.
@@ -46,26 +46,29 @@ def sdpa(
         value: (B, Hkv, Tkv_local, Dv), or without the batch.
         layout: which tokens each rank holds.
         group: the ranks: a process group or a mesh; omitted if `strategy` is a module.
-        strategy: its name, or a module of `make_attention`, which keeps its options. Compiled
-            functions need a module; elsewhere a module saves making one in each call.
+        strategy: the strategy's name, or a module that `make_attention` returned. A module has its
+            own options and saves the time for making one in each call. Compiled functions need a
+            module.
         attn_mask: must be None. The layout separates documents; other masks are `prefix_lens`,
             `window_size` and `is_causal`.
         dropout_p: must be 0.
         is_causal: whether a query attends only to keys up to its own position in the document.
-        scale: the factor of q·k; None: 1/√D.
-        enable_gqa: whether `key` may have fewer heads than `query`: query head h then uses key head
+        scale: the factor of q·k. None stands for 1/√D.
+        enable_gqa: whether `key` can have fewer heads than `query`. Query head h then uses key head
             ⌊h·Hkv/Hq⌋.
         kv_layout: the layout of key and value, if their tokens differ from those of `query`. With
-            `is_causal` its documents must have the lengths of `layout`'s: SDPA aligns their
-            beginnings, modules their ends.
+            `is_causal`, each document must have as many keys as queries, because for unequal
+            numbers SDPA aligns the first query with the first key, and modules align the last ones.
         axes: "bhsd" confirms that the axes are in SDPA's order. It is required only if a rank's
-            number of tokens equals the number of heads, because shapes cannot show the order then.
+            number of tokens equals the number of heads, because the shapes then do not show the
+            order.
         options: further options of a module's call, such as `window_size`, `softcap` or `sinks`.
 
     Returns:
-        (B, Hq, T_local, Dv), or without the batch, in query's dtype. With `return_lse`, a tuple
-        with lse, (B, Hq, T_local) or (Hq, T_local). With `return_max_logits`, the largest score of
-        each head, (Hq,), comes last.
+        out (B, Hq, T_local, Dv), or (Hq, T_local, Dv) if `query` has no batch dimension, in query's
+        dtype. With the option `return_lse`, the tuple (out, lse); lse has the shape of out without
+        Dv. With the option `return_max_logits`, the largest score of each head, (Hq,), is the last
+        entry of the tuple.
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -80,8 +83,6 @@ def sdpa(
 
 
 class SdpaArguments(NamedTuple):
-    """Arguments of `sdpa` as the caller gave them, to be checked."""
-
     attn_mask: object
     dropout_p: float
     is_causal: bool
@@ -116,7 +117,7 @@ def attend(
     return out.transpose(-3, -2), *more
 
 
-# By argument of a module's call, the argument of `sdpa`.
+# For each argument of a module's call, the name of the same argument of `sdpa`.
 _NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softmax_scale": "scale"}
 
 
@@ -147,7 +148,10 @@ def check_call(
     arguments: SdpaArguments,
     advice: Callable[[Tensor, Tensor], str] | None = None,
 ) -> None:
-    """Raise for SDPA arguments that are not supported; `advice` ends errors of tokens."""
+    """Raise a ValueError for SDPA arguments that are not supported.
+
+    `advice(query, key)` is appended to an error about the number of tokens.
+    """
     query, key, _ = operands
     attn_mask, dropout_p, is_causal, enable_gqa, axes = arguments
     if attn_mask is not None:
@@ -190,7 +194,7 @@ def _as_long(layout: Layout, kv_layout: Layout) -> bool:
 
 
 def _check_axes(layout: Layout, kv_layout: Layout, heads: int) -> None:
-    """Refuse, on all ranks, shapes that would be the same with tokens and heads exchanged."""
+    """Refuse shapes that do not show which axis is tokens and which is heads, on all ranks."""
     for rank in range(layout.ranks):
         if layout.tokens_on(rank) == heads == kv_layout.tokens_on(rank):
             reason = f"rank {rank} has as many tokens as there are heads, {heads}"

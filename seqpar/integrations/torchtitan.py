@@ -50,7 +50,7 @@ class InnerAttention(Module):
         self.comm: Any = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Make the strategy on the ranks that share tokens. torchtitan calls this method."""
+        """Make the strategy's module on the dimension "cp". torchtitan calls this method."""
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         self.attention = make_attention(self.strategy, mesh, **self.options)
         self.comm = Comm.of(mesh)
@@ -65,12 +65,12 @@ class InnerAttention(Module):
             )
         to_local = getattr(positions, "to_local", None)  # a method of DTensors
         local = positions if to_local is None else to_local()
-        if local.is_inference():  # without a version counter, each layer reads it again
+        if local.is_inference():  # has no version counter, so each layer reads it again
             with spmd.no_typecheck():
                 return _layout(local, self.comm, self.balanced)
         key = id(self.comm), self.balanced, version_of(local)
         found: tuple[Any, Layout] | None = getattr(positions, _KEY, None)
-        if found is None or found[0] != key:  # if not, an earlier layer has made the layout
+        if found is None or found[0] != key:  # otherwise an earlier layer has made the layout
             with spmd.no_typecheck():
                 found = key, _layout(local, self.comm, self.balanced)
             setattr(positions, _KEY, found)
@@ -101,8 +101,6 @@ class InnerAttention(Module):
 
 
 class Attention(GQAttention):
-    """torchtitan's attention block, with inner attention over ranks."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):  # torchtitan builds an Attention from it
         pass
@@ -137,7 +135,8 @@ def sequence_parallel(
             None, which decides the tokens of each rank.
 
     Raises:
-        ValueError: if the block has another attention, or the load balancer is another one.
+        ValueError: if the block's attention is neither flex nor varlen attention, or if
+            `load_balancer` is neither "headtail" nor None.
     """
     if load_balancer not in ("headtail", None):
         raise ValueError(f"load_balancer must be 'headtail' or None, got {load_balancer!r}")

@@ -1,7 +1,7 @@
 """Attention over ranks in verl's FSDP engines, instead of verl's patches for Ulysses.
 
 The environment variable `VERL_ENGINE_DEVICE=seqpar` selects these engines, and the variable
-`SEQPAR_VERL` has the strategy and its options. This module imports verl, and is tested with verl
+`SEQPAR_VERL` names the strategy and its options. This module imports verl, and is tested with verl
 0.9.1.
 """
 
@@ -49,8 +49,8 @@ class Settings(NamedTuple):
 
     Attributes:
         strategy, layout, options: as in `seqpar.integrations.huggingface.enable`.
-        balance: the arguments `cluster` and `model` of `balance.plan`, which then forms the
-            micro-batches. If `balance` is None, verl forms them.
+        balance: the arguments `cluster` and `model` of `balance.plan`, which then divides sequences
+            into micro-batches. If `balance` is None, verl divides the sequences.
     """
 
     strategy: str
@@ -81,9 +81,9 @@ class Settings(NamedTuple):
 class _OverRanks:
     """The methods in which both engines differ from verl's.
 
-    A layout divides the sequences. verl would divide them by the rule of Ulysses. The engines then
-    gather log-probabilities, entropies and values of all ranks, as verl does, so that verl computes
-    its losses from them.
+    The engines divide sequences over ranks by a layout, where verl would divide them equally. After
+    the model, the engines gather the log-probabilities, entropies and values of all ranks, as verl
+    does, and verl computes its losses from the gathered values.
     """
 
     ulysses_sequence_parallel_size: int
@@ -171,10 +171,10 @@ class ValueModelEngine(_OverRanks, FSDPEngineWithValueHead):
 def balanced_partitions(
     lengths: list[int], partitions: int, *, cluster: Cluster | str, model: str
 ) -> list[list[int]]:
-    """Divide sequences into micro-batches that take about the same time, by `balance.plan`.
+    """Divide sequences by `balance.plan` into micro-batches that take about the same time.
 
     Args:
-        lengths: tokens of each sequence, at least 1.
+        lengths: the number of tokens of each sequence, at least 1.
         partitions: the number of micro-batches, at most the number of sequences.
         cluster, model: as in `balance.plan`. The cluster's devices share each sequence.
 

@@ -1,7 +1,7 @@
 """The entry point that verl loads when it is imported.
 
-It registers seqpar's engines if the variable `VERL_ENGINE_DEVICE` is "seqpar". verl logs errors of
-plugins only for debugging, so this module logs them itself.
+The module registers seqpar's engines if the variable `VERL_ENGINE_DEVICE` is "seqpar". verl logs
+errors of plugins only at level DEBUG, so this module logs them itself.
 """
 
 import logging

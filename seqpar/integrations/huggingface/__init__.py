@@ -3,8 +3,8 @@
 `sp = huggingface.enable(model, group, "ring")`, then `model(**sp.shard(batch))`. Nothing here
 imports transformers until it is called.
 
-Start with `session.py`, which defines `enable` and the *session* that it returns, `sp`. A *part* of
-a batch is the tokens that one rank computes.
+Start with `session.py`, which defines `enable` and the *session* that it returns, `sp`. The *part*
+of a rank is the tokens of a batch that the rank computes.
 """
 
 from seqpar.integrations.huggingface.batch.collator import Collator

@@ -91,19 +91,17 @@ TRL = PrivateNames(
 
 
 def attention_of(config: Any) -> str | None:
-    """Return the name of a config's attention; None for configs that are not transformers'."""
     TRANSFORMERS.get("transformers.PreTrainedConfig._attn_implementation")
     return getattr(config, "_attn_implementation", None)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Name a config's attention, for classes that transformers' own method leaves unchanged."""
+    """Set the attention in a config whose class transformers' own method does not change."""
     TRANSFORMERS.get("transformers.PreTrainedConfig._attn_implementation")
     config._attn_implementation = name
 
 
 def kept_implementations(config: Any) -> set[str]:
-    """Return the attributes in which a config keeps the implementations of a model's parts."""
     names = {"_attn_implementation_internal", "_experts_implementation_internal"}
     for name in names:
         TRANSFORMERS.read(config, name)
@@ -111,10 +109,8 @@ def kept_implementations(config: Any) -> set[str]:
 
 
 def is_prepared(x: Any) -> bool:
-    """Return whether an Accelerator has prepared a loader or a model."""
     return bool(ACCELERATE.read_if_set(x, "_is_accelerate_prepared", False))
 
 
 def forget_prepared(model: Any) -> None:
-    """Let an Accelerator prepare a model again."""
     model._is_accelerate_prepared = False

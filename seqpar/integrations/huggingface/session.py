@@ -91,11 +91,12 @@ class LayerReport:
     """The calls and bytes of one attention layer.
 
     Attributes:
-        calls: how often the layer's forward ran, recomputation included.
-        forward_bytes, backward_bytes: bytes that this rank sent for the layer in each pass.
+        calls: the number of times that the layer's forward ran, including recomputation.
+        forward_bytes, backward_bytes: the bytes that this rank sent for the layer in forward and in
+            backward.
         ranks: the number of ranks that share each sequence.
-        steps: how many of the calls were decoding steps, after a prefill.
-        step_bytes: the forward bytes of these steps.
+        steps: the number of calls that were decoding steps.
+        step_bytes: the bytes that this rank sent for the layer in decoding steps.
     """
 
     name: str
@@ -121,8 +122,9 @@ class LayerReport:
 class Report:
     """Calls and bytes of each attention layer since its model was enabled; str() is a table.
 
-    `whole` names modules with attention, such as a vision tower, that every rank computes whole.
-    `memory` has the bytes that each part of `enable(..., memory=...)` saved in the last step.
+    `whole` lists modules with attention that every rank computes for all tokens, such as a vision
+    tower. `memory` lists the bytes that each part of `enable(..., memory=...)` saved in the last
+    step.
     """
 
     strategy: str
@@ -143,7 +145,7 @@ class Report:
 
     @property
     def steps(self) -> int:
-        """How many of the calls were decoding steps, in all layers."""
+        """The number of calls that were decoding steps, in all layers."""
         return sum(layer.steps for layer in self.layers)
 
     @property
@@ -176,8 +178,9 @@ class SequenceParallel(EnabledModel):
         model: the module that was given to `enable`.
         attention: the strategy's module, which all softmax layers call.
         layers: the model's attention layers, by module.
-        framework_losses: whether a framework computes its own loss of each rank's outputs, and adds
-            up the gradients over the ranks. `SequenceParallel` then does not check losses.
+        framework_losses: whether a training framework computes the loss from each rank's outputs
+            and combines the gradients of the ranks. If True, `SequenceParallel` does not check
+            losses.
     """
 
     framework_losses = False
@@ -223,7 +226,8 @@ class SequenceParallel(EnabledModel):
         self._label_users = users_of_labels(model, self.inner)
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._outside.modules)
-        setattr(self.inner, KEY, self)  # copies of the model have it too, and are refused by it
+        # Copies of the model have this attribute too, so their calls can be refused.
+        setattr(self.inner, KEY, self)
         self._compiled: CompiledForward | None = None
         self._handles: list[Removable] = [
             *enabling.replace_attention(self, body),
@@ -234,7 +238,7 @@ class SequenceParallel(EnabledModel):
             *changes,
         ]
         self._last_hook = model.register_forward_hook(self._end, always_call=True)
-        self._handled = id(None)  # identity of the exception that the caller handles
+        self._handled = id(None)  # id of the exception that the caller of the model is handling
         if self._sharder.for_rows:
             self._handles.append(self.inner.score.register_forward_hook(keep_scores))
         self.mixing = TokenMixing(self, self._outside.modules)
@@ -244,17 +248,19 @@ class SequenceParallel(EnabledModel):
         return f"SequenceParallel({type(self.inner).__name__}, {self.attention!r})"
 
     def shard(self, batch: Mapping[str, Any], layout: Any = None) -> Any:
-        """Return this rank's part of a batch that all ranks have whole, for `model(**part)`.
+        """Return this rank's part of a batch, to be passed to the model as `model(**part)`.
 
-        Tensors (B, S, …) become (1, T_local, …), the tokens that this rank holds, in the layout's
-        order and without padding. Labels are shifted first, and everything else is passed on
-        unchanged. If a batch has images or sound, the model's own inputs stay whole, except labels.
+        Every rank passes the same whole batch. Tensors (B, S, …) are cut to (1, T_local, …): the
+        tokens that this rank holds, in the layout's order and without the batch's padding. Labels
+        are shifted before they are cut. All other values are returned unchanged. If the batch
+        contains images or sound, only the labels are cut, because the model needs all of its
+        inputs.
 
         Args:
             batch: the output of a tokenizer or collator, as a mapping.
-            layout: a `Layout` of the batch's documents, or a micro-batch of a plan; None: the
-                batch's `layout`, if a `Collator` made one, or one of the kind that was given to
-                `enable`.
+            layout: a `Layout` of the batch's documents, or a micro-batch of a plan. None stands for
+                the batch's own `layout`, if a `Collator` made one, and otherwise for a new layout
+                of the kind that was given to `enable`.
 
         Raises:
             ValueError: if the batch or the layout is wrong, or, with `check_ranks`, differs between
@@ -278,28 +284,29 @@ class SequenceParallel(EnabledModel):
     ) -> ModelPreparation:
         """Return a function that builds the tables of the model's attention ahead of a step.
 
-        Pass it to a `Collator`. A DataLoader's workers then build the tables of each row's layout,
-        and the step only copies them to a GPU. The function can be pickled. Each rank needs a
-        function of its own.
+        Pass the function to a `Collator`. The workers of a DataLoader then build the tables of each
+        row's layout, and a training step only copies the tables to a GPU. The function can be
+        pickled. It is made for this rank only: each rank must call `preparation`.
 
-        The model runs once on `batch`, forward only and in evaluation mode, to find the kinds of
-        its attention calls: heads, windows and so on. A small batch is enough. The report counts
-        this run too. All ranks must call this method, before FSDP1 wraps the model.
+        The model runs once on `batch`, without backward and in evaluation mode, to find the number
+        of heads, the window and other settings of each attention call. A small batch is enough.
+        `report` includes this run. All ranks must call this method before FSDP1 wraps the model.
 
-        A step still builds the tables of masks that depend on more than documents, of chunked
-        attention, and of short convolutions.
+        Some tables are still built in the step: those of masks that depend on more than documents,
+        of chunked attention, and of short convolutions.
 
         Args:
             batch: a whole batch, as `shard` takes it, the same on all ranks.
-            dtype, device: the dtype and device of q, k and v in a step. Default: the model's
-                current ones. Pass them if steps use autocast or a Trainer moves the model later.
-            backward: whether steps have a backward.
+            dtype, device: the dtype and device of q, k and v in a step. None stands for the dtype
+                and device that the model has now. Pass them if steps use autocast, or if a Trainer
+                moves the model later.
+            backward: whether steps run backward.
 
         Raises:
             ValueError: if `shard` or the model refuses the batch, if the model has an encoder, if
                 no call can be prepared, or if the strategy chooses its messages in each call.
         """
-        self._sharder.preparation(())  # errors of these two lines come before the model runs
+        self._sharder.preparation(())  # these two lines raise errors before the model runs
         self.attention.preparation(heads=1, head_dim=1, dtype=torch.float32)
         known = {"dtype": dtype, "device": device}
         given = {name: x for name, x in known.items() if x is not None}
@@ -316,9 +323,9 @@ class SequenceParallel(EnabledModel):
     def unshard(self, outputs: Any, batch: Mapping[str, Any] | None = None) -> Any:
         """Return a model's outputs with all ranks' tokens, each in its row and column.
 
-        Tensors that the model returned are recognised. For other tensors of this rank's tokens,
-        (1, T_local, …), give the sharded `batch` too. Padding gets 0. Each rank sends its rows to
-        all others; backward sums the gradients of all ranks.
+        Tensors that the model returned are recognised. For other tensors (1, T_local, …), pass the
+        sharded `batch` too. Padding gets 0. Each rank sends its rows to all other ranks. Backward
+        sums the gradients of all ranks.
         """
         sharding = None if batch is None else batch.get(KEY)
         if batch is not None and sharding is None:
@@ -327,13 +334,14 @@ class SequenceParallel(EnabledModel):
             return unshard(outputs, sharding, self.comm)
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses (), for your own loss of this rank's outputs.
+        """Return the sum of all ranks' losses, for a loss that your code computes from this rank's
+        outputs.
 
-        The sum is the same on all ranks, and the average over the ranks of its gradients is the
-        gradient of the sum, as for the model's own loss. Divide by the count of all ranks before
-        you call this method. All ranks must call it, and all must run its backward if one rank
-        does. Add terms that are the same on every rank, such as a penalty of the weights, to the
-        result.
+        The sum has the same value on all ranks. As for the model's own loss, the gradients after
+        its backward, averaged over the ranks, are the gradient of the sum. For a mean, divide the
+        loss by the number of tokens on all ranks before you pass it. All ranks must call this
+        method, and if one rank runs backward, all ranks must. Add a term that is the same on every
+        rank, such as a penalty of the weights, to the returned sum.
 
         Raises a ValueError if the loss depends on a trainable tensor that is not the model's.
         """
@@ -347,13 +355,14 @@ class SequenceParallel(EnabledModel):
         """Average the gradients of the model's parameters over the ranks of the group.
 
         Call it on all ranks after backward, before gradients are clipped or unscaled and before the
-        optimizer's step. With gradient accumulation, call it once, after the last backward. Until
-        then, a gradient belongs to the loss of this rank's tokens, and an optimizer's step raises a
-        ValueError. If DDP or FSDP wraps the model, that wrapper averages, and this method does
+        optimizer's step. With gradient accumulation, call it once, after the last backward. Before
+        this call, each rank has a different gradient, and an optimizer's step raises a ValueError.
+        If DDP or FSDP wraps the model, the wrapper averages the gradients, and this method does
         nothing.
 
-        A parameter that has a gradient on some ranks only, such as an expert's, gets the average
-        too. Each rank sends 2·(P − 1)/P times the bytes of the gradients.
+        If a parameter has a gradient on some of the ranks only, for example in an expert, all ranks
+        get the average, in which a missing gradient counts as 0. Each rank sends 2·(P − 1)/P times
+        the bytes of the gradients.
 
         Raises a ValueError if a gradient was changed after backward, or if the last backward ran in
         DDP's `no_sync`.
@@ -363,7 +372,7 @@ class SequenceParallel(EnabledModel):
             self._gradients.average()
 
     def enable_alike(self, model: nn.Module) -> SequenceParallel:
-        """Enable another model with the ranks, the strategy and the options of this one."""
+        """Enable another model with the same ranks, strategy and options."""
         group, strategy, layout, options = self._settings
         return SequenceParallel(model, group, strategy, layout, **options)
 
@@ -380,9 +389,10 @@ class SequenceParallel(EnabledModel):
     def cache(self, *, block: int = 64, reserve: int = 0) -> Cache:
         """Return an empty cache for calls with `past_key_values`; `generate` makes its own.
 
-        Calls with the cache take and return whole batches, the same on all ranks. The first call is
-        a sharded prefill, whose keys stay on their ranks. The cache has transformers' interface;
-        `block` and `reserve` are the options of `seqpar.ShardedCache`.
+        In calls with the cache, all ranks pass the same whole batch and get the same whole outputs.
+        The first call is the prefill: each rank computes some of the tokens and stores their keys.
+        The cache has transformers' interface. `block` and `reserve` are options of
+        `seqpar.ShardedCache`.
         """
         return self.generation.cache(block, reserve)
 
@@ -393,13 +403,13 @@ class SequenceParallel(EnabledModel):
         feature_map: FeatureMap | None = None,
         log_decay: Tensor | None = None,
     ) -> None:
-        """Turn softmax layers into linear attention that uses the weights of the layers.
+        """Turn softmax layers into linear attention with the same weights.
 
-        Ranks then exchange states, whose size does not depend on the batch. `disable` turns the
-        layers back.
+        Ranks then exchange states, whose size does not depend on the batch. `disable` restores
+        softmax attention.
 
         Args:
-            layers: names of layers, or their numbers in the report's order.
+            layers: names of layers, or their indices in the order of the report.
             feature_map: a function applied to q and k.
             log_decay: the option of `LASP2Attention`.
         """
@@ -422,13 +432,13 @@ class SequenceParallel(EnabledModel):
     def compile(self, **options: Any) -> None:
         """Compile the model's forward, with the options of `torch.compile`; `disable` undoes it.
 
-        The result is one graph, which also serves later batches with other documents. The report
-        still lists each layer. Calls with a cache, as in `generate`, are not compiled, and neither
-        are calls in which seqpar checks code of your own. `model.compile(**options)` is this
-        method too.
+        The model becomes one graph, which is not recompiled for batches with other documents.
+        `report` still lists each layer. Calls with a cache, as in `generate`, are not compiled.
+        Calls in which seqpar checks your own code are not compiled either.
+        `model.compile(**options)` does the same as this method.
 
-        Raises a ValueError if the model has layers that are not causal layers of text, or was
-        enabled with `memory`.
+        Raises a ValueError if the model has other layers than causal layers of text, or was enabled
+        with `memory`.
         """
         self._check_compilable()
         if not self._handles:
@@ -451,7 +461,6 @@ class SequenceParallel(EnabledModel):
                 raise ValueError(f"model cannot be compiled whole: {reason}; {how}")
 
     def undo_on_disable(self, *changes: Removable) -> None:
-        """Let `disable` undo further changes of the model."""
         self._handles.extend(changes)
 
     def disable(self) -> None:
@@ -482,8 +491,8 @@ class SequenceParallel(EnabledModel):
         compiled = runs_compiled()
         self._handled = id(sys.exception())
         self._last_hook.remove()
-        # The hook is registered again, so that it runs after hooks that the user has registered
-        # since the last call.
+        # The hook is registered again in each call, so that it runs after hooks that the user has
+        # registered in the meantime.
         self._last_hook = root.register_forward_hook(self._end, always_call=True)
         if _has_cache(kwargs):  # `_enter` begins such a call
             with self.faults():
@@ -528,7 +537,9 @@ class SequenceParallel(EnabledModel):
 
     @_outside_graphs
     def _enter(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call with a cache, or check that the enabled model is running."""
+        """Begin a call with a cache. For a call without one, check that it came through the enabled
+        model.
+        """
         args = tuple(map(plain_ids, args))
         kwargs = {name: plain_ids(x) for name, x in kwargs.items()}
         if _has_cache(kwargs):
@@ -582,9 +593,9 @@ class SequenceParallel(EnabledModel):
     def _check_items(self, kwargs: dict[str, Any], sharding: Sharding) -> None:
         labels, items = kwargs.get("labels"), kwargs.get("num_items_in_batch")
         if sharding.last_tokens is not None:
-            return  # all ranks have the labels of all rows
+            return  # all ranks have the labels of all rows, so there is nothing to count
         if labels is None or items is None or (isinstance(items, Tensor) and not items.is_cpu):
-            return  # reading the number from a GPU would synchronise
+            return  # reading the number from a GPU would wait for the GPU
         if int(items) in (1, sharding.labels):
             return
         if self.comm.size > 1 and int(items) == int((labels != -100).sum()):
@@ -606,7 +617,7 @@ class SequenceParallel(EnabledModel):
 
     @_outside_graphs
     def _end(self, root: nn.Module, args: Any, outputs: Any) -> None:
-        """After an error of the model or of a hook, end the call and inform the other ranks."""
+        """If the model or a hook raised an error, end the call and tell the other ranks."""
         error = sys.exception()
         if error is None or id(error) == self._handled or self.silent:
             return
@@ -621,7 +632,7 @@ class SequenceParallel(EnabledModel):
         outputs = with_row_results(call, outputs, self.comm)
         is_chunked = call.chunked_loss is not None
         losses = losses_of(self.inner, call, outputs, self.comm, total, self.memory.loss)
-        if is_chunked:  # the logits are only probes
+        if is_chunked:  # the logits are only a probe
             outputs = type(outputs)(**{name: x for name, x in outputs.items() if name != "logits"})
         mark(outputs, call.sharding)
         check_of_tokens(outputs)
@@ -631,7 +642,8 @@ class SequenceParallel(EnabledModel):
         if losses:
             for loss in losses.values():
                 mark_total(loss)
-            # The losses come first, and replace those of the model.
+            # The losses come first among the outputs, as in transformers, and replace the model's
+            # losses.
             outputs = type(outputs)(**{**losses, **outputs, **losses})
         mark(outputs, call.sharding)
         return outputs
@@ -649,25 +661,28 @@ def enable(
 ) -> SequenceParallel:
     """Spread the sequences of a transformers model over the ranks of a group.
 
-    Afterwards every rank passes the same batch to `sp.shard`, and calls the model with the result.
-    Attention then covers the keys of all ranks. In all other layers, each rank computes its own
-    tokens.
+    Afterwards, every rank passes the same batch to `sp.shard`, and calls the model with the
+    returned part. Attention then covers the keys of all ranks. All other layers compute only this
+    rank's tokens.
 
-    It needs transformers 5: `pip install 'seqpar[hf]'`, and with TRL also `'seqpar[trl]'`. To train
-    with transformers' `Trainer` or `Seq2SeqTrainer`, or with a trainer of TRL, see
+    Install transformers 5 by `pip install 'seqpar[hf]'`, and TRL by `pip install 'seqpar[trl]'`. To
+    train with transformers' `Trainer` or `Seq2SeqTrainer`, or with a trainer of TRL, see
     `seqpar.integrations.huggingface.trainer`.
 
     Args:
         model: a `PreTrainedModel`, or a module that contains one, such as DDP's or PEFT's. Wrap it
             in PEFT before `enable`, and in DDP or FSDP before or after.
-        group_or_mesh: the argument of the strategy: a process group, or for "mesh" and "usp" a 2-D
-            DeviceMesh.
-        strategy: as in `seqpar.make_attention`. "auto" needs `'seqpar[plan]'`, and without the
-            option `cluster` rank 0 first measures its machine, for up to `measure_seconds`.
+        group_or_mesh: the ranks that share each sequence. A process group, or for "mesh" and "usp"
+            a 2-D DeviceMesh.
+        strategy: as in `seqpar.make_attention`. "auto" needs `pip install 'seqpar[plan]'`. If the
+            option `cluster` is not given, "auto" first measures rank 0's machine, for up to
+            `measure_seconds`.
         layout: the kind of layouts that `shard` makes: "zigzag", "striped" or "contiguous".
-        check_ranks: compare calls over the ranks first, so that all ranks raise the error of one.
-        memory: "lean" for all parts below that the model has, or a list of parts. Results and
-            gradients stay those of the plain model, up to rounding.
+        check_ranks: whether ranks compare each call before they send tensors. If one rank raises an
+            error, all ranks then raise it.
+        memory: ways to reduce memory: a list of the names below, or "lean" for all of them that the
+            model supports. Results and gradients are equal to those without `memory`, up to
+            rounding.
 
             * "loss": calls with labels compute the loss by `seqpar.memory.chunked_cross_entropy`,
               and return no logits;
@@ -679,19 +694,21 @@ def enable(
         options: the strategy's options.
 
     Returns:
-        sp: with `sp.shard(batch)`, `sp.unshard(outputs)`, `sp.report()` and `sp.disable()`. If the
-            batch has labels, the outputs have the mean loss of all its labels, the same number on
-            all ranks. The average over the ranks of the gradients after `loss.backward()` is that
-            loss's gradient. DDP and FSDP average; they must average over ranks that include the
-            group, and wrap all trainable parameters. Without them, call `sp.average_gradients()`
-            before the optimizer's step. Your own loss must come from `sp.total`.
+        sp: a session with the methods `sp.shard(batch)`, `sp.unshard(outputs)`, `sp.report()` and
+            `sp.disable()`.
+
+        If the batch has labels, the outputs contain the mean loss of all labels, which is the same
+        number on all ranks. After `loss.backward()`, the gradients must be averaged over the ranks.
+        DDP or FSDP does this if it wraps all trainable parameters and its ranks include the group.
+        Otherwise, call `sp.average_gradients()` before the optimizer's step. If you compute the
+        loss yourself, pass it through `sp.total`.
 
     Raises:
-        ValueError: if a layer cannot be computed exactly on a part of the tokens; the message names
-            the layer and the reason. Also if the model's weights differ between ranks; the message
-            names the first one. Also if a part of `memory` would not be exact for the model.
-        TypeError: if the strategy does not have an option.
-        ImportError: if transformers is not installed, or for "auto" simpy.
+        ValueError: if a layer cannot be computed exactly on a part of the tokens (the message names
+            the layer and the reason), if a weight differs between ranks (the message names the
+            weight), or if a part of `memory` would not be exact for the model.
+        TypeError: if the strategy does not have one of the options.
+        ImportError: if transformers is not installed. For "auto", also if simpy is not installed.
     """
     if layout not in ("zigzag", "striped", "contiguous"):
         raise ValueError(f"layout must be zigzag, striped or contiguous, got {layout!r}")
@@ -713,8 +730,8 @@ def _has_cache(kwargs: Mapping[str, Any]) -> bool:
 def settings_of(config: Any) -> dict[str, Any]:
     """Return a model's settings that must be equal on all ranks, by the names that users know.
 
-    Paths may differ, and so may settings of seqpar and transformers whose names begin with an
-    underscore.
+    Paths can differ between ranks. So can settings whose names begin with an underscore, which are
+    those of seqpar and of transformers itself.
     """
     named = _public(config.to_dict())
     return {f"model.config.{name}": x for name, x in named.items()}
@@ -729,7 +746,7 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class OwnConfigs:
-    """Copies that replace a model's configs, since models may share configs.
+    """Copies of a model's configs, which replace them because several models can share a config.
 
     Modules in `apart` get separate copies.
     """
@@ -747,7 +764,7 @@ class OwnConfigs:
                     setattr(x, name, own)
 
     def restore(self) -> None:
-        """Put the original configs back, with the changes that were made in the copies."""
+        """Put the original configs back, and apply the changes that were made to the copies."""
         from transformers import PreTrainedConfig
 
         for x, name, config, own in self._replaced:

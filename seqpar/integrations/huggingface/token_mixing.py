@@ -1,4 +1,4 @@
-"""Find code of the user that mixes tokens: on several ranks it would mix each rank's alone.
+"""Find user code that mixes tokens. On several ranks, it would mix only the tokens of each rank.
 
 In some calls of a model, the code of each module and hook that is neither torch's nor transformers'
 runs again on a *sample* of its tokens: once on the whole sample, and once on each of three parts of
@@ -6,10 +6,10 @@ the sample. If the results of the parts do not make up the result of the whole s
 result depends on other tokens. Start with `TokenMixing`, whose `begin` and `end` are called around
 the model, and then read `_check`, which compares the whole with its parts.
 
-A module may contain attention layers, or modules whose result depends on positions. These inner
-modules must not be called on a part of the tokens. Their results in the real call are recorded.
-When the outer module runs again on a sample, the inner modules return the recorded rows of the
-sample: their results are *replayed*.
+A module of the user can contain attention layers, or modules whose result depends on positions.
+Such inner modules must not be called on a part of the tokens. Their results in the real call are
+recorded. When the outer module runs again on a sample, the inner modules do not compute: they
+return the recorded rows of the sample. These results are called *replayed*.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from seqpar.integrations.huggingface.loss.outputs import tensors_in, with_tensor
 from seqpar.integrations.huggingface.model.replaced import Replaced
 
 _SAMPLE = 256  # tokens of a sample
-_STEP = 16  # tokens of the middle part; sizes of parts are multiples of it, as fp8 kernels need
-_CALLS_BETWEEN = 128  # calls 1, 2, 4, 8, … are checked, and those that this number divides
-_EXACT, _ROUNDED = 1e-3, 0.1  # relative errors: in fp32, and where half precision rounds
+_STEP = 16  # tokens of the middle part; fp8 kernels need multiples of 16
+_CALLS_BETWEEN = 128  # calls 1, 2, 4, 8, … are checked, and all multiples of this number
+_EXACT, _ROUNDED = 1e-3, 0.1  # relative errors in fp32, and in code that computes in half precision
 _OTHERS_CODE = ("accelerate", "seqpar", "torch", "transformers")
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 _BY_TOKEN = (nn.Dropout, nn.Embedding, nn.LayerNorm, nn.Linear, nn.RMSNorm, *_CONTAINERS)
 _WAY_OUT = "compute it from sp.unshard(outputs), or leave it out"
 
-Parts = list[Any]  # arguments or results: of the sample, and of its first, middle and last part
+Parts = list[Any]  # arguments or results for the sample and for its first, middle and last part
 
 
 class _RandomError(Exception):
@@ -54,11 +54,11 @@ class _RandomError(Exception):
 
 
 class _MessageError(Exception):
-    """The code sends messages, so it may mix the tokens of all ranks correctly."""
+    """The code sends messages, so it possibly mixes the tokens of all ranks correctly."""
 
 
 class _Local(dispatch_mode()):  # type: ignore[misc]
-    """A mode for code that runs again on this rank: it refuses random numbers and messages."""
+    """A torch mode that raises an error if code draws random numbers or sends messages."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -72,7 +72,7 @@ class _Local(dispatch_mode()):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class _Checked:
-    """A module of the user, and the modules inside it whose results are replayed."""
+    """A module of the user, with those modules inside it whose results are replayed."""
 
     name: str
     module: nn.Module
@@ -85,18 +85,20 @@ class TokenMixing:
 
     def __init__(self, session: EnabledModel, outside: set[nn.Module]) -> None:
         self._session, self._outside = session, outside
-        self._calls = {True: 0, False: 0}  # in training, in evaluation
-        self._done: set[tuple[object, bool]] = set()  # checked modules and hooks, with their mode
-        self._opened: set[nn.Module] = set()  # modules that raise errors on parts
+        # Number of calls in training mode, and in evaluation mode.
+        self._calls = {True: 0, False: 0}
+        # Modules and hooks that need no further check in this mode.
+        self._done: set[tuple[object, bool]] = set()
+        # Modules that raised an error when they were called on a part.
+        self._opened: set[nn.Module] = set()
         self._tokens: set[int] = set()
         self._faults: list[str] = []
         self._running = ExitStack()  # undoes what `begin` changed in the model
-        self._checks = False  # whether this call is one of those that are checked
-        self.watches = False  # whether code is watched in this call, which then runs uncompiled
-        self._first_buffers = dict(self._own_buffers())  # digests
+        self._checks = False  # whether this call is checked
+        self.watches = False  # whether code is watched in this call; if so, it runs uncompiled
+        self._first_buffers = dict(self._own_buffers())  # digests by name
 
     def begin(self, call: ModelCall) -> None:
-        """Watch the user's code in this call, if this call is checked."""
         self.abandon()
         root = self._session.model
         self._calls[root.training] += 1
@@ -113,7 +115,7 @@ class TokenMixing:
         for x in root.modules() if self.watches else ():
             for name, value in uncompiled(
                 x
-            ).items():  # hooks would make torch.compile compile again
+            ).items():  # a new hook would make torch.compile compile the model again
                 self._running.callback(Replaced(x, name, value).remove)
         for checked in found:
             self._watch(checked)
@@ -121,7 +123,7 @@ class TokenMixing:
             self._watch_hook(*hook)
 
     def end(self) -> None:
-        """End a call. Raise a ValueError on all ranks if code mixes tokens, or buffers differ."""
+        """End a call. Raises a ValueError on all ranks if code mixes tokens or buffers differ."""
         if not self._checks:
             return
         faults = self._faults
@@ -132,7 +134,7 @@ class TokenMixing:
             check_same_model(self._session.comm, self._changed_buffers(), {}, reason)
 
     def abandon(self) -> None:
-        """End a call without a check, for example after an error: restore what `begin` changed."""
+        """Undo the changes of `begin` without a check, for example after an error."""
         self._running.close()
         self._checks, self.watches, self._faults = False, False, []
 
@@ -142,7 +144,7 @@ class TokenMixing:
                 yield name, digest(x)
 
     def _changed_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        # A buffer that has not changed may differ between ranks on purpose.
+        # A buffer that has not changed since `enable` can differ between ranks on purpose.
         for name, now in self._own_buffers():
             first = self._first_buffers.get(name)
             same = first is not None and torch.equal(first.to(now.device), now)
@@ -151,9 +153,9 @@ class TokenMixing:
     def _found(self, root: nn.Module) -> Iterator[_Checked]:
         """Yield the user's modules that this call checks.
 
-        If a module is inside another module of the user, it runs again together with that module,
-        so only the outer module is yielded. Inner modules that may not be called on a part become
-        the `replayed` modules of the outer module.
+        If a module of the user is inside another one, only the outer module is yielded, because
+        both run again together. Inner modules that must not be called on a part of the tokens are
+        added to `replayed` of the outer module.
         """
         around = _around(root, self._session.layers.keys())
         seen: set[nn.Module] = set()
@@ -181,7 +183,9 @@ class TokenMixing:
             stack += reversed(inside)
 
     def _users_hooks(self) -> Iterator[tuple[str, nn.Module, dict[int, Any], int]]:
-        """Yield the user's hooks that this call checks, each with the dictionary that holds it."""
+        """Yield the user's hooks that this call checks, each with its key and dictionary of
+        hooks.
+        """
         for name, x in self._session.model.named_modules():
             for hooks in forward_hooks(x):
                 for key, hook in hooks.items():
@@ -190,7 +194,7 @@ class TokenMixing:
                         yield name, x, hooks, key
 
     def _watch(self, checked: _Checked) -> None:
-        """Record the results to replay while the module runs, and check it when it has run."""
+        """Check a module after it has run, and record the results to replay while it runs."""
         for x in checked.replayed:
             checked.results[x] = []
             recorder = self._recorder(checked.results[x], x.forward)
@@ -205,14 +209,16 @@ class TokenMixing:
 
         hooks = [
             checked.module.register_forward_pre_hook(begins),
-            # This hook runs before FSDP's hook, which frees the parameters.
+            # This hook must run before FSDP's hook, which frees the parameters.
             checked.module.register_forward_hook(ends, prepend=True, with_kwargs=True),
         ]
         for hook in hooks:
             self._running.callback(hook.remove)
 
     def _recorder(self, results: list[Parts], own: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that adds the parts of its result to `results`."""
+        """Return a forward that calls `own` and appends its result, cut into parts, to
+        `results`.
+        """
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -223,7 +229,7 @@ class TokenMixing:
         return forward
 
     def _watch_hook(self, name: str, x: nn.Module, hooks: dict[int, Any], key: int) -> None:
-        """Check a hook when it has run. A hook that changes nothing is not run again."""
+        """Check a hook after it has run. A hook that changed nothing needs no check."""
         own = hooks[key]
 
         def watched(module: nn.Module, *given: Any) -> Any:
@@ -235,13 +241,14 @@ class TokenMixing:
                 self._done.add((key, x.training))
                 text = f"a hook of {name or 'the model'} ({_name_of(own)})"
                 self._check(text, module, partial(_result_of_hook, own, module), before, [])
-            if not self._checks and self._faults:  # the hook runs after the one that ends the call
+            # This hook runs after seqpar's hook that ends the call.
+            if not self._checks and self._faults:
                 with self._session.faults():
                     raise ValueError(self._faults.pop())
             return result
 
         def restore() -> None:
-            if hooks.get(key) is watched:  # the user may have removed the hook
+            if hooks.get(key) is watched:  # false if the user has removed the hook
                 hooks[key] = own
 
         hooks[key] = watched
@@ -250,9 +257,9 @@ class TokenMixing:
     def _check_module(self, checked: _Checked, args: Any, kwargs: Any) -> None:
         """Check a module that has just run with these arguments.
 
-        If two dimensions of an argument have the size of the tokens, each dimension is tried. If
-        the module raises an error when it is called on a part, later calls check the modules inside
-        it instead.
+        If two dimensions of an argument are as long as the number of tokens, both are tried as the
+        dimension of tokens. If the module raises an error on a part of the tokens, later calls
+        check the modules inside it instead.
         """
         module = checked.module
         if (module, module.training) in self._done:
@@ -262,10 +269,10 @@ class TokenMixing:
         def computed(given: Any) -> Any:
             return module.forward(*given[0], **given[1])
 
-        for choose in (min, max):  # of the dimensions that may be the tokens'
+        for choose in (min, max):  # if several dimensions can be the tokens'
             given = self._parts((args, kwargs), choose)
             if given is None:
-                return  # it has no tokens in this call
+                return  # the arguments contain no tokens in this call
             self._done.add((module, module.training))
             replayed = list(checked.results.items())
             if self._check(text, module, computed, given, replayed):
@@ -280,10 +287,10 @@ class TokenMixing:
         given: Parts,
         replayed: list[tuple[nn.Module, list[Parts]]],
     ) -> bool:
-        """Compute the sample and its parts, and note a fault if the parts do not make it up.
+        """Run code on the sample and on its parts, and record a fault if the results do not agree.
 
-        If the code draws random numbers, it runs again in evaluation mode. Return False if the code
-        raised an error, for example because it expects other shapes; such code is not checked.
+        If the code draws random numbers, it runs again in evaluation mode. Returns False if the
+        code raised an error, for example because it expects other shapes. Such code is not checked.
         """
         device = next((x.device.type for _, x in tensors_in(given[0])), "cpu")
         rounded, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -293,16 +300,17 @@ class TokenMixing:
             try:
                 for i, part in enumerate(given):
                     alone = _alone(module, replayed, i, training)
-                    # Weights that are cast without gradients must not stay in autocast's cache.
+                    # Autocast must not cache weights that are cast here, because they are cast
+                    # without gradients.
                     cast = torch.autocast(device, dtype, enabled=rounded, cache_enabled=False)
                     with alone, torch.no_grad(), cast, _Local():
                         results.append(computed(_copied(part)))
             except _RandomError:
-                continue  # without dropout, in evaluation mode
+                continue  # try again in evaluation mode, without dropout
             except _MessageError:
                 return True
             except Exception:
-                return False  # such as one of shapes: it is the user's code
+                return False  # user code can raise any error, for example about shapes
             finally:
                 self._session.silent = False
             tensors = [x for _, x in tensors_in([results, given[0], list(module.parameters())])]
@@ -314,7 +322,6 @@ class TokenMixing:
         return True
 
     def _parts(self, nested: Any, choose: Any) -> Parts | None:
-        """Cut nested tensors into the sample and its parts; return None if no tensor has tokens."""
         found = []
 
         def cut(i: int, x: Tensor, _: str) -> Tensor:
@@ -329,7 +336,7 @@ class TokenMixing:
         try:
             parts = [with_tensors(nested, partial(cut, i)) for i in range(4)]
         except Exception:
-            return None  # the user's own mapping type, which cannot be constructed here
+            return None  # a mapping type of the user that cannot be constructed here
         return parts if found else None
 
 
@@ -374,7 +381,7 @@ def _name_of(function: Any) -> str:
 
 
 def _has_positions(x: nn.Module) -> bool:
-    """Return whether a hook of seqpar passes the positions of the rank's tokens to a module."""
+    """Return whether a hook of seqpar passes this rank's positions to a module."""
     hooks = [hook for hooks in forward_hooks(x) for hook in hooks.values()]
     functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
     return any(
@@ -389,10 +396,11 @@ def _alone(
     part: int,
     training: bool | None,
 ) -> Iterator[None]:
-    """Call a module without hooks in this context, then restore the module and those inside it.
+    """Within this context, a module runs without hooks, and replayed modules return recorded
+    results.
 
-    The modules in `replayed` return the recorded results of this part. `training` is the mode in
-    the context, or None for the current mode.
+    `part` is the index of the results in `Parts`. `training` is the mode of the module, or None for
+    its current mode.
     """
     results = {x: iter([parts[part] for parts in recorded]) for x, recorded in replayed}
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -437,7 +445,9 @@ def _copied(part: Any) -> Any:
 
 
 def _ranges(tokens: int) -> list[tuple[int, int]]:
-    """Return the range of the sample among the tokens of a rank, and the ranges of its parts."""
+    """Return the range of the sample among a rank's tokens, and the ranges of the sample's
+    parts.
+    """
     step = _STEP if tokens >= 3 * _STEP else 1
     size = min(tokens, _SAMPLE) // step * step
     start = (tokens - size) // 2
@@ -460,9 +470,9 @@ def _differ_in_parts(results: Parts, tolerance: float) -> bool:
 
 
 def _differs(whole: Tensor, parts: list[Tensor], tolerance: float) -> bool:
-    """Return whether results of parts neither make up the result of the whole nor add up to it."""
+    """Return whether `whole` is neither the concatenation of `parts` nor their sum."""
     if not whole.is_floating_point() or whole.dim() == 0 or not whole.numel():
-        return False  # one number, such as a loss, is summed over the ranks by sp.total
+        return False  # a single number, such as a loss, which `sp.total` sums over the ranks
     shapes = [x.shape for x in (whole, *parts)]
     if any(len(shape) != whole.dim() for shape in shapes):
         return False
@@ -478,15 +488,14 @@ def _differs(whole: Tensor, parts: list[Tensor], tolerance: float) -> bool:
     if first + middle + last != whole.shape[dim]:
         return True
     wrong = _unequal(whole.movedim(dim, 0), torch.cat(parts, dim).movedim(dim, 0), tolerance)
-    # A single token may differ because rounding has changed the choice of the token's expert. A
-    # convolution, which mixes tokens, changes the tokens on one side of both cuts.
+    # A single token can differ because rounding has changed which expert it chose. A convolution
+    # mixes tokens, and changes those on one side of both boundaries between parts.
     cuts = [first, first + middle]
     edges = [all(bool(wrong[i + side]) for i in cuts) for side in (-1, 0)] if first and last else []
     return any(edges) or bool(wrong[first : first + middle].float().mean() >= 0.5)
 
 
 def _unequal(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
-    """Return which rows of two tensors (N, …) differ by more than `tolerance` times their norm."""
     a, b = (x.detach().double().flatten(1) for x in (a, b))
     gaps = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     norms = a.nan_to_num(posinf=0.0, neginf=0.0).norm(dim=1)

@@ -14,7 +14,7 @@ from seqpar.integrations.megatron.dealt_tokens import layout_of_packed, layout_o
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import attention_modules, make_attention
 
-# The strategy that moves what Megatron's communication type moves.
+# For each communication type of Megatron, the strategy that sends the same tensors.
 STRATEGIES = {
     None: "ring",
     "p2p": "ring",
@@ -25,7 +25,7 @@ STRATEGIES = {
 }
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
 
-# What the config must say, and why.
+# For each setting of the config: the values that are allowed, and the reason.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8_dot_product_attention": ((False,), "attention is computed in the dtype of q"),
     "fp8_multi_head_attention": ((False,), "attention is computed in the dtype of q"),
@@ -38,15 +38,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user chose in `sequence_parallel`."""
-
     strategy: str | None
     per_sequence_balancing: bool
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class CoreAttention(nn.Module):
-    """Attention of a rank's tokens to the keys of its context-parallel group.
+    """Attention of a rank's tokens to the keys of all ranks in the context-parallel group.
 
     It has the constructor, the call and the parameters of Megatron's core attention.
     """
@@ -190,7 +188,6 @@ class CoreAttention(nn.Module):
         return causal
 
     def _check_shifts(self, by_rows: bool) -> None:
-        """Raise a ValueError if Megatron would shift labels in other sequences than it dealt."""
         if self.shifts_labels and by_rows:
             reason = "multi-token prediction shifts labels as if each document had been dealt"
             way_out = "pass qkv_format='thd' without per_sequence_balancing"
@@ -199,7 +196,6 @@ class CoreAttention(nn.Module):
             )
 
     def _attention_of(self, packed: Any) -> Attention:
-        """Return the attention on the group of a batch: its own group, no group, or the model's."""
         own = getattr(packed, "cp_group", None)
         size: Any = getattr(packed, "local_cp_size", None)
         if own is None and size is None:
@@ -221,7 +217,6 @@ class CoreAttention(nn.Module):
 
 
 def _as_rows(x: Tensor, thd: bool, packed: bool) -> Tensor:
-    """Return (b, s, h, d), or (tokens, h, d) of a packed batch."""
     if thd:
         return x
     x = x.transpose(0, 1)
@@ -269,7 +264,6 @@ def _strategy_of(cp_comm_type: str | None) -> str:
 
 
 def _group(config: Any, pg_collection: Any, strategy: str) -> Comm:
-    """Return the context-parallel group, as a mesh if the strategy needs one."""
     group = getattr(pg_collection, "cp", None)
     if group is None:
         from megatron.core.parallel_state import get_context_parallel_group

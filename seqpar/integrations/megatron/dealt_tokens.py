@@ -24,7 +24,7 @@ _MAX_LAYOUTS = 8  # of batches without packed sequences, which differ only in th
 
 @lru_cache(_MAX_LAYOUTS)
 def layout_of_rows(tokens: int, ranks: int) -> Layout:
-    """Return the layout of rows without documents, of which each rank holds `tokens` tokens."""
+    """Return the layout of rows without documents. Each rank holds `tokens` tokens of each row."""
     if ranks > 1 and tokens % 2:
         expected = f"a multiple of {2 * ranks}, two chunks for each rank of the context-parallel"
         raise ValueError(f"seq_length must be {expected} group, got {tokens * ranks}")
@@ -35,15 +35,17 @@ def layout_of_rows(tokens: int, ranks: int) -> Layout:
 def layout_of_packed(
     packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balancing: bool
 ) -> Layout:
-    """Return the layout of packed sequences: their documents, and their padding as documents.
+    """Return the layout of packed sequences. Each document's padding is a document of the layout
+    too.
 
-    The layout is kept in `packed`, so that only the first layer makes it.
+    The first layer stores the layout in `packed`, and later layers reuse it.
 
     Args:
         packed: Megatron's PackedSeqParams.
         rows: the number of rows of this rank's tokens, and the tokens of each of them.
         ranks: the number of ranks of the context-parallel group.
-        per_sequence_balancing: whether Megatron dealt the rows and not the documents.
+        per_sequence_balancing: whether Megatron cut each row into chunks, rather than each
+            document.
     """
     given = [getattr(packed, name) for name in _FIELDS]
     versions = [None if x is None else version_of(x) for x in given]
@@ -52,7 +54,7 @@ def layout_of_packed(
     if kept is not None and kept[1] == key and all(map(is_, kept[0], given)):
         return kept[2]
     layout = _layout(packed, rows, ranks, per_sequence_balancing)
-    # It holds the tensors, because the id of a tensor that is freed may be that of another one.
+    # The entry keeps the tensors alive, because a new tensor can have the same id as a freed one.
     setattr(packed, _KEY, (given, key, layout))
     return layout
 
@@ -90,7 +92,9 @@ def _layout(packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balanci
 
 
 def _documents(packed: Any) -> tuple[Ints, Ints]:
-    """Return where documents with their padding begin, and where documents and padding begin."""
+    """Return two lists of offsets: of documents together with their padding, and of documents and
+    padding separately.
+    """
     real, keys, padded, padded_keys = (
         None if x is None else parse_cu_seqlens(x, f"packed_seq_params.{name}")
         for name, x in ((name, getattr(packed, name)) for name in _FIELDS)

@@ -20,16 +20,17 @@ class PlanScheduler:
 
     Assign the scheduler to `cp_balancing_scheduler` of a `HybridCPDataLoaderWrapper`; it has the
     methods of Megatron's `BalancedCPScheduler`. Megatron has process groups only for aligned blocks
-    of ranks whose size is a power of two, and for all ranks. A sample goes to the smallest of these
-    groups that contains the ranks of the plan. All ranks compute shared samples in the same order.
+    of ranks whose size is a power of two, and for all ranks. Each sample is computed by the
+    smallest of these groups that contains the ranks that the plan chose for the sample. All ranks
+    of a group compute their shared samples in the same order.
 
     Args:
-        max_seq_len_per_rank: the config's `max_seqlen_per_dp_cp_rank`, the most tokens of a sample
-            that a rank holds.
+        max_seq_len_per_rank: the config's `max_seqlen_per_dp_cp_rank`, which limits how many tokens
+            of a sample a rank holds.
         dp_cp_group: Megatron's group of the ranks of data and context parallelism.
         cluster: the devices and links of these ranks, or a preset; as in `balance.plan`.
         model: the model, or a preset; as in `balance.plan`.
-        method: as in `balance.plan`. The default, "power_of_two", plans with such groups.
+        method: as in `balance.plan`. The default, "power_of_two", plans with Megatron's groups.
 
     Raises:
         ValueError: if an argument is wrong, or the cluster does not have the group's ranks.
@@ -55,11 +56,11 @@ class PlanScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
     ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-        """Return the lengths and the ids of the samples of each rank, in the order of computation.
+        """Return the lengths and the ids of each rank's samples, in the order of computation.
 
-        Each of the two results is a list with one entry, and the entry has a list for each rank.
-        One entry suffices, because ranks that share samples compute them in the same order and
-        therefore need no barrier between samples.
+        Both results have the form that Megatron expects: a list of steps, with a barrier after each
+        step, and in each step a list for each rank. Here there is only one step. Ranks that share
+        samples compute them in the same order and therefore need no barrier.
 
         Args:
             sample_id_seqlens: the id and the number of tokens of each sample. Megatron requires
@@ -86,14 +87,13 @@ class PlanScheduler:
             for first, size, sample in sorted(blocks, key=lambda x: (-x[1], x[0])):
                 for rank in range(first, first + size):
                     of_ranks[rank].append(sample)
-        if not all(of_ranks):  # Megatron's ranks all need a sample, so all share the longest
+        if not all(of_ranks):  # Megatron needs a sample on every rank, so all share one
             longest = int(np.argmax(lengths))
             of_ranks = [[longest, *(x for x in own if x != longest)] for own in of_ranks]
         groups = [[lengths[own].tolist() for own in of_ranks]]
         return groups, [[ids[own].tolist() for own in of_ranks]]
 
     def _blocks(self, layout: Layout, documents: Ints) -> Iterator[tuple[int, int, int]]:
-        """Yield the first rank, the number of ranks and the index of each sample."""
         low, high = np.full(documents.size, self.ranks), np.zeros(documents.size, np.int64)
         for rank in range(self.ranks):
             held = np.unique([span.document for span in layout.spans(rank)]).astype(np.int64)
@@ -102,7 +102,6 @@ class PlanScheduler:
             yield *self._block(start, stop), sample
 
     def _block(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the first rank and the size of Megatron's smallest group that has these ranks."""
         size = 1
         while start // size != stop // size:
             size *= 2

@@ -22,29 +22,29 @@ def sequence_parallel(
 ) -> Any:
     """Return a copy of a Megatron spec whose core attention runs over context-parallel ranks.
 
-    Build the model from the copy. Parameters, their names and their checkpoints do not change, and
-    gradients are those of Megatron's own context parallelism. Each layer runs the strategy on
-    Megatron's context-parallel group. If a batch has a `cp_group` in its PackedSeqParams, the layer
-    runs the strategy on that group.
+    Build the model from the copy. The names of parameters and the format of checkpoints do not
+    change, and gradients are equal to those of Megatron's own context parallelism. Each layer runs
+    the strategy on Megatron's context-parallel group. If a batch has a `cp_group` in its
+    PackedSeqParams, the layer runs the strategy on that group.
 
     Args:
         spec: a ModuleSpec of a layer, a block or a model, the submodules of one of them, or a list
             of these, such as the results of `get_gpt_layer_local_spec()`.
         strategy: as in `seqpar.make_attention`. "usp" and "mesh" need a config with two
             `hierarchical_context_parallel_sizes`, (inner, outer): the inner ranks form the rows of
-            the mesh. None: the strategy of the config's `cp_comm_type`: "ring" for "p2p",
-            "all_gather" for "all_gather", "ulysses" for "a2a", and "usp" for "a2a+p2p".
-        per_sequence_balancing: True if Megatron deals packed sequences in the format "thd" as one
-            sequence, as with `--dataloader-inter-document-masking`. False if Megatron deals each
-            document. The length of each document, with its padding, must then be a multiple of
-            twice the number of context-parallel ranks.
+            the mesh. None stands for the strategy that matches the config's `cp_comm_type`: "ring"
+            for "p2p", "all_gather" for "all_gather", "ulysses" for "a2a", and "usp" for "a2a+p2p".
+        per_sequence_balancing: True if Megatron cuts the whole pack of the format "thd" into
+            chunks, as with `--dataloader-inter-document-masking`. False if Megatron cuts each
+            document into chunks. With False, the length of each document, including its padding,
+            must be a multiple of twice the number of context-parallel ranks.
         options: the strategy's options.
 
     Raises:
         ValueError: if the spec has no core attention, a core attention that is not
             DotProductAttention or TEDotProductAttention, or cross attention. Building the model
             raises a ValueError that names the field of a config that cannot be computed exactly.
-        TypeError: building the model raises it if the strategy does not have one of the options.
+        TypeError: when the model is built, if the strategy does not have one of the options.
     """
     try:
         from megatron.core.transformer.spec_utils import ModuleSpec
@@ -67,7 +67,6 @@ class _Replacing:
         self.core, self.count = core, 0
 
     def in_node(self, node: Any) -> Any:
-        """Return a copy of a spec, of submodules or of a list, with other core attention."""
         if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
             return type(node)(map(self.in_node, node))
         if isinstance(node, functools.partial):

@@ -28,7 +28,7 @@ from seqpar.strategies.lasp2 import LASP2Attention
 FeatureMap = Callable[[Tensor], Tensor]
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
-TEMPERED = "_seqpar_tempered"  # attribute of layers whose queries `attend` scales (`_tempered`)
+TEMPERED = "_seqpar_tempered"  # attribute of Llama 4's layers; see `_tempered`
 # Arguments that models pass to attention and that do not change its result.
 _HARMLESS = {
     "cache_position", "deterministic", "image_grid_thw", "image_sizes", "layer_idx",
@@ -39,17 +39,16 @@ _HARMLESS = {
 
 
 def session_of(module: nn.Module) -> EnabledModel | None:
-    """Return the session of an enabled model's layer; None for other modules and copies."""
     layer = getattr(module, KEY, None)
     if not isinstance(layer, AttentionLayer):
         return None
     session: EnabledModel = layer.session
-    # Layers share compiled graphs, so a graph must not read an entry of one layer in a dictionary.
+    # Several layers use the same compiled graph, so a graph must not depend on one layer's entry in
+    # a dictionary.
     return session if is_traced() or module in session.layers else None
 
 
 def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
-    """Return a layer's session and its record. Raise a ValueError for a copied layer."""
     session = session_of(module)
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
@@ -71,7 +70,9 @@ def running_call() -> ModelCall:
 def describe_mask(
     *args: Any, mask_function: Any = None, attention_mask: Any = None, **kwargs: Any
 ) -> ShardedMask:
-    """Return the mask for a kind of layer. Raises a ValueError if seqpar cannot express it."""
+    """Return the mask for a kind of layer. Raises a ValueError if seqpar cannot express the
+    mask.
+    """
     if isinstance(attention_mask, PreparedMask):
         _check_prepared(attention_mask, mask_function)
         return attention_mask
@@ -97,11 +98,11 @@ def describe_mask(
 
 
 def check_packing(side: Side, separates: bool) -> None:
-    """Raise a ValueError if `shard` began documents at jumps of positions, and the mask does not.
+    """Raise a ValueError if `shard` and the model disagree about jumps of the positions.
 
-    `separates` is whether the model's mask separates documents that it found in the positions. On a
-    rank whose positions have no jump, the mask does not show it; then another rank's positions have
-    one, and that rank checks its mask.
+    `shard` has begun a document at each jump. `separates` is whether the model's mask separates
+    documents too. A rank without a jump among its positions raises no error; the check then fails
+    on a rank that has one.
     """
     if side.documents.packed and not separates and side.shows_jumps():
         reason = "which a mask of this model keeps as positions"
@@ -110,19 +111,17 @@ def check_packing(side: Side, separates: bool) -> None:
 
 
 def _check_prepared(mask: PreparedMask, function: Any) -> None:
-    name = function.__name__  # a compiled graph can read the name, but not the closure
+    name = function.__name__  # a compiled graph can read the function's name, but not its closure
     bounded = mask.pattern.left >= 0 or mask.pattern.chunk is not None
     if name != ("and_mask" if bounded else "causal_mask_function"):
         raise ValueError(f"the model cannot be compiled: its layers have another mask, of {name}")
 
 
 class ScoreOptions(NamedTuple):
-    """The keyword arguments of `attend` that decide how scores are computed."""
-
     dropout: float = 0.0
     scaling: float | None = None
     is_causal: bool | None = None
-    sliding_window: int | None = None  # ignored: the mask has it, as in transformers' sdpa
+    sliding_window: int | None = None  # ignored, because the mask contains the window
     softcap: float | None = None
     s_aux: Tensor | None = None
 
@@ -165,9 +164,9 @@ def attend(
 def _tempered(module: Any, call: ModelCall, q: Tensor) -> Tensor:
     """Return Llama 4's queries (1, T_local, Hq, D), scaled by the positions of their tokens.
 
-    Positions are columns of the batch; in packed rows, they count from the start of the document.
-    The layers themselves would count this rank's tokens, so `enabling.py` switches off their
-    scaling.
+    A position is the token's column in the batch, or in packed rows the token's index in its
+    document. Llama 4's own code would use the index among this rank's tokens, so `enabling.py`
+    switches that code off.
     """
     if not hasattr(module, TEMPERED):
         return q
@@ -232,7 +231,6 @@ def _check_keys(
 
 
 def _compute(own: LayerCall, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return (1, T_local, Hq, Dv), from q (1, T_local, Hq, D) and k and v (1, Hkv, Tk, D)."""
     call, layer, shape = own.call, own.layer, own.shape
     side, keys, _ = sides_of(call, layer)
     layout, kv_layout = side.layout, keys.layout
@@ -284,8 +282,8 @@ def call_and_shape(
     return call, MaskShape(causal=bool(causal))
 
 
-# A hybrid model, whose layers are mostly linear, continues training from the weights of softmax
-# layers (Sun et al., "LASP-2", 2025: LASP-2H).
+# Used to turn a softmax model into a hybrid model and continue its training (LASP-2H in Sun et al.,
+# "LASP-2", 2025).
 @dataclass(eq=False)
 class LinearLayer:
     """The linear attention that a layer computes in place of softmax attention."""

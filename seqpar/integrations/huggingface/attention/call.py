@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class EnabledModel(Uncopied):
-    """What attention layers and `generate` use of a session."""
+    """The state of a session that attention layers and `generate` use."""
 
     model: nn.Module  # the module that was given to `enable`
     inner: Any  # the outermost transformers model
@@ -44,11 +44,10 @@ class EnabledModel(Uncopied):
     silent: bool = False  # whether code runs that only this rank may run, without messages
 
     def abandon(self) -> None:
-        """End calls that an interruption, such as Ctrl-C, left open."""
+        """End calls that did not finish, for example after Ctrl-C."""
         raise NotImplementedError
 
     def check_not_switched(self) -> None:
-        """Raise a ValueError if the model has been switched to another attention than seqpar's."""
         for config in self.configs:
             if (name := attention_of(config)) != NAME:
                 found = f"it was set to {name!r} after enable"
@@ -60,7 +59,11 @@ class EnabledModel(Uncopied):
                 )
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
-        """Let all ranks raise an error of this context before messages, with the layer's name."""
+        """Share errors: if a rank raises a ValueError or TypeError in this context, all ranks raise
+        it.
+
+        The context must end before the first message of a call. `layer` is put before the message.
+        """
         return nullcontext() if is_traced() else self._faults(layer)
 
     @contextmanager
@@ -74,10 +77,10 @@ class EnabledModel(Uncopied):
     def agree(
         self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]], hint: str = ""
     ) -> T:
-        """Return `resolve()`, on all ranks or none. `shared()` must be equal on all ranks.
+        """Return `resolve()`. If it fails on any rank, all ranks raise that rank's error.
 
-        If `resolve()` fails on a rank, all ranks raise its error. `hint` ends the error if
-        `shared()` differs.
+        All ranks also raise an error if `shared()` differs between ranks. `hint` is appended to
+        this error.
         """
         if self.silent:
             return resolve()
@@ -115,7 +118,9 @@ class ModelCall:
         self.counted = {x: layer.calls for x, layer in self.session.layers.items()}
 
     def check_reached(self) -> None:
-        """Refuse a call that reached some, but not all, blocks of a list of blocks."""
+        """Refuse a call that reached no attention layer, or only some blocks of a list of
+        blocks.
+        """
         layers = self.session.layers
         reached = {x for x, layer in layers.items() if layer.calls > self.counted[x]}
         if not reached:
@@ -129,7 +134,7 @@ class ModelCall:
 
     @property
     def decodes(self) -> bool:
-        """Whether this is a decoding step, after the prefill."""
+        """Whether this call is a decoding step."""
         return self.cache is not None and self.cache.decodes
 
     def side(self, in_encoder: bool) -> Side:
@@ -139,11 +144,15 @@ class ModelCall:
 
 
 class _NoTensor(ValueError, AttributeError):
-    """The refusal of an attribute that only tensors have. `hasattr` returns False."""
+    """Raised for attributes that only tensors have. As an AttributeError, it lets `hasattr` return
+    False.
+    """
 
 
 class ShardedMask(Opaque):
-    """The mask that layers receive. It carries the call, also when backward recomputes a layer."""
+    """The mask that layers receive. It refers to the model's call, so that a layer that backward
+    recomputes finds the call again.
+    """
 
     def __init__(self, call: ModelCall, pattern: MaskShape) -> None:
         self.call, self.pattern = call, pattern
@@ -169,19 +178,20 @@ def _keeps_all(index: Any) -> bool:
 
 
 class PreparedMask(ShardedMask):
-    """The mask of all layers of a compiled model, which passes the mask on unchanged."""
+    """The mask of all layers of a compiled model."""
 
     ndim = 0
     shape = (0,)
 
 
 class _CurrentCall(threading.local):
-    """The model's call that runs in this thread. torch.compile cannot trace a ContextVar."""
+    """The model's call that runs in this thread. Not a ContextVar, because torch.compile cannot
+    trace one.
+    """
 
     call: ModelCall | None = None
 
     def set(self, call: ModelCall | None) -> ModelCall | None:
-        """Replace the current call and return the previous one, to restore afterwards."""
         previous, self.call = self.call, call
         return previous
 

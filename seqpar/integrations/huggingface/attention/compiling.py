@@ -1,4 +1,4 @@
-"""Compile a whole model. Masks are made, and calls are checked, outside of the graph."""
+"""Compile a whole model. The code that makes masks and checks calls stays outside of the graph."""
 
 from __future__ import annotations
 

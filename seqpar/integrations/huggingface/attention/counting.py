@@ -1,7 +1,7 @@
 """Count the calls of attention layers, and the bytes that a rank sends for each layer.
 
-In eager mode, hooks count. In a compiled graph, an operator counts when the graph runs. Python code
-of a layer cannot count, because it runs only once, when the graph is traced.
+In eager mode, hooks do this. A compiled graph contains an operator for it instead, because
+torch.compile runs the Python code of a layer only once, when it traces the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _layers: weakref.WeakValueDictionary[int, AttentionLayer] = weakref.WeakValueDic
 
 
 def track(layer: AttentionLayer) -> None:
-    """Let graphs find a layer by its `handle`, a tensor, so that layers share compiled graphs."""
+    """Register a layer under its `handle`. The handle is a tensor, so that layers can share a
+    compiled graph.
+    """
     layer.handle = torch.tensor(id(layer))
     _layers[id(layer)] = layer
 
@@ -68,7 +70,9 @@ register_autograd("seqpar::counted", 1, _differentiate, _save)
 def counted(
     layer: AttentionLayer, q: Tensor, attend: Callable[[Tensor], Tensor], decodes: bool
 ) -> Tensor:
-    """Return `attend(q)`, which is counted each time that it runs."""
+    """Return `attend(q)`, and count this call and the bytes that it sends in forward and
+    backward.
+    """
     if is_traced():
         (q,) = torch.ops.seqpar.counted(q, layer.handle, _BEGIN)
         (out,) = torch.ops.seqpar.counted(attend(q), layer.handle, _END)
@@ -77,7 +81,8 @@ def counted(
     before = comm.sent_bytes
     if q.requires_grad and torch.is_grad_enabled():
         q = q.view_as(q)
-        q.register_hook(lambda _: _add(layer, comm.sent_bytes))  # ends the backward's count
+        # Runs at the end of the layer's backward.
+        q.register_hook(lambda _: _add(layer, comm.sent_bytes))
     out = attend(q)
     sent = comm.sent_bytes - before
     lse_bytes = out.shape[:-1].numel() * (8 if out.dtype == torch.float64 else 4)
@@ -88,7 +93,8 @@ def counted(
         layer.steps += 1
         layer.step_bytes += sent
     if out.requires_grad:
-        out.register_hook(lambda _: _add(layer, -comm.sent_bytes))  # begins it
+        # Runs at the beginning of the layer's backward.
+        out.register_hook(lambda _: _add(layer, -comm.sent_bytes))
     return out
 
 

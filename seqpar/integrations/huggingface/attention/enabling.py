@@ -1,7 +1,4 @@
-"""Everything that `enable` replaces in a model's attention and in transformers.
-
-`replace_attention` returns handles whose `remove` methods undo the changes.
-"""
+"""Everything that `enable` replaces in a model's attention and in transformers."""
 
 from __future__ import annotations
 
@@ -70,13 +67,16 @@ def _is_users(function: Any) -> bool:
         return False
     while isinstance(function, partial):
         function = function.func
-    # A wrapper has the `__module__` of the wrapped function, but the globals of its own file.
+    # `__module__` of a wrapper is that of the wrapped function; its globals are those of its own
+    # file.
     file = getattr(function, "__globals__", {}).get("__name__", "")
     return not file.startswith(("transformers.", "transformers_modules."))
 
 
 def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
-    """Make the model's layers call seqpar. Removing the returned handles undoes this."""
+    """Make the model's layers call seqpar. The `remove` methods of the returned handles undo
+    this.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -87,7 +87,7 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
     body.set_attn_implementation(NAME)
     for module in session.layers:
         config = getattr(module, "config", body.config)
-        # transformers leaves the config of a class alone whose source does not call
+        # transformers does not change the config of a class whose source does not call
         # `get_interface`, such as Automodel's Llama.
         if dispatches(type(module)) and attention_of(config) != NAME:
             set_attention(config, NAME)
@@ -103,7 +103,7 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
 
 
 def _replace_temperatures(session: EnabledModel) -> list[Removable]:
-    """Switch off the scaling of Llama 4's layers without rotary positions; `attend` scales."""
+    """Switch off the scaling of queries in Llama 4's layers, which `attend` does instead."""
     handles: list[Removable] = []
     for x in session.layers:
         if getattr(x, _TEMPERATURE, False) and not getattr(x, "use_rope", True):
@@ -118,7 +118,7 @@ def _takes_positions(model: nn.Module) -> bool:
 
 
 def _add_position_hooks(model: nn.Module, encoder: nn.Module | None) -> list[Removable]:
-    """Pass positions of this rank's tokens to embeddings that would count positions themselves."""
+    """Pass the positions of this rank's tokens to embeddings that would otherwise count from 0."""
     inside = set() if encoder is None else set(encoder.modules())
     handles: list[Removable] = []
     for x in model.modules():

@@ -17,11 +17,11 @@ from seqpar.linear.module import LinearModule
 
 @torch.no_grad()
 def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparation, ...]:
-    """Run the model once, in evaluation mode; return a preparation for each kind of call it makes.
+    """Run the model once in evaluation mode, and return a preparation for each kind of attention
+    call.
 
-    `part` is this rank's part of a batch. Calls whose tables depend on more than the batch's
-    documents are left out. `known` are arguments of `preparation`; they replace the values that the
-    run finds.
+    `part` is this rank's part of a batch. Attention calls whose tables depend on more than the
+    batch's documents are left out. The arguments in `known` replace those that the run finds.
     """
     layout, kinds = part[KEY].main.layout, dict[Any, Preparation]()
 
@@ -61,7 +61,6 @@ def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparat
 def _softmax_call(
     known: dict[str, Any], attention: Any, args: Any, kwargs: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the arguments of `preparation`, if tables depend only on documents."""
     (q, k, v, sinks), call, _ = attention._operator_inputs(*args, **kwargs)
     of_this_batch = kwargs.get("kv_layout"), call.prefix_lens, call.ranges
     if any(x is not None for x in of_this_batch):
@@ -92,10 +91,10 @@ def _recurrent_call(
     args: Any,
     kwargs: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the arguments of `preparation`.
+    """Return the arguments of `preparation`, once for each dtype in which the step can compute.
 
-    If the step has another dtype or device than this run, the recurrence may compute in another
-    dtype. A known dtype may be that of autocast, and then replaces the dtype of the call.
+    The dtype of a recurrence depends on the dtype and device of q, which can differ between the
+    step and this run.
     """
     (options,) = _linear_call(known, attention, args, kwargs)
     if known.keys().isdisjoint(("dtype", "device")):

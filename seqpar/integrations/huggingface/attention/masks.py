@@ -16,8 +16,9 @@ from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.mask_functions import ranges_within
 from seqpar.layout.masks.mask import Mask
 
-_PACKED = "packed_sequence_mask_function"  # transformers' mask of the documents in a tensor
-_REMAP = "remap_positions_for_packed_sequence"  # the mask within these documents
+# The mask function that compares a tensor of document numbers.
+_PACKED = "packed_sequence_mask_function"
+_REMAP = "remap_positions_for_packed_sequence"  # the mask function within these documents
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,10 @@ class MaskShape:
     left: int = -1  # the number of earlier keys in a window; −1 is unlimited
     right: int = -1
     chunk: int | None = None  # the length of chunks, which do not attend to each other
-    ranges: Mask | None = None  # replaces all other fields
+    ranges: Mask | None = None  # if given, the other fields are not used
 
     def arguments(self) -> dict[str, Any]:
-        """Return the mask arguments of an attention call.
-
-        Chunks are not among them, but in the layout.
-        """
+        """Return the mask arguments of an attention call. Chunks are part of the layout instead."""
         if self.ranges is not None:
             return {"mask": self.ranges}
         return {"causal": self.causal, "window_size": (self.left, self.right)}
@@ -63,11 +61,10 @@ def read_mask(
 ) -> MaskShape:
     """Return the shape of a mask function of `transformers.masking_utils`, without documents.
 
-    The function must separate no other documents than those of this rank's `position_ids`.
-
-    If `documents` of a whole batch are given, the function may also be a union of masks, such as
-    causal text with images that attend to themselves. Raises a ValueError that names the part that
-    cannot be expressed.
+    If the function separates documents, they must be those of this rank's `position_ids`. If the
+    `documents` of a whole batch are given, the function can be a union of masks, such as a causal
+    mask for text and a full mask within each image. Raises a ValueError if the mask cannot be
+    expressed.
     """
     _check_documents(function, position_ids)
     try:
@@ -87,10 +84,10 @@ def is_packed(function: Callable[..., Any]) -> bool:
 
 
 def _check_documents(function: Callable[..., Any], position_ids: Tensor | None) -> None:
-    """Raise a ValueError if a mask finds documents in another tensor than the positions.
+    """Raise a ValueError if a mask finds documents in a tensor other than the positions.
 
-    A mask of documents from positions consists of two functions. In transformers 5.18 and before it
-    was one function, which may read any tensor, so its tensor is compared with the positions.
+    Up to transformers 5.18, the mask's function can read any tensor, so this tensor is compared
+    with the positions. Later versions have a separate function for documents from positions.
     """
     functions = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
     names = set(map(_name, functions))
@@ -114,7 +111,6 @@ def _numbers(documents: Tensor, position_ids: Tensor | None) -> bool:
 
 
 def _read_all(functions: Sequence[Callable[..., Any]]) -> MaskShape:
-    """Return the intersection of mask functions."""
     return reduce(and_, map(_read, functions), MaskShape())
 
 
@@ -135,7 +131,8 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function)).split(".")[0]
 
 
-# By the name of a mask function, a function from the variables that it closes over to the shape.
+# For each known mask function, by name: how to make a MaskShape from the variables that the mask
+# function closes over.
 _SHAPES: dict[str, Callable[[Mapping[str, Any]], MaskShape]] = {
     "and_masks": lambda x: _read_all(x["mask_functions"]),
     "bidirectional_mask_function": lambda x: MaskShape(),

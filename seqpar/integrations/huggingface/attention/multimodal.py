@@ -1,9 +1,7 @@
 """Models that put images or sound into their text. Only the text is spread over ranks.
 
-Up to the call of the text model, every rank computes the whole batch, as one process would. The
-text model then computes only this rank's tokens. A rank therefore holds the embeddings of the whole
-batch once, and computes all images. The gradients of their weights are averaged like those of all
-other weights.
+Before the text model is called, every rank computes the whole batch, as a single process would: all
+images, and the embeddings of all tokens. The text model then computes only this rank's tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _FEATURES = {
 
 
 def _text_of(model: Any) -> Any:
-    """Return the text model of a model that has other parts, such as a vision tower, or None."""
+    """Return the text model inside a model, or None if the model has no other parts than text."""
     config = model.config
     text_config = config.get_text_config()
     if text_config is config or getattr(config, "is_encoder_decoder", False):
@@ -35,8 +33,6 @@ def _text_of(model: Any) -> Any:
 
 
 class OutsideText:
-    """The parts of a model outside of its text model, such as a vision tower."""
-
     def __init__(self, model: Any) -> None:
         self.text = _text_of(model)  # None if the model has no other part
         self.body: Any = model if self.text is None else self.text
@@ -78,10 +74,7 @@ class OutsideText:
 
 
 def take_tokens(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cut the arguments of the text model to this rank's tokens.
-
-    This is a hook of the text model.
-    """
+    """Cut the arguments of the text model to this rank's tokens, as a forward pre-hook."""
     call = current.call
     cached = call is not None and call.cache is not None
     if not cached and takes(text, "use_cache"):
@@ -123,9 +116,8 @@ def _taken(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask(mask: Any, call: ModelCall) -> Any:
-    """Return masks of layers.
-
-    Return None for a single mask, which the call keeps, and for padding.
+    """Return the masks of layers, or None for a single mask, which the call already keeps, or
+    padding.
     """
     side = call.sharding.main
     if isinstance(mask, ShardedMask):
@@ -141,7 +133,6 @@ def _mask(mask: Any, call: ModelCall) -> Any:
 
 
 def _rows(x: Tensor, visual: Any, side: Side) -> Tensor:
-    """Cut features (image tokens of the batch, D) to the image tokens of this rank."""
     index = side.index.to(visual.device)
     shown = visual.flatten().bool()
     x = x.flatten(0, -2)

@@ -1,8 +1,8 @@
 """Recurrent layers of a model, and short convolutions, over the ranks of its group.
 
-The forwards of these layers call functions of their file to mix tokens. In an enabled model, the
-same code calls other functions under the same names (`Overlay` in `model/code.py`). These functions
-call `causal_conv1d` and `RecurrentAttention`.
+To mix tokens, the forward of such a layer calls global functions of its Python file. In an enabled
+model, functions of this module take their place (`Overlay` in `model/code.py`), and call
+`causal_conv1d` and `RecurrentAttention`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _CACHES = ("cache_params", "past_key_values")
 
 
 class PatchedRecurrence:
-    """The functions that a layer calls in place of those of its file, for the call's `layout`."""
+    """The functions that replace the global functions in the forward of a recurrent layer."""
 
     layout: Layout  # set only while the layer's forward runs
-    dtype: torch.dtype  # the dtype of the model's q in the last call
+    dtype: torch.dtype  # the dtype of q in the layer's last call
 
     def __init__(
         self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
@@ -88,7 +88,9 @@ class PatchedRecurrence:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Compute the gated delta rule of (1, T_local, H, D), with a decay per head or channel."""
+        """Compute the gated delta rule on tensors (1, T_local, H, D), with a decay per head or
+        channel.
+        """
         refuse_unknown(others, "chunk_size")
         self.dtype, exact = query.dtype, accumulator_dtype(query.dtype)
         q, k, v, log_decay, b = (x[0].to(exact) for x in (query, key, value, g, beta))
@@ -119,10 +121,10 @@ class PatchedRecurrence:
         return (out if D is None else out + D[:, None] * x)[None]
 
     def dtype_of_products(self, q: Tensor, v: Tensor) -> torch.dtype:
-        """Return the dtype of the recurrence's operands, for a model's q and v.
+        """Return the dtype in which the recurrence of q and v is computed.
 
-        As in the code of these models, fla's kernels compute half precision with states in fp32.
-        Other backends compute in fp32. So does Mamba-2 in fp16, whose products may overflow.
+        With fla's kernels, this is the dtype of q, except for Mamba-2 in fp16, whose products could
+        overflow. All other backends compute half precision in fp32.
         """
         if self.kind == "constant_decay":
             return q.dtype
@@ -132,7 +134,9 @@ class PatchedRecurrence:
         return q.dtype if half else accumulator_dtype(q.dtype)
 
     def lightning(self, module: Any, hidden_states: Tensor) -> Tensor:
-        """Compute MiniMax's lightning attention, whose forward contains its recurrence."""
+        """Compute MiniMax's lightning attention. It replaces the whole forward, which has no
+        function for the recurrence alone.
+        """
         shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
         qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
         q, k, v = qkv.split(module.head_dim, -1)
@@ -142,11 +146,11 @@ class PatchedRecurrence:
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
 
     def log_decay(self, slopes: Tensor) -> Tensor:
-        """Return the constant decays (H,) of lightning attention, −slopes."""
         exact = torch.promote_types(slopes.dtype, torch.float32)
         if is_traced() or slopes.is_inference() or slopes.is_meta:
             return -slopes.flatten().to(exact)
-        # A copy on the CPU is reused until `slopes` is written to, so later calls do not wait.
+        # Copying `slopes` to the CPU waits for the GPU, so the copy is reused until `slopes` is
+        # written to.
         version = version_of(slopes)
         if self._slopes is None or self._slopes[0] is not slopes or self._slopes[1] != version:
             self._slopes = slopes, version, -slopes.flatten().to("cpu", exact)
@@ -223,10 +227,6 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
 
 
 def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask:
-    """Return the mask for recurrent layers.
-
-    It carries the call, whose documents separate states.
-    """
     if isinstance(attention_mask, ShardedMask):
         return attention_mask  # a `PreparedMask` of a compiled model
     return ShardedMask(running_call(), MaskShape(causal=True))
@@ -239,7 +239,6 @@ def _time_steps(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **others: Any,
 ) -> Tensor:
-    """Return Δ from the layer's dt, with the options of Mamba-2's kernel."""
     refuse_unknown(others, "chunk_size")
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
@@ -251,4 +250,4 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for a fused kernel that is not installed, so that the layer does not use it."""
+    """Replaces a fused kernel. Layers that find it do not call the fused kernel."""

@@ -27,24 +27,28 @@ COLUMNS = (
 class Collator:
     """Pack samples into one row without padding, as `data_collator=Collator(tokenizer)`.
 
-    A sample has `input_ids`, or `text` for the tokenizer, and may have `labels`, one per token; by
-    default its tokens are the labels. `text` is dropped if there are `input_ids`. Tokens with
-    `attention_mask` 0 are dropped. Tokens with `completion_mask` or `assistant_masks` 0 get the
-    label −100. Other values with one entry per token in every sample are packed too, if they are
-    tensors, numpy arrays or lists of numbers; all other values become lists.
+    A sample has `input_ids`, or `text` for the tokenizer; `text` is ignored if there are
+    `input_ids`. A sample can also have `labels`, one per token; without them, the tokens are the
+    labels. Tokens whose `attention_mask` is 0 are dropped. Tokens whose `completion_mask` or
+    `assistant_masks` is 0 get the label −100.
+
+    All other values are packed too if they are tensors, numpy arrays or lists of numbers and have
+    one entry per token in every sample. Values that do not fit are returned as lists, with one
+    entry per sample.
 
     Args:
-        tokenizer: a transformers tokenizer, called for samples with `text`; may be None.
+        tokenizer: a transformers tokenizer for samples with `text`. None if no sample has `text`.
         max_length: the number of tokens to which each sample is cut.
         cu_seqlens: whether to add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
             `max_length_k`, as padding-free collators do.
-        prepare: the result of `sp.preparation(…)` on this rank. The row then also has a `layout`,
-            a `seqpar.Layout` that carries its attention tables, and `sp.shard` uses it. The
-            workers of a DataLoader thus build the tables ahead of the step.
+        prepare: the result of `sp.preparation(…)` on this rank. The row then has a key `layout`: a
+            `seqpar.Layout` with the tables of attention, which `sp.shard` uses. With workers of a
+            DataLoader, the tables are built in other processes, before the step.
 
     Returns:
-        of a call: `input_ids`, `labels` and `position_ids`, each (1, T). The positions show where
-        samples begin. The first label of each sample is −100, since no token comes before it.
+        When called: a dictionary with `input_ids`, `labels` and `position_ids`, each (1, T).
+        Positions begin at 0 in each sample. The first label of each sample is −100, because no
+        token of the sample predicts it.
     """
 
     def __init__(
@@ -76,10 +80,11 @@ class Collator:
         made: dict[str, Any] = {}
         for name in names:
             made[name] = [sample[name] for sample in samples]
-            # A value of fixed length may be as long as one sample, but not as long as each of them.
+            # A value of a fixed length can have as many entries as one sample has tokens, but
+            # rarely as many as every sample.
             if all(_length(sample[name]) == sample["input_ids"].numel() for sample in samples):
                 each = zip(made[name], places, strict=True)
-                # Empty samples are left out: torch would take an empty list for float32.
+                # Empty samples are left out, because torch would convert an empty list to float32.
                 parts = [torch.as_tensor(x)[kept] for x, kept in each if len(kept)]
                 made[name] = torch.cat(parts)[None]
         made["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -122,7 +127,6 @@ def _mask(name: str, mask: Any, ids: Tensor) -> Tensor:
 
 
 def _length(value: Any) -> int:
-    """Return the length of a sequence of numbers, and −1 for any other value."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else -1
     if isinstance(value, np.ndarray):

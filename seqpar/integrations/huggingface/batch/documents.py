@@ -20,13 +20,16 @@ class BatchDocuments(NamedTuple):
 
     rows: int
     columns: int
-    kept: Ints  # (T,) indices, among the B·S tokens of all rows, of tokens that are not padding
+    kept: Ints  # (T,): the tokens that are not padding, as indices into the B·S tokens
     cu_seqlens: Ints  # where documents begin among these T tokens
-    samples: Ints  # where samples begin, at which shifts of labels stop
-    packed: bool = False  # whether jumps of positions to other numbers than 0 began documents
+    samples: Ints  # where samples begin; labels are shifted within samples
+    # Whether documents also begin at jumps of positions to numbers other than 0.
+    packed: bool = False
 
     def by_rows(self) -> BatchDocuments:
-        """Return the same batch with exactly one document for each row, even an empty one."""
+        """Return the same tokens with one document per row; rows without tokens are empty
+        documents.
+        """
         counts = np.bincount(self.kept // self.columns, minlength=self.rows)
         return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))
 
@@ -37,7 +40,7 @@ class BatchDocuments(NamedTuple):
             raise ValueError("attention_mask must be the one of the batch that shard received")
 
     def squares(self) -> list[tuple[int, int, int]]:
-        """Return (row, start, stop) of each document, in columns of its row."""
+        """Return (row, first column, last column + 1) of each document."""
         first = self.kept[np.minimum(self.cu_seqlens[:-1], self.kept.size - 1)]
         rows, starts = np.divmod(first, self.columns)
         stops = starts + np.diff(self.cu_seqlens)
@@ -47,12 +50,11 @@ class BatchDocuments(NamedTuple):
 def find_documents(
     batch: Mapping[str, Any], rows: int, columns: int, prefix: str, cuts: bool | str = False
 ) -> BatchDocuments:
-    """Return the documents of the batch's tokens, whose keys begin with `prefix`.
+    """Find the documents of a batch from the keys that begin with `prefix`.
 
     A document begins at each row's first token that is not padding, at each entry of
-    `cu_seq_lens_q`, and where a position is 0 again. `cuts` decides about all other jumps of the
-    positions. With True they begin documents. With False they do not, because the batch has a mask.
-    A string is the reason why their effect is unknown.
+    `cu_seq_lens_q`, and wherever the position is 0. `cuts` says whether any other jump of the
+    positions begins a document too. If that is unknown, `cuts` is a string with the reason.
 
     Raises a ValueError that names the key if keys contradict each other, if padding lies between a
     row's tokens, or if positions jump and `cuts` is a string.
@@ -88,12 +90,10 @@ def find_documents(
 
 
 def shape_of(x: object) -> tuple[int, ...] | str:
-    """Return the shape of a tensor, or the type of any other value, for an error."""
     return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _offsets(begins: Bools, kept: Ints) -> Ints:
-    """Return where sequences begin among the kept tokens, followed by the number of tokens."""
     return np.r_[np.flatnonzero(begins.ravel()[kept]), kept.size].astype(np.int64)
 
 
@@ -119,7 +119,7 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
 
 
 def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | None:
-    """Return positions (B, S) that show documents; None if the batch has none."""
+    """Return the positions (B, S) from which documents are found, or None if the batch has none."""
     if position_ids is None:
         return None
     shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()
@@ -127,7 +127,8 @@ def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | Non
     planes = (*shape[:1], *expected), (*shape[:1], 1, columns)
     if shape not in ((columns,), expected, (1, columns), *planes):
         raise ValueError(f"position_ids must be {expected}, or planes of that, got {shape}")
-    # Of four planes (4, B, S), the first is the text's. Three planes show no documents.
+    # The first of four planes (4, B, S) contains positions of text. Three planes do not show
+    # documents.
     if len(shape) == 3 and shape[0] != 4:
         return None
     plane = position_ids[0] if len(shape) == 3 else position_ids
@@ -137,7 +138,9 @@ def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | Non
 
 
 def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
-    """Return a bool (B, S): where cu_seq_lens_q and cu_seq_lens_k begin documents."""
+    """Return bools (B, S) that are True where a document of cu_seq_lens_q and cu_seq_lens_k
+    begins.
+    """
     names = [name for name in CU_SEQLENS if batch.get(name) is not None]
     lists = [parse_cu_seqlens(batch[name], name) for name in names]
     cu = lists[0]

@@ -1,4 +1,4 @@
-"""Find the token of each row from which a head for whole rows answers."""
+"""Find the token of each row from which a classifier of whole rows computes its result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 
 
 def last_tokens(model: Any, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor:
-    """Return each row's token that transformers classifies, (B,), among the B·S tokens.
+    """Return (B,): for each row, the index among the B·S tokens of the token that is classified.
 
-    This is the row's last token that is not the model's padding token. It need not be the last
-    token of the attention mask. For embeddings, and for models without a padding token, it is the
-    token of the last column.
+    As in transformers, this is the last token of the row whose id is not the model's padding id,
+    whatever the attention mask says. If the batch has embeddings in place of ids, or the model has
+    no padding id, it is the token of the last column.
 
-    Raises a ValueError if this token of a row is padding, or if the batch has several rows and the
-    model's config has no token of padding.
+    Raises a ValueError if the attention mask marks this token as padding, or if the batch has
+    several rows and the model's config has no padding id.
     """
     ids, rows, columns = batch.get("input_ids"), documents.rows, documents.columns
     padding = model.config.get_text_config().pad_token_id

@@ -52,7 +52,7 @@ _DOCUMENTS = (
     "attention_mask", "decoder_attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
     "max_length_k", "seq_idx",
 )  # fmt: skip
-_WHOLE = ("attention_mask", "position_ids")  # passed on if the batch stays whole
+_WHOLE = ("attention_mask", "position_ids")  # passed to the model if the batch stays whole
 _MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
 _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
@@ -61,16 +61,18 @@ _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 class ModelPreparation:
     """Makes layouts that include the tables of a model's attention, for one rank.
 
-    `SequenceParallel.preparation` makes it, and lists the calls that it leaves out. It can be
-    pickled and called in any process.
+    `SequenceParallel.preparation` returns one. An instance can be pickled, and called in any
+    process.
     """
 
     kind: str  # the kind of the layouts: zigzag, striped or contiguous
     ranks: int
-    calls: tuple[Preparation, ...]  # one for each kind of call
+    calls: tuple[Preparation, ...]  # one for each kind of attention call
 
     def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
-        """Return the layout of these documents that `shard` would make, with its tables."""
+        """Return the layout that `shard` would make for these documents, with the attention
+        tables.
+        """
         layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
         for prepare in self.calls:
             prepare(layout)
@@ -78,7 +80,7 @@ class ModelPreparation:
 
 
 class BatchSharder:
-    """Cuts the batches of one model into layouts of one kind; `shifts` is as in `Origin`."""
+    """Cuts the batches of one model. `shifts` is as in `Origin`."""
 
     def __init__(self, model: Any, comm: Comm, kind: str, with_images: bool) -> None:
         self._model, self._comm = model, comm
@@ -104,7 +106,9 @@ class BatchSharder:
         return {"keys of batch": sorted(map(str, batch)), **of_keys}
 
     def shard(self, batch: Batch, layout: Any = None, cached: bool = False) -> Any:
-        """Shard as `SequenceParallel.shard` does; with `cached`, for a call with a cache."""
+        """Shard a batch, as `SequenceParallel.shard` does. `cached` is True for a call with a
+        cache.
+        """
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
         _check_tensors(batch)
@@ -118,7 +122,8 @@ class BatchSharder:
             raise ValueError(f"layout must be {expected}, got {found}")
         if not self._with_encoder:
             main = self._side(batch, "", layout, cached)
-            # A model with images receives a whole batch if the batch has more than text.
+            # A model of images and text receives the whole batch if the batch contains more than
+            # text.
             images = self._with_images and any(self._is_beside(main, *x) for x in batch.items())
             return self._cut(batch, Sharding(main, whole=images), {"": main})
         if layout is not None:
@@ -130,13 +135,14 @@ class BatchSharder:
         return self._cut(batch, Sharding(main, encoder), {"": encoder, "decoder_": main})
 
     def preparation(self, calls: tuple[Preparation, ...]) -> ModelPreparation:
-        """Return a function that makes the layouts of `shard` with the tables of these calls."""
         if self._with_encoder:
             raise ValueError("model must have no encoder, which would need a second layout")
         return replace(self._make_layout, calls=calls)
 
     def check_tables(self, batch: Batch, sharding: Sharding) -> None:
-        """Refuse indices outside the model's tables: only the rank that has one would fail."""
+        """Refuse indices outside the model's embedding tables, on which only one rank would
+        fail.
+        """
         classes = classes_of(self._model)
         for name in ("labels", "shift_labels"):
             x = batch.get(name)
@@ -156,7 +162,7 @@ class BatchSharder:
         if isinstance(types, Tensor) and types.dim() == 2 and "token_type_ids" in self._takes:
             for x in tables_of(self._model, TYPES) or [
                 tokens
-            ]:  # GPT-2's are in its table of tokens
+            ]:  # GPT-2 looks up token types in its table of tokens
                 _check_range("token_type_ids", types, x.num_embeddings, "the model's token types")
         encoder = encoder_of(self._model)
         inside = set() if encoder is None else set(encoder.modules())
@@ -224,7 +230,9 @@ class BatchSharder:
                 raise ValueError(f"the batch must not be sharded for {reason}: {way_out}")
 
     def _is_beside(self, side: Side, name: str, x: Any) -> bool:
-        """Return whether a value belongs to images: the model takes it, or its shape differs."""
+        """Return whether a value of the batch describes images, so that it is passed on
+        unchanged.
+        """
         if name == "mm_encoder_outputs":  # image features that `generate` computes first
             return bool(x)
         if not isinstance(x, Tensor) or name in _TEXT:
@@ -232,7 +240,7 @@ class BatchSharder:
         return name in self._takes or tuple(x.shape[:2]) != side.shape
 
     def _with_decoder_tokens(self, batch: Batch) -> Batch:
-        """Return the batch with the decoder's tokens, made by moving the labels by one."""
+        """Return the batch with decoder tokens, which are the labels moved by one."""
         if batch.get("decoder_input_ids") is not None:
             return batch
         model, config, labels = self._model, self._model.config, batch.get("labels")
@@ -259,10 +267,11 @@ class BatchSharder:
         return x, documents.by_rows() if self._with_encoder else documents
 
     def _cuts(self, batch: Batch) -> bool | str:
-        """Return the effect of a jump in the positions, as `cuts` of `find_documents`."""
-        # As in transformers, positions of a batch with a mask begin no documents. Without a mask,
-        # most models begin documents where positions jump, unless they use a cache, which is the
-        # default. `check_packing` refuses a call in which the model makes another mask.
+        """Return whether jumps in the positions begin documents; see `cuts` in `find_documents`."""
+        # This follows transformers. If the batch has an attention mask, positions begin no
+        # documents. Without a mask, most models begin a document at each jump of the positions,
+        # unless they use a cache, which is their default. `check_packing` refuses a call in which
+        # the model makes a different mask.
         if batch.get("attention_mask") is not None:
             return False
         if self._recurrent:
@@ -356,7 +365,8 @@ class BatchSharder:
         if sharding.encoder is None and not sharding.whole:
             ids = sharding.main.position_ids
             assert ids is not None
-            made["position_ids"] = ids.view_as(ids)  # a view, so that side and ids form no cycle
+            # A view, so that `side` and `ids` do not refer to each other.
+            made["position_ids"] = ids.view_as(ids)
         if self._comm.size > 1:
             _guard(made, [name for _, name in inputs])
         for side, name in [(sharding.main, "labels"), (sharding.main, "position_ids"), *inputs]:
@@ -374,7 +384,9 @@ class BatchSharder:
         return not np.array_equal(cut, documents.cu_seqlens)
 
     def _labels(self, batch: Batch, documents: BatchDocuments) -> Tensor | None:
-        """Return each token's label (B, S): the next token's label, if the model shifts labels."""
+        """Return each token's label (B, S). If the model shifts labels, it is the label of the next
+        token.
+        """
         labels, shifted = batch.get("labels"), batch.get("shift_labels")
         expected = documents.rows, documents.columns
         for name, x in (("labels", labels), ("shift_labels", shifted)):
@@ -404,12 +416,13 @@ _REFUSED = {
     "encoder_hidden_states": "no rank has cut the states of another model",
     "cross_attention_states": "no rank has cut the states of another model",
 }  # arguments of a call
-_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # the layout's padding is a copied token
+# The layout's padding gets copies of a token.
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def _guard(part: Any, names: list[str]) -> None:
-    """Let models that are not enabled refuse the tokens of one rank."""
+    """Make models that are not enabled raise an error if they receive one rank's tokens."""
     for name in [name for name in names if part[name] is not None]:
         if name.endswith("input_ids"):
             part[name] = part[name].as_subclass(TokensOfRank)

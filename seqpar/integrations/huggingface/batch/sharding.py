@@ -19,19 +19,20 @@ from seqpar.core.torch_private import calling_modules
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.layout.layout import Layout
 
-KEY = "seqpar"  # the key of a batch's Sharding, and the attribute of modules and tensors
+KEY = "seqpar"  # the key of the Sharding in a batch; also an attribute of modules and tensors
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The tokens of an encoder or a decoder, and which of them this rank holds."""
+    """The tokens of an encoder or of a decoder, and which of these tokens this rank holds."""
 
     documents: BatchDocuments
     layout: Layout
-    index: Tensor  # (T_local,) indices among the B·S tokens of all rows; −1: the layout's padding
+    index: Tensor  # (T_local,) indices into the B·S tokens; −1 for the layout's padding
     position_ids: Tensor | None
     last_position: int  # the greatest position on any rank
-    padding: int = 0  # number of tokens that the layout adds, the last of this rank
+    # Number of padding tokens that the layout adds, at the end of this rank's tokens.
+    padding: int = 0
     _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
 
     def in_chunks(self, size: int) -> Layout:
@@ -54,15 +55,15 @@ class Side:
         return self.documents.rows, self.documents.columns
 
     def shows_jumps(self) -> bool:
-        """Return whether this rank's positions jump, so that a mask may separate documents."""
+        """Return whether positions jump between two neighbouring tokens of this rank."""
         ids = self.position_ids
         return ids is not None and bool((ids.reshape(-1, self.tokens)[0].diff() != 1).any())
 
     def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
-        """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), with B along `dim`.
+        """Cut x (…, B, S, …) to this rank's tokens (…, 1, T_local, …). B is dimension `dim`.
 
-        The layout's padding gets `value`. By default it gets a copy of the first token, since
-        models divide by the norms of embeddings.
+        The layout's padding gets `value`. If that is None, the padding gets copies of the first
+        token: zeros could make a model divide by the norm 0 of an embedding.
         """
         index = self.index.to(x.device)
         first = int(self.documents.kept[0])
@@ -74,7 +75,7 @@ class Side:
         return held.unsqueeze(dim)
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
-        """Return all ranks' tokens in their rows, (1, T_local, …) -> (B, S, …); padding gets 0."""
+        """Gather x (1, T_local, …) from all ranks to (B, S, …). Padding gets 0."""
         packed = self.layout.unshard(x[0], comm)[: self.documents.kept.size]
         kept = torch.from_numpy(self.documents.kept).to(x.device)
         rows, columns = self.shape
@@ -84,22 +85,22 @@ class Side:
 
 @dataclass(frozen=True)
 class Origin:
-    """The models for which a batch was sharded."""
+    """What a batch was sharded for. A model with another Origin refuses the batch."""
 
     comm: Comm
-    family: str  # the Python module of their class, which decides how tokens are numbered
-    shifts: bool | None  # whether labels are next tokens
+    # The Python module of the model's class, on which the numbering of positions depends.
+    family: str
+    shifts: bool | None  # whether each label is the next token
 
 
 class Opaque:
     """An argument of a model's call that wrappers of the model pass on as one object.
 
-    FSDP, DDP, accelerate and Lightning rebuild dataclasses, named tuples and registered pytrees
-    among the arguments. Other objects they copy or move by `to`, if they change them at all.
+    FSDP, DDP, accelerate and Lightning rebuild the dataclasses, named tuples and registered pytrees
+    among the arguments of a call. They pass on all other objects, or copy them, or call their `to`.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the object for a device, as `Tensor.to` does; a dtype has no effect."""
         return self
 
     def __copy__(self) -> Self:
@@ -117,12 +118,14 @@ class Sharding(Opaque):
     """The division of a batch among ranks.
 
     Attributes:
-        main: the tokens that have logits: the decoder's, if there is an encoder too.
-        labels: the number of labels that count, on all ranks together; None without labels.
-        whole: whether the model receives all tokens, and its text model cuts them.
-        origin: the models for which the batch was sharded.
-        last_tokens: if the model's head answers for rows, the token of each row from which it does,
-            (B,), among the B·S tokens of all rows.
+        main: the tokens that have logits. In a model with encoder and decoder, these are the
+            decoder's.
+        labels: the number of labels that count in the loss, on all ranks together. None without
+            labels.
+        whole: whether the model receives all tokens, so that a hook of its text model cuts them.
+        origin: the kind of model for which the batch was sharded.
+        last_tokens: (B,) indices into the B·S tokens, if the model classifies whole rows. The token
+            of each row from which the result is computed.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class Sharding(Opaque):
         return self.with_sides(self.main.on(device), encoder)
 
     def digest(self) -> str:
-        """Return a text that is equal on ranks that hold parts of the same batch."""
+        """Return a text that is equal on all ranks that hold parts of the same batch."""
         parts, described = [], [f"{self.labels} labels"]
         for side in (self.main, self.encoder):
             if side is not None:
@@ -162,25 +165,23 @@ class Sharding(Opaque):
 def side_of(
     documents: BatchDocuments, layout: Layout, rank: int, position_ids: Tensor, device: torch.device
 ) -> Side:
-    """Return a rank's part of tokens whose positions are (B, S), or planes of (B, S)."""
     kept = torch.from_numpy(documents.kept).to(device)
     index = layout.shard(kept, rank, value=-1)
     rows, columns = documents.rows, documents.columns
     dim = position_ids.dim() - 2
     whole = position_ids.expand(*position_ids.shape[:dim], rows, columns)
-    last = int(whole.max())  # with padding, as in models that scale by the last position
+    last = int(whole.max())  # includes padding, as in models that scale by the last position
     padding = int(layout.padding(rank).sum())
     side = Side(documents, layout, index, None, last, padding)
     return replace(side, position_ids=side.take(whole, dim=dim))
 
 
 def note_tokens(x: Tensor, side: Side) -> None:
-    """Mark a tensor as one rank's tokens."""
     setattr(x, KEY, side)
 
 
 def has_tokens_of_rank(x: Any) -> bool:
-    """Return whether a value is one rank's tokens: ids, or a tensor that `note_tokens` marked."""
+    """Return whether a value is `TokensOfRank`, or a tensor that `note_tokens` marked."""
     noted = isinstance(x, Tensor) and getattr(x, KEY, None) is not None
     return noted or isinstance(x, TokensOfRank)
 
@@ -188,9 +189,9 @@ def has_tokens_of_rank(x: Any) -> bool:
 class TokensOfRank(Tensor):
     """The ids of one rank's tokens, which only an enabled model may look up in its embeddings.
 
-    Any other transformers model would compute a rank's tokens as if they were a whole batch. Such a
-    model raises a ValueError when it looks the ids up, or integers that are computed from them,
-    such as copies and slices. All other code treats the ids as usual.
+    A model that is not enabled would compute a rank's tokens as if they were a whole batch. It
+    therefore raises a ValueError when it looks up these ids in its embeddings, or copies and slices
+    of the ids. All other code can use the ids like any other tensor.
     """
 
     @classmethod
@@ -210,15 +211,15 @@ class TokensOfRank(Tensor):
 
 
 def plain_ids(x: Any) -> Any:
-    """Return ids of one rank's tokens as a usual tensor, and other values unchanged."""
+    """Return `TokensOfRank` as a plain tensor, and all other values unchanged."""
     return x.as_subclass(Tensor) if isinstance(x, TokensOfRank) else x
 
 
 class UnreadableMask(Opaque):
-    """The attention mask of a sharded batch of embeddings, which has no `TokensOfRank`.
+    """The attention mask of a sharded batch that has embeddings in place of ids.
 
-    An enabled model drops the mask. A model that is not enabled reads the mask, which raises a
-    ValueError.
+    It has the purpose of `TokensOfRank`: an enabled model drops this mask, and any other model
+    raises a ValueError when it reads the mask.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -231,7 +232,7 @@ class UnreadableMask(Opaque):
 
 
 def readable(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an enabled model's call without a mask that cannot be read."""
+    """Return the arguments of an enabled model's call without an `UnreadableMask`."""
     return {name: x for name, x in batch.items() if not isinstance(x, UnreadableMask)}
 
 
@@ -239,7 +240,7 @@ def _check_calling_model() -> None:
     """Raise a ValueError if a transformers model is being called that is not enabled."""
     from transformers import PreTrainedModel
 
-    if is_traced():  # while a graph is traced, the models that are called cannot be found
+    if is_traced():  # torch.compile cannot trace the search for the models that are being called
         raise refusal_of_tokens("compiled model")
     calling = [x for x in calling_modules() if isinstance(x, PreTrainedModel)]
     others = list(takewhile(lambda x: all(KEY not in vars(y) for y in x.modules()), calling))
@@ -255,7 +256,6 @@ def refusal_of_tokens(model: str) -> ValueError:
 
 
 def digest_of(x: Any) -> str | None:
-    """Return a tensor's dtype and shape with a hash of its bytes; None for other objects."""
     if not isinstance(x, Tensor):
         return None
     data = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
@@ -264,7 +264,7 @@ def digest_of(x: Any) -> str | None:
 
 
 def scalars_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers, the strings and the tensors with one number among arguments, for JSON."""
+    """Return the numbers, strings and one-element tensors among arguments, as values for JSON."""
     found = {name: x.item() if _has_one(x) else x for name, x in values.items()}
     return {str(name): x for name, x in found.items() if isinstance(x, int | float | str)}
 
@@ -274,4 +274,4 @@ def _has_one(x: Any) -> bool:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:8]  # short enough for an error
+    return hashlib.sha256(data).hexdigest()[:8]  # short enough for an error message

@@ -1,4 +1,4 @@
-"""A cache with transformers' interface, whose keys stay on the ranks that computed them."""
+"""A cache with transformers' interface. Keys and values stay on the ranks that computed them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from seqpar.softmax.sharded_cache import ShardedCache
 class Cache:
     """The keys and values of an enabled model's layers, spread over its ranks; see `sp.cache`.
 
-    The first call of the model with the cache is a sharded prefill, whose keys stay on the ranks
-    that computed them. In later calls every rank has the new tokens and attends to the keys that it
-    stores; the rank with the fewest keys stores the new ones (`seqpar.ShardedCache`). Padding is
-    not stored. Each rank reorders beams and crops tokens by itself. The object is a
-    `transformers.Cache`, with that class's methods.
+    The first call of the model with the cache is a sharded prefill: each rank computes some of the
+    tokens and stores their keys. In later calls, every rank computes all new tokens and attends to
+    the keys that it stores. The rank that stores the fewest keys also stores the new ones
+    (`seqpar.ShardedCache`). Padding is not stored. Reordering of beams and cropping need no
+    messages. The object is a `transformers.Cache` and has the methods of that class.
 
     Attributes:
-        store: the `seqpar.ShardedCache` that holds the keys; None before the prefill. Layers with a
-            window have other stores, which drop older keys.
+        store: the `seqpar.ShardedCache` with the keys of layers without a window; None before the
+            prefill. Layers with a window have separate stores, which drop old keys.
         layout: the layout of the prefill.
-        padding: (B,) the number of padding tokens on the left of each row; None without padding.
+        padding: (B,) integers. The number of padding tokens on the left of each row; None without
+            padding.
         decodes: whether the running call is a step after the prefill.
     """
 
@@ -44,7 +45,8 @@ class Cache:
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        memo[id(self._attention)] = self._attention  # the model's module is not copied
+        # Copies of the cache share the model's attention module.
+        memo[id(self._attention)] = self._attention
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
@@ -58,7 +60,6 @@ class Cache:
         return f"Cache({self.get_seq_length()} tokens over {self._attention.ranks} ranks)"
 
     def __len__(self) -> int:
-        """Return the number of layers that have keys."""
         return len(self._windows)
 
     def reset(self) -> None:
@@ -67,16 +68,17 @@ class Cache:
         self.padding: Tensor | None = None
         self.decodes = False
         self._columns = self._new = 0
-        self._updated: int | None = None  # the layer that called `update` and must attend next
-        self._filled: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, until the prefill ends
-        self._windows: dict[int, int | None] = {}  # by layer, the window of the prefill
+        # The layer that has called `update` and has not attended yet.
+        self._updated: int | None = None
+        # Keys and values by layer, until the prefill ends.
+        self._filled: dict[int, tuple[Tensor, Tensor]] = {}
+        self._windows: dict[int, int | None] = {}  # the window of each layer in the prefill
         self._stores: dict[int | None, ShardedCache] = {}
 
     def is_of(self, attention: Attention) -> bool:
         return self._attention is attention
 
     def begin(self, layout: Layout, columns: int, padding: Ints) -> None:
-        """Begin a prefill of rows with this number of columns, whose tokens a layout describes."""
         self.reset()
         self.store, self.layout = ShardedCache(self._attention, layout, **self._options), layout
         self._stores = {None: self.store}
@@ -84,7 +86,6 @@ class Cache:
         self._new = columns
 
     def extend(self, tokens: int) -> None:
-        """Begin a call with this number of new tokens in each row."""
         for store in self._stores.values():
             store.extend(tokens)
         self.decodes, self._new = True, tokens
@@ -95,7 +96,6 @@ class Cache:
         self._columns, self._new = self._columns + self._new, 0
 
     def abort(self) -> None:
-        """Drop the keys of a call that failed."""
         if self.decodes and self.store is not None:
             self._truncate(self._new)
             self._new = 0
@@ -105,10 +105,7 @@ class Cache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's keys and values (1, H, T, D).
-
-        Return all keys and values that this rank has.
-        """
+        """Store a layer's keys and values (1, H, T, D), and return all that this rank stores."""
         if self.store is None or not self._new:
             raise ValueError("past_key_values must be filled by calls of the enabled model")
         if not self.decodes:
@@ -121,9 +118,7 @@ class Cache:
             k, v = (x[0].transpose(0, 1) for x in (key_states, value_states))
             k, v = self._store(layer_idx).append(layer_idx, k, v)
             key_states, value_states = (x.transpose(0, 1)[None] for x in (k, v))
-        # Attention finds the keys by this number, also in layers that share the keys of another
-        # layer. If a layer changes its keys after `update`, the result lacks the number, and the
-        # layer is refused.
+        # `layer_of` reads this attribute for layers that share the keys of an earlier layer.
         setattr(key_states, KEY, layer_idx)
         self._updated = layer_idx
         return key_states, value_states
@@ -150,10 +145,10 @@ class Cache:
             store.truncate(store.length - dropped)
 
     def layer_of(self, key: Tensor) -> int:
-        """Return the index of the layer to which keys belong.
+        """Return the index of the layer to which `key` belongs.
 
-        They must be the result of the last `update`, or the same tensor as an earlier layer's keys.
-        Otherwise a ValueError is raised.
+        `key` must be the result of the last `update`, or computed from this result, or the same
+        tensor as the keys of an earlier layer. Otherwise a ValueError is raised.
         """
         layer: int | None = getattr(key, KEY, self._updated)
         if layer is None:
@@ -161,11 +156,11 @@ class Cache:
         return layer
 
     def rows_of(self, layer: int) -> int:
-        """Return how many rows of a layer's keys this rank has in a decoding step."""
+        """Return how many rows of a layer's keys this rank stores in a decoding step."""
         return self._store(layer).rows
 
     def attends(self, layer: int, window: int | None) -> None:
-        """Note how many earlier keys a layer's queries attend to; None is unlimited."""
+        """Record how many earlier keys a layer's queries attend to; None means all."""
         self._updated = None
         if not self.decodes:
             known = self._windows.get(layer, window)
@@ -173,10 +168,10 @@ class Cache:
             self._windows[layer] = wider
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        """Return attention of a step's queries over the keys of all ranks.
+        """Compute attention of a decoding step's queries over the keys of all ranks.
 
-        q is (1, B·T, Hq, D). key (1, Hkv, rows, D) and value (1, Hkv, rows, Dv) come from `update`,
-        or are computed from its result. Returns (1, B·T, Hq, Dv).
+        q is (1, B·T, Hq, D), and the result is (1, B·T, Hq, Dv). key (1, Hkv, rows, D) and value
+        (1, Hkv, rows, Dv) are the results of `update`, or computed from these results.
         """
         k, v = (x[0].transpose(0, 1) for x in (key, value))
         out: Any = self._store(layer).decode(q[0], k, v, **options)
@@ -187,11 +182,10 @@ class Cache:
         return self._columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys of a mask, and the first key."""
+        """Return the number of keys of a mask, and the index of the first key."""
         return self._columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return −1: the length is unlimited."""
         return -1
 
     @property
@@ -201,11 +195,11 @@ class Cache:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether a prefill has finished. Some models ask during the prefill."""
+        """Whether the prefill has finished."""
         return self._columns > 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last −`tokens_to_remove` tokens of each row."""
+        """Drop the last tokens of each row. `tokens_to_remove` is the number of tokens, negated."""
         dropped = -tokens_to_remove
         if dropped < 0:
             expected = "a negative number, of the tokens to remove"
@@ -235,7 +229,6 @@ class Cache:
 
 @cache
 def cache_type() -> type[Cache]:
-    """Return the class that derives from `Cache` and from transformers' Cache, imported here."""
     from transformers import Cache as TransformersCache
 
     return type("Cache", (Cache, TransformersCache), {"__doc__": Cache.__doc__})

@@ -52,8 +52,9 @@ class Generation(Uncopied):
 
     def __init__(self, session: EnabledModel, sharder: BatchSharder) -> None:
         self._session, self._sharder = session, sharder
-        # For each running call: the outer call; the tokens whose logits are computed (None: all);
-        # and how many of the last logits of each row are returned (0: all).
+        # For each running call of the model: the call within which it runs; the tokens whose logits
+        # are computed (None means all); the number of last logits per row that are returned (0
+        # means all).
         self.outer_calls: list[tuple[ModelCall | None, Kept | None, int]] = []
         inner = session.inner
         self._handles: list[Any] = [
@@ -62,9 +63,8 @@ class Generation(Uncopied):
         self._has_routers = "output_router_logits" in inspect.signature(inner.forward).parameters
         self._own = vars(inner).get("generate")
         if hasattr(inner, "generate"):
-            # The method is set on the model, so that other models of its class keep theirs.
-            # transformers has no other public way to add a cache: `_prepare_cache_for_generation`
-            # is private.
+            # The method is set on this model only, not on its class. transformers has no public
+            # hook for the cache of `generate`: `_prepare_cache_for_generation` is private.
             self._handles.append(Replaced(inner, "generate", MethodType(_generate, inner)))
             own = inner.prepare_inputs_for_generation
             self._handles.append(Replaced(inner, own.__name__, _keep_cache(own)))
@@ -85,7 +85,9 @@ class Generation(Uncopied):
         return cache_type()(self._session.attention, block=block, reserve=reserve)
 
     def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run transformers' `generate` with a cache over the ranks, and rank 0's random numbers."""
+        """Run transformers' `generate` with a cache over the ranks. All ranks draw rank 0's random
+        numbers.
+        """
         own = self._own or MethodType(type(model).generate, model)  # type: ignore[attr-defined]
         named = _by_name(own, args) | kwargs
 
@@ -97,7 +99,7 @@ class Generation(Uncopied):
             if KEY in named or any(map(has_tokens_of_rank, named.values())):
                 how = "call model.generate(**batch), which shards the prompts itself"
                 raise ValueError(f"batch must be whole for generate, got a sharded one: {how}")
-            # If PEFT wrapped the model after `enable`, this method is PEFT's.
+            # If PEFT wrapped the model after `enable`, PEFT has replaced this method.
             around = getattr(model.prepare_inputs_for_generation, "__self__", None)
             if reasons := faults_of_adapters([around]):
                 raise ValueError(reasons[0])
@@ -134,7 +136,7 @@ class Generation(Uncopied):
             if isinstance(sharding := kwargs.get(KEY), Sharding):
                 return described | {"batch": sharding.digest()}
             names = ["input_ids", "inputs_embeds", "position_ids"]
-            if not cache.is_initialized:  # masks of later calls are compared with this one
+            if not cache.is_initialized:  # the masks of later calls are compared with this mask
                 names.append("attention_mask")
             return described | {name: digest_of(kwargs.get(name)) for name in names}
 
@@ -148,7 +150,8 @@ class Generation(Uncopied):
         if not call.decodes:
             self._session.mixing.begin(call)
         if self._has_routers:
-            made["output_router_logits"] = False  # the loss of a config's True would be local
+            # Otherwise the model would compute the router loss of one rank's tokens.
+            made["output_router_logits"] = False
         return args, made | {"past_key_values": cache, "use_cache": True}
 
     def _check(
@@ -197,7 +200,9 @@ class Generation(Uncopied):
     def _resolved(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache
     ) -> tuple[dict[str, Any], ModelCall, Kept | None, Callable[[], None]]:
-        """Return the arguments, the call, the tokens with logits, and a function to begin it."""
+        """Return the model's arguments, the call, the tokens with logits, and a function that
+        begins the call.
+        """
         self._check(inner, args, kwargs, cache)
         kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
         session = self._session
@@ -223,7 +228,9 @@ class Generation(Uncopied):
         return made, call, kept, partial(cache.begin, layout, side.documents.columns, padding)
 
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Return whole outputs. This runs after a failure too."""
+        """Return the outputs of the whole batch. This hook also runs if the model raised an
+        error.
+        """
         call = current.call
         if not self.outer_calls or call is None or call.cache is None:
             return None
@@ -265,7 +272,7 @@ class Generation(Uncopied):
 
 _PLAIN = (bool, int, float, str, type(None))
 _KEYS_STAY = "keys stay on their ranks, in a cache of seqpar's"
-_REFUSED = {  # by setting of `generate`, the only value that it may have, and the reason
+_REFUSED = {  # setting of `generate` -> the only allowed value, and the reason
     "cache_implementation": (None, _KEYS_STAY),
     "use_cache": (True, _KEYS_STAY),
     "max_time": (None, "ranks have clocks of their own, and must end with the same token"),
@@ -282,7 +289,6 @@ def _refuse_gradient(_: Tensor) -> None:
 
 
 def _by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the positional arguments of a call by their names, if the names are known."""
     parameters = inspect.signature(function).parameters.values()
     names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     return dict(zip(names, args, strict=False))
@@ -293,7 +299,9 @@ def _configs(model: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return, by name, the settings that change tokens and must be equal on all ranks."""
+    """Return the settings that must be equal on all ranks, because they change the generated
+    tokens.
+    """
     named: dict[str, Any] = {}
     for config in reversed(_configs(model, kwargs)):
         if hasattr(config, "to_dict"):
@@ -308,7 +316,6 @@ def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _described(x: Any, depth: int = 3) -> Any:
-    """Return a text, or texts, that are equal for equal settings of two processes."""
     if isinstance(x, Tensor):
         return digest_of(x)
     if isinstance(x, _PLAIN):
@@ -337,7 +344,7 @@ def _keep_cache(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     @wraps(own)
     def prepare_inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
         made, cache = own(*args, **kwargs), kwargs.get("past_key_values")
-        # Phi-3 drops its cache, and computes all tokens again, when its rotary factors change.
+        # When its rotary factors change, Phi-3 drops its cache and computes all tokens again.
         if isinstance(cache, Cache) and made.get("past_key_values") is None:
             cache.reset()
             made["past_key_values"] = cache
@@ -348,11 +355,13 @@ def _keep_cache(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
 
 @contextmanager
 def random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
-    """Draw rank 0's random numbers on all ranks. Afterwards each rank continues with its own."""
-    # `generate` draws tokens in many places, but the state of the generator is sent only once.
-    # That suffices, since logits have the same bits on all ranks, and the check of the next call
-    # compares the tokens.
-    if _drawing.get():  # the `generate` of an assistant, called within that of its model
+    """Within this context, draw rank 0's random numbers on all ranks. Afterwards, restore each
+    rank's generator.
+    """
+    # Rank 0 sends the state of its generator only once. This suffices: all ranks compute logits
+    # with the same bits, so they draw the same tokens. The check of each call compares the tokens.
+    # `generate` of an assistant model, called within `generate` of the main model.
+    if _drawing.get():
         yield
         return
     device = comm.device
@@ -375,15 +384,15 @@ def random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class DecodingStep(Side):
-    """The tokens of a decoding step: B rows of T tokens in one row, as in a prefill.
-
-    Layers therefore see one kind of call.
+    """The tokens of a decoding step: B rows of T tokens, passed to the layers as one row of B·T
+    tokens.
     """
 
-    # The tokens are the same on every rank. `layout` is that of the prefill, without these tokens.
+    # `layout` is the layout of the prefill. The new tokens are not part of it: every rank has them
+    # all.
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
-        """Return the tokens in their rows, (1, B·T, …) -> (B, T, …)."""
+        """Reshape x (1, B·T, …) to (B, T, …)."""
         return x[0].unflatten(0, self.shape)
 
 
@@ -392,11 +401,11 @@ class Kept:
     """The last tokens of each row, whose logits a call returns, and the ranks that hold them."""
 
     rows: int
-    index: Tensor  # indices of this rank's kept tokens among the tokens that it computes
+    index: Tensor  # indices of the kept tokens among the tokens that this rank computes
     layout: Layout | None  # the layout of the kept tokens; None: every rank has all of them
 
     def put_back(self, logits: Tensor, comm: Comm) -> Tensor:
-        """Return the logits of all rows, (1, kept on this rank, V) -> (B, kept, V)."""
+        """Gather logits (1, kept on this rank, V) from all ranks to (B, kept, V)."""
         if logits.shape[1] != self.index.numel():
             logits = logits[:, self.index]
         packed = logits[0] if self.layout is None else self.layout.unshard(logits[0], comm)
@@ -404,7 +413,7 @@ class Kept:
 
 
 def _prefill_layout(side: Side) -> tuple[Layout, Any]:
-    """Return a prefill's layout without padding, and each row's padding on the left, (B,)."""
+    """Return a prefill's layout without padding, and the padding on the left of each row, (B,)."""
     documents = side.documents
     by_rows = documents.by_rows().cu_seqlens
     lengths = np.diff(by_rows)
@@ -426,7 +435,7 @@ def _prefill_layout(side: Side) -> tuple[Layout, Any]:
 
 
 def _kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device) -> Kept | None:
-    """Return the last `count` tokens of each row; None stands for all, if a row is shorter."""
+    """Return the last `count` tokens of each row, or None, for all tokens, if a row is shorter."""
     lengths = np.diff(layout.cu_seqlens)
     if not count or count > lengths.min():
         return None
@@ -448,7 +457,7 @@ def _kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device
 def _to_step(
     model: nn.Module, cache: Cache, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Sharding, Kept | None]:
-    """Return a step's arguments in one row, their sharding, and `Kept`; refuse other arguments."""
+    """Return a decoding step's arguments as one row, their sharding and `Kept`."""
     made = dict(kwargs)
     given = [made.get(name) for name in ("input_ids", "inputs_embeds")]
     given = [x for x in given if isinstance(x, Tensor)]

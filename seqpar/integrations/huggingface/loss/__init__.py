@@ -1,4 +1,4 @@
-"""Loss and gradients over ranks: each value is the one that a single process would compute.
+"""Loss and gradients over ranks, equal to those that a single process would compute.
 
 Start with `losses.py`, then `gradients.py`, which finds out what averages gradients.
 """

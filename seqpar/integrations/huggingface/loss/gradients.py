@@ -1,19 +1,20 @@
 """The loss of all ranks' tokens, and the average of its gradients over the ranks.
 
-The loss of a group of ranks is the sum of its ranks' losses. Backward on a rank computes the
-gradients that flow through this rank's tokens, times the number of ranks. The average of these
-gradients over the ranks is therefore the gradient of the group's loss. DDP or FSDP averages if it
-wraps the model, and otherwise `average_gradients` does. Terms that are equal on all ranks, such as
-a penalty of the weights, have equal gradients, which an average does not change.
+The loss of a group of ranks is the sum of the losses of its ranks. A rank's backward computes the
+gradient of this sum through the rank's own tokens, and multiplies it by the number of ranks.
+Averaged over the ranks, these gradients are the gradient of the group's loss. DDP or FSDP computes
+the average if it wraps the model, and otherwise `average_gradients` does. A term that is equal on
+all ranks, such as a penalty of the weights, has equal gradients on all ranks, which the average
+does not change.
 
-`LossOfRanks` computes the sum of losses. All other code here refuses uses that would give wrong
-gradients without an error:
+`LossOfRanks` computes the sum of losses. The rest of this file refuses uses that would silently
+give wrong gradients:
 
 * `_Output` is a node behind each output of the model. In backward, it refuses the gradient of a
   loss of one rank's tokens.
 * `_check_leaves` refuses a trainable tensor that is not a parameter of the model, because nothing
   averages its gradient.
-* `_LOCAL` and `_check_step` refuse an optimizer's step before `average`, if no wrapper averages.
+* `_LOCAL` and `_check_step` refuse an optimizer's step whose gradients nothing has averaged.
 * `Averaging`, in `seqpar.comm.averaging`, finds the wrappers, and refuses wrappers that do not
   average over the group.
 """
@@ -47,12 +48,13 @@ from seqpar.core.torch_private import (
 from seqpar.integrations.huggingface.loss.outputs import with_tensors
 from seqpar.integrations.huggingface.model.layers import Uncopied
 
-_BUCKET_ELEMENTS = 1 << 24  # limit on the elements that are averaged in one exchange
+# Most elements that one exchange averages, unless a single tensor has more.
+_BUCKET_ELEMENTS = 1 << 24
 _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
     "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
 )
-_TOTAL = "_seqpar_total"  # set on a loss of all ranks, to know it where no graph is recorded
+_TOTAL = "_seqpar_total"  # marks a loss of all ranks, also where autograd records no graph
 _TWICE = (
     "loss must be this rank's part of a loss, and it is one of all ranks: outputs.loss and results "
     "of sp.total are sums over the ranks; add them to what sp.total returns"
@@ -67,8 +69,8 @@ _AVERAGE = "call sp.average_gradients() after backward"
 class LossOfRanks(torch.autograd.Function):
     """The sum of all ranks' losses, with the same bits on every rank.
 
-    Its backward multiplies the gradient by the number of ranks, because the ranks' gradients are
-    averaged afterwards, and not summed.
+    Backward multiplies the gradient by the number of ranks, because the gradients are afterwards
+    averaged over the ranks, not summed.
     """
 
     @staticmethod
@@ -78,14 +80,15 @@ class LossOfRanks(torch.autograd.Function):
         ctx.gradients, ctx.outputs = gradients, outputs
         ctx.models = dict.fromkeys([gradients, *(x.gradients for x in outputs)])
         own = local.detach().reshape(1)
-        if comm.size == 1:  # the loss may be on the meta device, from which nothing can be sent
+        if comm.size == 1:  # the loss can be on the meta device, from which nothing can be sent
             return own.clone()[0]
         parts = comm.all_gather(own.to(comm.device), label="loss")
         return torch.stack(parts).sum().to(local.device).to(local.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if gradient is None:  # DDP passes all outputs through one node, also unused outputs
+        # DDP passes all outputs through one node, also outputs without a gradient.
+        if gradient is None:
             return None, None, None
         for gradients in ctx.models:
             gradients.begin_backward(ctx)
@@ -94,11 +97,10 @@ class LossOfRanks(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """An output of the model that refuses the gradient of one rank's loss.
+    """An output of the model that refuses a gradient if the loss was not summed over the ranks.
 
-    In backward, the gradient of a loss that is computed from outputs reaches this node.
-    `check_output` then finds out whether it came through a `LossOfRanks`, which lists the outputs
-    on which it depends.
+    The backward of every loss that is computed from the output reaches this node. `check_output`
+    then finds out whether the running loss is a `LossOfRanks` that depends on this output.
     """
 
     @staticmethod
@@ -117,8 +119,8 @@ class _Output(torch.autograd.Function):
 class _WholeBatch(torch.autograd.Function):
     """Tensors of a whole batch that require gradients, such as embeddings.
 
-    All ranks have them, and use different tokens of them. No wrapper averages their gradients, so
-    this node does so in backward.
+    Every rank has the whole tensors, and computes a gradient for its own tokens only. DDP and FSDP
+    average only parameters, so this node averages these gradients in backward.
     """
 
     @staticmethod
@@ -133,15 +135,15 @@ class _WholeBatch(torch.autograd.Function):
         return None, *average_over_ranks(ctx.tensors, gradients, ctx.comm)
 
 
-# Names of nodes whose tensors already refuse one rank's losses
+# Names of autograd nodes of `LossOfRanks` and `_Output`.
 _LOSS, _OUTPUT = (f"{x.__name__}Backward" for x in (LossOfRanks, _Output))
 _GUARDED = {_LOSS, _OUTPUT}
 
 
-# By parameter, for models without a wrapper. From backward to `average`, the value is the identity
-# of the parameter's gradient and the number of writes to the gradient, so that a gradient that was
-# replaced or clipped is noticed. At other times the value is None: the gradient is an average, or
-# there is none. All models share the table, because several models may have the same parameter.
+# The state of each parameter of a model without a wrapper. Between backward and `average`, the
+# value is the id of the parameter's gradient and the version counter of the gradient, which show
+# whether the gradient was replaced or clipped. Otherwise the value is None. All models share the
+# table, because a parameter can belong to several models.
 _LOCAL = WeakTensorKeyDictionary()
 
 
@@ -152,8 +154,8 @@ def _note_gradient(x: Tensor) -> None:
 def _check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Raise a ValueError if an optimizer steps with gradients of one rank's tokens.
 
-    Torch calls this function before and after each step of every optimizer. The call after a step
-    finds gradients that a backward in the step's closure has computed.
+    Torch calls this function before and after each step of every optimizer. The call after the step
+    is needed if the step's closure ran a backward.
     """
     for x in (x for group in optimizer.param_groups for x in group["params"] if x in _LOCAL):
         reason = "gradients are of one rank's tokens"
@@ -171,11 +173,11 @@ def _check_steps() -> None:
 
 
 class ModelGradients(Uncopied):
-    """The gradients of an enabled model's parameters: what averages them, and whether it has.
+    """Records what averages the gradients of an enabled model, and whether that has happened.
 
-    A step of training goes through `begin_call`, `watched` (its outputs), `total` or
-    `total_of_model` (its loss), `begin_backward`, `end_backward`, and without a wrapper through
-    `check_unchanged` and `average`.
+    A training step calls these methods in order: `begin_call`; `watched` for the outputs; `total`
+    or `total_of_model` for the loss; `begin_backward`; `end_backward`; and, if neither DDP nor FSDP
+    wraps the model, `check_unchanged` and `average`.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, check_ranks: bool) -> None:
@@ -184,23 +186,20 @@ class ModelGradients(Uncopied):
         self._checked: Averaging | None = None  # the wrappers whose parameters were checked
         self._running = False  # whether the backward of a loss of all ranks is running
         self._before_backward = False  # whether no backward has begun since the last call
-        self._counted: set[Any] = set()  # output nodes on which the running loss depends
-        self._hooks: dict[Tensor, RemovableHandle] = {}  # hooks on parameters: `_note_gradient`
+        # Nodes of outputs on which the loss depends whose backward is running.
+        self._counted: set[Any] = set()
+        self._hooks: dict[Tensor, RemovableHandle] = {}  # handles of `_note_gradient`, by parameter
 
     def begin_call(self, averaging: Averaging) -> None:
-        """Note which wrappers average gradients, when a call of the model begins."""
         if not torch.is_grad_enabled() or self.comm.size == 1:
             return
         if not in_backward():
-            self.end_backward()  # in case a backward was interrupted
-        if not self._running:  # in a backward, a checkpoint around the call repeats the call
+            self.end_backward()  # an earlier backward was interrupted
+        if not self._running:  # a checkpoint repeats the call in backward
             self._averaging, self._before_backward = averaging, True
 
     def watched(self, outputs: Any) -> Any:
-        """Return a call's outputs.
-
-        They refuse gradients that do not come from a loss of all ranks.
-        """
+        """Return a call's outputs as tensors that refuse gradients of a loss of one rank."""
         if self.comm.size == 1 or not torch.is_grad_enabled():
             return outputs
         known: dict[int, Tensor] = {}
@@ -215,7 +214,7 @@ class ModelGradients(Uncopied):
         return with_tensors(outputs, watched)
 
     def of_whole_batch(self, batch: Any) -> Any:
-        """Return a whole batch whose tensors receive the gradients of all ranks' tokens."""
+        """Return a whole batch with `_WholeBatch` around tensors that require gradients."""
         if not isinstance(batch, Mapping) or self.comm.size == 1 or not torch.is_grad_enabled():
             return batch
         own = {k: x for k, x in batch.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -225,7 +224,6 @@ class ModelGradients(Uncopied):
         return dict(batch) | dict(zip(own, tensors, strict=True))
 
     def total(self, local: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses, for a loss of this rank's outputs."""
         nodes = _nodes(local.grad_fn, local.output_nr, _GUARDED)
         if hasattr(local, _TOTAL) or any(x.name() == _LOSS for x in nodes):
             raise ValueError(_TWICE)
@@ -242,16 +240,15 @@ class ModelGradients(Uncopied):
         return total
 
     def total_of_model(self, local: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses, for the model's own loss."""
         total: Tensor = LossOfRanks.apply(local, self, [])
         return total
 
     def begin_backward(self, loss: Any) -> None:
         """Begin the backward of a loss of all ranks, whose node is `loss`.
 
-        One backward may contain several losses of all ranks. The first of them registers what runs
-        at the end of this backward. The first backward with these wrappers also checks that every
-        parameter is averaged.
+        One backward can contain several losses of all ranks. The first of them registers the
+        functions that run at the end of this backward. After a change of wrappers, the first
+        backward checks that every parameter is averaged.
         """
         if self.comm.size == 1:
             return
@@ -263,8 +260,8 @@ class ModelGradients(Uncopied):
             self._running, self._before_backward = True, False
             at_end_of_backward(_Backward(self))
             if self._averaging.wrappers:
-                # DDP queues its own work at the end of backward, so the check is queued there too,
-                # and runs after that work.
+                # DDP queues work for the end of backward when backward ends. The check must run
+                # after this work, so it is also queued at that moment.
                 at_end_of_backward(lambda: at_end_of_backward(self._averaging.check_averaged))
                 self.remove()
             else:
@@ -276,21 +273,20 @@ class ModelGradients(Uncopied):
         self._counted.update(loss.outputs)
 
     def end_backward(self) -> None:
-        """Forget the backward that was running, also if it was interrupted."""
         self._running = False
         self._counted.clear()
 
     def check_scale(self, gradient: Tensor) -> None:
-        """Refuse a loss that ranks multiply by different numbers.
+        """Refuse a loss that the ranks multiply by different numbers.
 
-        Each rank sends 8 bytes to each other rank. Does nothing with `check_ranks=False`.
+        Each rank sends 8 bytes to every other rank. With `check_ranks=False`, nothing is checked.
         """
         if not self._check_ranks or self.comm.size == 1:
             return
         own = gradient.detach().reshape(1).double().to(self.comm.device)
         factors = torch.cat(self.comm.all_gather(own, label="loss scale"))
         differ = (factors - factors[0]).abs() > 1e-3 * factors[0].abs()
-        if differ.any():  # NaN does not count as different: a scaler of gradients may produce it
+        if differ.any():  # a NaN is not a difference, because a gradient scaler can produce NaNs
             values = enumerate(factors.tolist())
             listed = ", ".join(f"rank {rank} has {x:.6g}" for rank, x in values)
             raise ValueError(f"loss must be multiplied by the same number on all ranks: {listed}")
@@ -301,7 +297,6 @@ class ModelGradients(Uncopied):
             raise ValueError(_REENTRANT if node.recomputed else _NO_TOTAL)
 
     def check_unchanged(self) -> None:
-        """Raise a ValueError if a gradient was changed after the backward that made it."""
         if self.comm.size == 1:
             return
         if self._averaging.in_no_sync:
@@ -313,11 +308,10 @@ class ModelGradients(Uncopied):
                 raise self._changed(x)
 
     def average(self) -> None:
-        """Average the gradients of the model's parameters over the ranks, without a wrapper."""
         if self.comm.size == 1 or self._averaging.wrappers:
             return
-        # Parameters that accelerate offloads are on the meta device. Accelerate loads copies while
-        # their module runs, and drops the gradients of the copies, also in a single process.
+        # Parameters that accelerate offloads are on the meta device. While their module runs,
+        # accelerate loads copies, whose gradients it drops, so such parameters are never trained.
         parameters = [x for x in self._model.parameters() if x.requires_grad and not x.is_meta]
         gradients = [placed_as(x, x.grad) for x in parameters]
         averages = average_over_ranks(parameters, gradients, self.comm)
@@ -325,7 +319,8 @@ class ModelGradients(Uncopied):
             if average is None:
                 continue
             if x.grad is None or x.grad is not gradient or x.grad.layout != torch.strided:
-                x.grad = average.clone()  # not a view of the whole message
+                # A copy, because a view would keep the whole message in memory.
+                x.grad = average.clone()
             else:
                 with torch.no_grad():
                     x.grad.copy_(average)
@@ -333,7 +328,9 @@ class ModelGradients(Uncopied):
                 _LOCAL[x] = None
 
     def remove(self) -> None:
-        """Stop watching parameters. Gradients that were not averaged are still refused."""
+        """Remove the hooks on parameters. Optimizers still refuse gradients that were not
+        averaged.
+        """
         for x, handle in self._hooks.items():
             handle.remove()
             if _LOCAL.get(x) is None:
@@ -343,8 +340,8 @@ class ModelGradients(Uncopied):
     def _watch_parameters(self) -> None:
         """Register `_note_gradient` on each trainable parameter.
 
-        Also forget gradients that have been zeroed since the last backward. Raise a ValueError for
-        a gradient that has been changed in another way.
+        Raises a ValueError if a gradient was changed since the last backward, other than by
+        zeroing.
         """
         _check_steps()
         for x in self._model.parameters():
@@ -363,7 +360,6 @@ class ModelGradients(Uncopied):
         )
 
     def _check_parameters(self, loss: Any) -> None:
-        """Raise a ValueError if the loss depends on a parameter whose gradient nothing averages."""
         averaging = self._averaging
         if left_out := averaging.left_out(self._model):
             raise ValueError(
@@ -377,7 +373,8 @@ class ModelGradients(Uncopied):
     def own_leaves(self) -> set[int] | None:
         """Return the ids of tensors whose gradients are averaged, or None if they are unknown.
 
-        They are unknown under FSDP1, which flattens parameters, and if accelerate offloads them.
+        The ids are unknown under FSDP1, which flattens parameters, and if accelerate offloads
+        parameters.
         """
         if self._averaging.flattened or any(x.is_meta for x in self._model.parameters()):
             return None
@@ -390,9 +387,9 @@ class ModelGradients(Uncopied):
         return names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
 
     def makes_leaves(self) -> bool:
-        """Return whether a hook of transformers or PEFT turns embeddings into leaves.
+        """Return whether a hook of transformers or PEFT makes embeddings require gradients.
 
-        They do so for reentrant checkpoints, whose inputs must require gradients.
+        Both libraries do this for reentrant checkpoints, whose inputs must require gradients.
         """
         hooks = (f for x in self._model.modules() for f in forward_hooks(x)[1].values())
         names = (getattr(f, "__name__", "") for f in hooks)
@@ -400,9 +397,10 @@ class ModelGradients(Uncopied):
 
 
 class _Backward:
-    """Ends a backward: autograd's engine calls it after the last node.
+    """A callback that autograd's engine runs after the last node of a backward.
 
-    If the backward raises an error, the engine only drops this object, and `__del__` ends it.
+    If the backward raises an error, the engine drops the callback without a call, and `__del__`
+    runs instead.
     """
 
     def __init__(self, gradients: ModelGradients) -> None:
@@ -426,10 +424,10 @@ def mark_total(loss: Tensor) -> None:
 def average_over_ranks(
     tensors: Iterable[Tensor], gradients: Iterable[Tensor | None], comm: Comm
 ) -> list[Tensor | None]:
-    """Return the ranks' average gradients; None for tensors without a gradient on any rank.
+    """Return each tensor's gradient, averaged over the ranks; None if no rank has a gradient.
 
-    `tensors` are the tensors whose gradients are given, in the same order on every rank. On a rank
-    where a gradient is None, it counts as 0. Each rank sends 2·(P − 1)/P times the bytes of the
+    `gradients` are those of `tensors`, in the same order on every rank. A gradient that is None on
+    some of the ranks counts as 0 there. Each rank sends 2·(P − 1)/P times the bytes of the
     gradients.
     """
     tensors, gradients = list(tensors), list(gradients)
@@ -458,10 +456,10 @@ def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor]) -> list[list[int]]:
-    """Return buckets of indices of `tensors`; the gradients of a bucket are averaged together.
+    """Group the indices of `tensors` into buckets, each of which one exchange averages.
 
-    The tensors of a bucket have one dtype and device, and at most `_BUCKET_ELEMENTS` elements,
-    unless it has only one tensor.
+    All tensors of a bucket have the same dtype and device. A bucket with several tensors has at
+    most `_BUCKET_ELEMENTS` elements.
     """
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
@@ -486,7 +484,7 @@ def _nodes(root: Any, number: int, ends: set[str]) -> list[Any]:
     """
     ends = ends | {f"{_WholeBatch.__name__}Backward"}
     of_ddp = ddp_node()
-    known: dict[tuple[Any, int], None] = {}  # a dict, for the same order on all ranks
+    known: dict[tuple[Any, int], None] = {}  # a dict and not a set, for the same order on all ranks
     waiting = [(root, number)]
     while waiting:
         edge = node, number = waiting.pop()
@@ -503,7 +501,7 @@ def _nodes(root: Any, number: int, ends: set[str]) -> list[Any]:
 def _check_leaves(nodes: list[Any], owners: Iterable[ModelGradients], refusal: str) -> None:
     """Raise a ValueError if nothing averages the gradient of a leaf of autograd's graph.
 
-    `owners` are the models whose parameters are averaged. `refusal` is the beginning of the error.
+    `owners` are the models whose parameters are averaged. The error message begins with `refusal`.
     """
     owners = list(owners)
     known = [owner.own_leaves() for owner in owners]

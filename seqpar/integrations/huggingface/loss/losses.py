@@ -1,10 +1,10 @@
 """The losses of a model's outputs, over the tokens of all ranks.
 
-For each expert, the router loss multiplies the number of tokens that chose the expert by the sum of
-the expert's probabilities, over all tokens and layers (Fedus et al., "Switch Transformers", 2021,
-equations 4 to 6). Ranks therefore exchange the counts, one number per expert, which have no
-gradient. With the counts of all ranks, each rank computes its summand of the loss from its own
-probabilities.
+The router loss (Fedus et al., "Switch Transformers", 2021, equations 4 to 6) is a sum over the
+experts. Each summand is the number of tokens that chose the expert, times the sum of the expert's
+probabilities; both are taken over all tokens and layers. The ranks exchange the numbers of tokens,
+which have no gradient. Each rank then multiplies them by the probabilities of its own tokens, and
+the sum of the ranks' results is the router loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seqpar.integrations.huggingface.huggingface_private import TRANSFORMERS
 from seqpar.integrations.huggingface.model.code import ROUTER_LOSS, global_of
 from seqpar.integrations.huggingface.model.layers import configs_of
 
-_TERMS = ("z_loss_coefficient",)  # settings that add a term to the loss of the labels
+_TERMS = ("z_loss_coefficient",)  # settings of a config that add a term to the loss
 
 
 def losses_of(
@@ -35,10 +35,10 @@ def losses_of(
     total: Callable[[Tensor], Tensor],
     chunked: Callable[[ModelCall, Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    """Return the mean loss of labels and, on request, the router loss.
+    """Return the mean loss of the labels and, if the call asks for it, the router loss.
 
-    `total` sums the losses of ranks. `chunked(call, logits)` returns this rank's sum of losses if
-    the model's head has computed it, or None.
+    `total` sums a loss over the ranks. `chunked(call, logits)` returns this rank's sum of losses if
+    the model's head has computed it in chunks, and otherwise None.
     """
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
@@ -85,7 +85,7 @@ def check_loss_function(model: Any) -> None:
 
 
 def check_loss_terms(model: Any) -> None:
-    """Raise a ValueError if a setting adds a term other than aux_loss to the loss of the labels."""
+    """Raise a ValueError if a setting of the model adds an unknown term to the loss."""
     for config in configs_of(model):
         for name in _TERMS:
             if value := getattr(config, name, 0):
@@ -107,7 +107,9 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
 
 
 def _of_rows(model: Any, call: ModelCall, results: Tensor) -> Tensor:
-    """Return the loss of all rows, which every rank computes from the results of all rows."""
+    """Return the loss of a classifier of rows. Every rank computes it from the results of all
+    rows.
+    """
     loss: Tensor = model.loss_function(
         logits=results, labels=call.labels, pooled_logits=results, config=model.config
     )
@@ -115,21 +117,21 @@ def _of_rows(model: Any, call: ModelCall, results: Tensor) -> Tensor:
 
 
 def _count_of(call: ModelCall) -> Any:
-    """Return the divisor of the loss, at least 1, so that the loss is 0 without labels."""
+    """Return the divisor of the loss. It is at least 1, so that the loss of a batch without labels
+    is 0.
+    """
     count: Any = call.sharding.labels if call.items is None else call.items
     return count + (count == 0)
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """A model's router loss: the number of experts per token, and the coefficient of the loss."""
-
     top: int
     coefficient: float
 
     @classmethod
     def of(cls, model: Any) -> RouterLoss | None:
-        """Return a model's router loss, or None unless the model is known to compute this loss."""
+        """Return the router loss of a model, or None if the model does not compute this loss."""
         own = global_of(model, ROUTER_LOSS)
         top = _setting(model, "num_experts_per_tok")
         coefficient = _setting(model, "router_aux_loss_coef", "aux_loss_coef")
@@ -138,10 +140,10 @@ class RouterLoss:
         return cls(int(top), float(coefficient))
 
     def share(self, logits: tuple[Tensor, ...], side: Side, comm: Comm) -> Tensor:
-        """Return a rank's summand () of the loss.
+        """Return this rank's result (). The router loss is the sum of the results of all ranks.
 
-        The loss and its gradients are sums over the ranks. `logits` are (T_local, experts) of each
-        layer. Each rank sends 4 bytes per expert to each other rank.
+        `logits` are (T_local, experts) for each layer. Each rank sends 4 bytes per expert to every
+        other rank.
         """
         held = (side.index >= 0).to(logits[0].device)
         chosen, likely = _sums(logits, held, self.top)
@@ -151,7 +153,10 @@ class RouterLoss:
 
 
 def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
-    """Return why a router loss would be wrong; `padded` is whether a whole batch has padding."""
+    """Return the reasons why the router loss would be wrong.
+
+    `padded` is whether the model receives a whole batch that has padding.
+    """
     asked = asked or any(getattr(x, "output_router_logits", False) for x in configs_of(model))
     if not asked or global_of(model, ROUTER_LOSS) is None:
         return []
@@ -172,7 +177,9 @@ def _setting(model: Any, *names: str) -> Any:
 
 
 def _sums(logits: tuple[Tensor, ...], held: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return two (experts,): how many tokens chose each expert, and the sums of probabilities."""
+    """Return, for each expert, the number of tokens that chose it and the sum of its
+    probabilities.
+    """
     weights = held.float()
     chosen = likely = weights.new_zeros(logits[0].shape[-1])
     for layer in logits:
@@ -189,7 +196,7 @@ def _balance(chosen: Tensor, likely: Tensor, rows: int) -> Tensor:
 
 @cache
 def _is_this(own: Callable[..., Any]) -> bool:
-    """Return whether a model's function computes this loss, from a sample of two layers."""
+    """Return whether a model's function computes this loss, by a comparison on random logits."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 8, 5, generator=generator).unbind()
     held = torch.arange(8) < 7

@@ -1,4 +1,4 @@
-"""Gather a model's outputs from all ranks, and clear the rows of padding in them."""
+"""Gather a model's outputs from all ranks, and set the rows of padding in outputs to 0."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, Side, 
 _OF_TEXT = (
     "hidden_states", "language_model_outputs", "last_hidden_state", "logits", "router_logits",
 )  # fmt: skip
-_FLAT = ("router_logits",)  # (T, experts), the tokens of all rows
+# Outputs of shape (T, …), whose first dimension is the tokens of all rows.
+_FLAT = ("router_logits",)
 
 
 def tensors_in(nested: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the tensors in mappings, lists and tuples, each with its names in the mappings."""
+    """Yield the tensors in nested mappings, lists and tuples, each with the keys that lead to
+    it.
+    """
     if isinstance(nested, Tensor):
         yield names, nested
     elif isinstance(nested, Mapping):
@@ -30,9 +33,10 @@ def tensors_in(nested: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Tens
 
 
 def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: str = "") -> Any:
-    """Return mappings, lists and tuples with `function(tensor, name)` in place of each tensor.
+    """Return nested mappings, lists and tuples with `function(tensor, name)` in place of each
+    tensor.
 
-    Of the subclasses of these types, only named tuples are rebuilt.
+    Instances of subclasses of these types are returned unchanged, except named tuples.
     """
     if isinstance(nested, Tensor):
         return function(nested, name)
@@ -46,7 +50,7 @@ def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: s
 
 
 def mark(outputs: Any, sharding: Sharding) -> None:
-    """Note on each output tensor which tokens its rows belong to."""
+    """Set an attribute on each output tensor that says which tokens the tensor's rows belong to."""
     for names, x in tensors_in(outputs):
         of_rows = sharding.last_tokens is not None and names == ("logits",)
         if of_rows or (sharding.whole and not set(names).issubset(_OF_TEXT)):
@@ -59,7 +63,7 @@ def mark(outputs: Any, sharding: Sharding) -> None:
 
 
 def check_of_tokens(outputs: Any) -> None:
-    """Refuse marked outputs of transformers that have one value per sequence, such as (1, D)."""
+    """Refuse outputs that have one value per sequence, such as (1, D), and not one per token."""
     from transformers.utils.generic import ModelOutput
 
     if not isinstance(outputs, ModelOutput):
@@ -72,7 +76,7 @@ def check_of_tokens(outputs: Any) -> None:
 
 
 class _Cleared(torch.autograd.Function):
-    """An output whose last `padding` rows, which the layout added, are zeros without a gradient."""
+    """Sets the last `padding` rows of an output, and of its gradient, to 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, padding: int, in_place: bool) -> Tensor:
@@ -91,7 +95,9 @@ class _Cleared(torch.autograd.Function):
 
 
 def clear_padding(outputs: Any) -> Any:
-    """Return marked outputs with zeros in the rows of padding, through which no gradient flows."""
+    """Return marked outputs with zeros in the rows of the layout's padding. These rows get no
+    gradient.
+    """
     cleared: dict[int, Tensor] = {}
 
     def clear(x: Tensor, name: str) -> Tensor:
@@ -99,10 +105,10 @@ def clear_padding(outputs: Any) -> Any:
         if side is None or not side.padding:
             return x
         if id(x) not in cleared:
-            dim = int(_is_of(x, side))  # if not, rows are the first dimension (`_FLAT`)
-            # Logits are cleared in place, because a copy could double a step's memory and no
-            # backward needs them. Other outputs, such as hidden states, may be inputs of recomputed
-            # layers, and are copied.
+            dim = int(_is_of(x, side))  # for `_FLAT`, tokens are dimension 0
+            # Logits are changed in place, because a copy could double the memory of a step, and no
+            # backward reads them. Other outputs, such as hidden states, are copied, because layers
+            # that are recomputed in backward can need the originals.
             cleared[id(x)] = _Cleared.apply(x, dim, side.padding, name == "logits")
         return cleared[id(x)]
 
@@ -122,7 +128,7 @@ def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
                 f"{tuple(x.shape)}: for a tensor that you computed, pass the sharded batch too, as "
                 "sp.unshard(outputs, batch)"
             )
-        if not _is_of(x, side):  # rows are the first dimension
+        if not _is_of(x, side):  # tokens are dimension 0
             return side.put_back(x[None], comm).flatten(0, 1)
         return side.put_back(x, comm)
 

@@ -1,8 +1,8 @@
-"""Heads that give one result for each row of a batch, from the last token of the row.
+"""Heads that compute one result for each row of a batch, from the last token of the row.
 
 Such a head is a linear layer, `score`, that transformers applies to every token. Each rank applies
-it to its own tokens. The ranks then exchange these scores, and each of them takes the scores of the
-last tokens, so all ranks have the results of all rows.
+the layer to its own tokens. The ranks then gather all scores, and every rank selects those of the
+rows' last tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from seqpar.integrations.huggingface.attention.call import ModelCall, current
 
 
 def keep_scores(score: Any, args: Any, scores: Tensor) -> None:
-    """Keep the scores of a rank's tokens, as a forward hook of `score`."""
     if current.call is not None:
         current.call.scores = scores
 

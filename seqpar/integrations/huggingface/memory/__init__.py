@@ -1,1 +1,3 @@
-"""The levers of `enable(..., memory=...)`: a chunked loss, tiled modules, checkpoints, offload."""
+"""What `enable(..., memory=...)` changes in a model: a chunked loss, tiled modules, checkpoints and
+offload.
+"""

@@ -1,4 +1,4 @@
-"""Checkpoints around a model's blocks, and tiles of the modules that compute each token alone."""
+"""Checkpoints around a model's blocks, and tiling of modules that compute each token separately."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MIXES = re.compile(r"Conv|BatchNorm|Pool|Embedding|Attention|Attn")
 
 
 class Checkpoints:
-    """Checkpoints around blocks, which keep only the inputs of blocks and results of attention.
+    """Checkpoints around blocks. They keep the input of each block and the results of attention.
 
     Attributes:
-        handles: undo the changes of the model.
+        handles: objects whose `remove` undoes the changes of the model.
         kept: what the last call has kept in host memory.
     """
 
@@ -49,16 +49,17 @@ class Checkpoints:
             ]
 
     def begin_call(self) -> None:
-        """Set the blocks' function again, which `gradient_checkpointing_enable` replaces.
+        """Set the blocks' checkpoint function again.
 
-        Trainers call this method, those of TRL by default, and TRL after each generation.
+        transformers' `gradient_checkpointing_enable` replaces this function. Trainers call that
+        method at the start, and TRL calls it again after each generation.
         """
         for x, run in self._functions.items():
             object.__setattr__(x, "_gradient_checkpointing_func", run)
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of the last call that blocks did not hold between forward and backward."""
+        """The bytes that the device did not hold between forward and backward of the last call."""
         return sum(self._saved.values())
 
     @property
@@ -98,9 +99,9 @@ class Checkpoints:
 
 
 def blocks_with_checkpoints(session: EnabledModel) -> list[nn.Module]:
-    """Return the blocks that transformers can checkpoint, of lists with attention layers.
+    """Return the blocks that transformers can checkpoint, from lists that contain attention layers.
 
-    Raises a ValueError if transformers checkpoints one of them already.
+    Raises a ValueError if transformers already checkpoints one of these blocks.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -114,10 +115,10 @@ def blocks_with_checkpoints(session: EnabledModel) -> list[nn.Module]:
 
 
 class Tiles:
-    """Modules that compute a chunk of tokens at a time.
+    """Modules that compute one chunk of tokens at a time.
 
     Attributes:
-        handles: undo the changes of the model.
+        handles: objects whose `remove` undoes the changes of the model.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -126,7 +127,9 @@ class Tiles:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of the last call that modules did not hold between forward and backward."""
+        """The bytes that these modules did not keep between forward and backward of the last
+        call.
+        """
         return sum(vars(x)["forward"].saved_bytes for x in self.modules if "forward" in vars(x))
 
 
@@ -159,13 +162,14 @@ def _in(module: nn.Module, session: EnabledModel) -> Iterator[nn.Module]:
     if any(x in session.layers for x in module.modules()):
         for x in module.children():
             yield from _in(x, session)
-    # Modules in a module that is not tiled may get rows in another order, such as by expert.
+    # Modules inside a module that is not tiled are skipped: an expert, for example, can receive its
+    # rows in a different order.
     elif _by_token(module):
         yield module
 
 
 def _by_token(module: nn.Module) -> bool:
-    """Return whether a module takes and returns one tensor, and computes each token by itself."""
+    """Return whether a module maps one tensor to one tensor, and computes each token separately."""
     kind = type(module)
     files = {type(x).__module__.partition(".")[0] for x in module.modules()}
     library = files <= {"torch", "transformers"}

@@ -1,10 +1,13 @@
-"""The loss of a model's head, a chunk of tokens at a time.
+"""The loss of a model's head, computed for one chunk of tokens at a time.
 
-A transformers model computes logits by `get_output_embeddings()`, may multiply or cap them, and
-returns them. `ChunkedHead` replaces the head's forward. In a call with labels, it computes the sum
-of losses there, where FSDP has gathered the weight, and returns a *probe*: a few known numbers in
-place of the logits of each token. The model then multiplies and caps the probe. A comparison of the
-result with what the loss assumed finds models that change logits in another way.
+A transformers model computes logits by its head, `get_output_embeddings()`. Some models then
+multiply or cap the logits. `ChunkedHead` replaces the head's forward, because FSDP gathers the
+head's weight only while this forward runs. In a call with labels, the new forward computes the sum
+of losses, and assumes that the model will multiply and cap the logits in the usual way.
+
+To check this assumption, the new forward returns a *probe* in place of logits: a few known numbers.
+The model multiplies and caps the probe as it would multiply and cap logits. If the result is not
+the expected one, the model is refused.
 """
 
 from __future__ import annotations
@@ -26,13 +29,11 @@ from seqpar.memory.cross_entropy import chunked_cross_entropy
 
 CHUNK = 4096  # tokens
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
-_PROBES = 8  # different numbers of a probe
+_PROBES = 8  # number of different values in a probe
 _INSTEAD = 'leave "loss" out of memory, and compute your own loss for sp.total'
 
 
 class _LogitRule(NamedTuple):
-    """What a model computes from its head's results."""
-
     scale: float
     softcap: float
 
@@ -41,8 +42,8 @@ class ChunkedHead:
     """A head whose forward computes the sum of losses, in calls with labels.
 
     Attributes:
-        saved_bytes: the bytes that logits of all tokens would have taken in the last call, in the
-            hidden states' dtype and in fp32, without those of one chunk in fp32.
+        saved_bytes: the bytes that the last call saved: logits of all tokens in the hidden states'
+            dtype and in fp32, less the logits of one chunk in fp32.
         keeps_logits: whether calls return logits and compute the loss from them.
     """
 
@@ -64,7 +65,8 @@ class ChunkedHead:
     def _forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         call, head = current.call, self._head
         chunks = call is not None and call.session is self._session and call.labels is not None
-        chunks = chunks and not self._session.silent  # a check of the user's code has other tokens
+        # The check of the user's code runs on a sample of tokens.
+        chunks = chunks and not self._session.silent
         if not chunks or call is None or call.cache is not None or self.keeps_logits:
             out: Tensor = type(head).forward(head, hidden, *args, **kwargs)
             return out
@@ -93,17 +95,18 @@ class ChunkedHead:
         return _Probe.apply(call.chunked_loss, self._probe(hidden, labels.shape))
 
     def _probe(self, like: Tensor, shape: torch.Size) -> Tensor:
-        """Return (1, T, 1) in the place of logits (1, T, V)."""
+        """Return a probe (1, T, 1), which takes the place of logits (1, T, V)."""
         reach = 2 * self._rule.softcap / self._rule.scale if self._rule.softcap else 4.0
         of_token = torch.arange(shape.numel(), device=like.device) % _PROBES
         numbers = (of_token - (_PROBES - 1) / 2) * (2 * reach / (_PROBES - 1))
         return numbers.to(like.dtype).view(*shape, 1)
 
     def _checked(self, loss: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss if the model, its hooks and adapters changed the probe as is assumed.
+        """Return the loss if the model changed the probe as expected, and otherwise raise a
+        ValueError.
 
-        Otherwise raise a ValueError. Where that would wait for a GPU, it is raised in the first
-        call only, and later the loss is NaN.
+        If the comparison would have to wait for a GPU, only the first call raises the error. In
+        later calls, the loss becomes NaN instead.
         """
         scale, softcap = self._rule
         is_probe = logits.shape[-1:] == (1,)
@@ -113,7 +116,7 @@ class ChunkedHead:
             assumed = self._probe(logits, logits.shape[:-1]).float() * scale
             if softcap:
                 assumed = softcap * torch.tanh(assumed / softcap)
-            bound = 0.02 * max(4 * abs(scale), softcap)  # half precision rounds
+            bound = 0.02 * max(4 * abs(scale), softcap)  # allows for rounding in half precision
             differs = ((logits.detach().float() - assumed).abs() > bound).any()
             if self._is_checked and not logits.is_cpu:
                 return torch.where(differs, torch.nan, loss)
@@ -127,9 +130,9 @@ class ChunkedHead:
 
 
 def find_head(session: EnabledModel) -> nn.Module | None:
-    """Return the head whose loss can be chunked, or None if the model has no loss of words.
+    """Return the head whose loss can be chunked, or None if the model does not predict tokens.
 
-    Raises a ValueError that names why the loss of a model with words cannot be chunked.
+    Raises a ValueError with the reason if the model predicts tokens but its loss cannot be chunked.
     """
     model = session.inner
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -155,7 +158,7 @@ def find_head(session: EnabledModel) -> nn.Module | None:
 
 
 def _rule_of(model: Any) -> _LogitRule:
-    """Return what a model computes from its head's results, by the source of its forward."""
+    """Return what a model computes from logits, according to the source of its forward."""
     scale, softcap = 1.0, 0.0
     for value in changes_of_logits(type(model)):
         text = ast.unparse(value)
@@ -179,7 +182,9 @@ def _rule_of(model: Any) -> _LogitRule:
 
 
 class _Probe(torch.autograd.Function):
-    """A probe that depends on the loss, so that wrappers find the loss's graph from the outputs."""
+    """A probe that depends on the loss in autograd's graph, because DDP and FSDP find the
+    parameters that need gradients from the graph of the outputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, probe: Tensor) -> Tensor:
@@ -193,7 +198,7 @@ class _Probe(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The loss, whose backward also runs the backward of the model's outputs, with zeros."""
+    """The loss, made to depend on the model's outputs. They receive zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, logits: Tensor) -> Tensor:

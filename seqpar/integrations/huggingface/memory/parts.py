@@ -1,4 +1,4 @@
-"""The parts of a model that take less memory, as `enable(..., memory=...)` chose them."""
+"""Turn the parts of `enable(..., memory=...)` on and report what they saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = ("loss", "tiles", "checkpoints", "offload")
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a part of `memory` saved in the model's last step.
+    """What one part of `memory` saved in the model's last step.
 
     Attributes:
         part: "loss", "tiles", "checkpoints" or "offload".
@@ -39,7 +39,7 @@ class MemoryReport:
 
 
 class LeanMemory:
-    """The levers that are on for an enabled model."""
+    """The parts of `memory` that are on for an enabled model."""
 
     def __init__(self, session: EnabledModel, memory: str | Collection[str] | None) -> None:
         chosen = _chosen(memory)
@@ -60,7 +60,8 @@ class LeanMemory:
         on_host = "offload" in chosen
         if modules:
             _check_routers(session.inner, False)
-        # Nothing above changes the model or sends a message, so a refusal leaves all as it was.
+        # Nothing above changes the model or sends a message. If an error is raised, nothing must be
+        # undone.
         self._session, self._found = session, (head, modules, blocks)
         self._checkpoints: Checkpoints | None = None
         self._tiles: Tiles | None = None
@@ -72,7 +73,7 @@ class LeanMemory:
         return any(x is not None for x in (self._checkpoints, self._tiles, self._head))
 
     def check(self, wants_routers: bool) -> None:
-        """Refuse router logits in a call if tiles would hide them."""
+        """Raise a ValueError if a call asks for router logits that tiling would hide."""
         if self._tiles is not None:
             _check_routers(self._model, wants_routers)
 
@@ -81,7 +82,6 @@ class LeanMemory:
             self._checkpoints.begin_call()
 
     def turn_on(self) -> list[Removable]:
-        """Change the model, and return what undoes the changes."""
         head, modules, blocks = self._found
         self._checkpoints = Checkpoints(self._session, blocks, self._on_host) if blocks else None
         self._tiles = Tiles(modules) if modules else None
@@ -92,12 +92,11 @@ class LeanMemory:
         return found + ([] if self._head is None else [self._head.handle])
 
     def loss(self, call: ModelCall, logits: Tensor) -> Tensor | None:
-        """Return this rank's sum of losses (), if the head computed it in chunks."""
         return None if self._head is None else self._head.loss(call, logits)
 
     @contextmanager
     def keeping_logits(self) -> Iterator[None]:
-        """Let calls with labels return logits, from which they compute the loss."""
+        """Within this context, calls with labels return logits and compute the loss from them."""
         if self._head is None:
             yield
             return
@@ -122,7 +121,6 @@ class LeanMemory:
 
 
 def _check_routers(model: nn.Module, wanted: bool) -> None:
-    """Raise a ValueError if tiles hide the router logits that a call or a config asks for."""
     if wanted or any(getattr(x, "output_router_logits", False) for x in configs_of(model)):
         reason = "experts in tiles return the router logits of single chunks"
         raise ValueError(

@@ -1,9 +1,8 @@
 """All code of seqpar that reads the Python code of transformers and of the user, or changes it.
 
-Everything else in this folder calls public functions of transformers, or registers hooks. The code
-that is read or changed here can change with any release, so each function says what it relies on,
-and refuses a model for which that does not hold. A release of transformers that breaks one of these
-assumptions fails the tests of all families.
+All other files of this folder only call public functions of transformers or register hooks. The
+code that is read or changed here can change with any release of transformers. Each function
+therefore says what it relies on, and refuses a model for which this does not hold.
 
 | code that is read | by | relies on |
 |---|---|---|
@@ -54,8 +53,8 @@ def takes(x: nn.Module, argument: str) -> bool:
 def dispatches(kind: type) -> bool:
     """Return whether a layer's class calls the attention function that its model's config names.
 
-    Layers look that function up in `ALL_ATTENTION_FUNCTIONS`, often by its method `get_interface`,
-    in `forward` or in a method that it calls. There is no public attribute that says so.
+    Layers look up this function in `ALL_ATTENTION_FUNCTIONS`, often by the method `get_interface`.
+    No public attribute says so.
     """
     if hasattr(kind, "base_model_prefix"):  # a whole model
         return False
@@ -64,9 +63,9 @@ def dispatches(kind: type) -> bool:
 
 
 def calls_loss_function(kind: type) -> bool:
-    """Return whether a model computes its loss by `loss_function`, as transformers provides.
+    """Return whether a model computes its loss by transformers' `loss_function`.
 
-    Other models may use labels in any way: some causal models do not shift them.
+    Other models use labels in their own way. Some causal models, for example, do not shift labels.
     """
     forwards = (x for x in _functions(kind) if x.__name__ == "forward")
     return any("loss_function" in x.__code__.co_names for x in forwards)
@@ -75,9 +74,9 @@ def calls_loss_function(kind: type) -> bool:
 def read_elsewhere(kind: type) -> set[str]:
     """Return the attributes of a layer that `eager_attention_forward` of the layer's file reads.
 
-    Seqpar's attention replaces this function and would ignore these attributes. In all files, the
-    parameter of the function for the layer is called `module`. The attribute `sinks` is not ignored
-    if the layer passes it as the argument `s_aux`, which seqpar's attention also accepts.
+    Seqpar's attention replaces this function and would ignore these attributes. An exception is
+    `sinks` in a layer that also passes its sinks as the argument `s_aux`, which seqpar accepts.
+    Relies on the name `module` of the function's parameter for the layer.
     """
     own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
     if own is None or own.__module__ != kind.__module__:
@@ -89,12 +88,12 @@ def read_elsewhere(kind: type) -> set[str]:
 
 
 def users_of_labels(model: nn.Module, inner: nn.Module) -> list[str]:
-    """Return the names of the user's classes that use labels in a model or in modules around it.
+    """Return the names of the user's classes that use labels, in a model or in modules around it.
 
-    An enabled model receives no labels, because its loss is computed after its call. This makes no
-    difference to a class that only passes `labels=labels` on, to the model inside it or to its base
-    class. A model that the user wrote, and that is of no family of transformers, may pass the
-    labels to `loss_function`, but may neither shift them itself nor change the loss.
+    An enabled model receives no labels, because its loss is computed after its call. A class that
+    only passes `labels=labels` on to an inner model or to its base class works without labels too.
+    So does a model class of the user's own that passes labels to `loss_function`, unless it also
+    shifts the labels or changes the loss.
     """
     around = [x for x in model.modules() if any(y is inner for y in x.modules())]
     users: list[str] = []
@@ -110,9 +109,9 @@ def users_of_labels(model: nn.Module, inner: nn.Module) -> list[str]:
 
 
 def changes_of_logits(kind: type) -> list[ast.expr]:
-    """Return the expressions by which a model's forward calculates with its logits.
+    """Return the expressions in which a model's forward calculates with its logits.
 
-    All files call the logits by one of a few names.
+    Relies on `_LOGITS`, the names of the logits' variable in transformers' files.
     """
     changes: list[ast.expr] = []
     forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
@@ -129,7 +128,7 @@ def changes_of_logits(kind: type) -> list[ast.expr]:
 
 
 def returns_several(kind: type) -> bool:
-    """Return whether a module's forward returns a tuple, or its source is not known."""
+    """Return whether a module's forward returns a tuple, or has no source that can be read."""
     forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     returns = [x.value for x in _syntax(forward) if isinstance(x, ast.Return)]
     return not returns or any(isinstance(x, ast.Tuple) for x in returns)
@@ -148,8 +147,9 @@ def _uses_labels(function: FunctionType, owner: nn.Module, models: list[nn.Modul
 def _makes_another_loss(function: FunctionType, owner: nn.Module, models: list[nn.Module]) -> bool:
     """Return whether a function of the user's own model makes another loss than `loss_function`.
 
-    The function may pass labels to `loss_function`, compare them with None and move them to a
-    device. It may add `aux_loss` to the loss if its file has transformers' router loss.
+    These uses of labels are allowed: passing them to `loss_function`, comparing them with None and
+    moving them to a device. If the function's file has transformers' router loss, the function can
+    also add `aux_loss` to the loss.
     """
     nodes, allowed = _syntax(function), set[ast.AST]()
     if not nodes[1:]:
@@ -176,14 +176,13 @@ def _makes_another_loss(function: FunctionType, owner: nn.Module, models: list[n
 
 
 def _calculates(x: ast.AST) -> bool:
-    """Return whether a node calculates with numbers, and does not just join tuples or mappings."""
     if isinstance(x, ast.BinOp) and isinstance(x.left, ast.Tuple):
         return False
     return isinstance(x, ast.BinOp | ast.AugAssign) and not isinstance(x.op, ast.BitOr)
 
 
 def _calls(function: ast.expr, owner: nn.Module, models: list[nn.Module]) -> bool:
-    """Return whether an expression, in a method of `owner`, is one of the models, or super()."""
+    """Return whether an expression in a method of `owner` is one of `models`, or super()."""
     called = ast.unparse(function).removesuffix(".forward")
     this, _, path = called.partition(".")
     try:
@@ -193,7 +192,9 @@ def _calls(function: ast.expr, owner: nn.Module, models: list[nn.Module]) -> boo
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Yield the functions of a class and of its bases outside torch, without their decorators."""
+    """Yield the functions of a class and of its bases, without decorators. Classes of torch are
+    skipped.
+    """
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             for x in vars(base).values():
@@ -211,20 +212,20 @@ def _source(function: FunctionType) -> str:
 
 
 def _syntax(function: FunctionType) -> list[ast.AST]:
-    """Return the nodes of a function's syntax tree; none if its source is not known."""
+    """Return the nodes of a function's syntax tree, or an empty list if it has no source."""
     try:
         with _PARSING:
             return list(ast.walk(ast.parse(textwrap.dedent(_source(function)))))
-    except SyntaxError:  # the source is only a part of a statement, as for a lambda
+    except SyntaxError:  # the source of a lambda can be only a part of a statement
         return []
 
 
 class Overlay(Replaced):
-    """Runs a module's own forward with other functions in place of some of its globals.
+    """Replaces some of the global functions that a module's forward calls, until `remove`.
 
-    This holds until `remove`. The forward keeps its code, closures and decorators. Only this
-    module's copy of the forward uses the other functions: neither its file nor its class changes.
-    With `around`, a call of the module calls `around(own, module, …)`, where `own` is the copy.
+    The module gets a copy of its forward, with the same code, closures and decorators, which reads
+    other globals. The module's class and its file do not change. If `around` is given, a call of
+    the module calls `around(own, module, …)`; `own` is the copied forward.
     """
 
     def __init__(
@@ -246,13 +247,12 @@ class Overlay(Replaced):
         super().__init__(module, "forward", MethodType(made, module))
 
     def remove(self) -> None:
-        """Restore the previous forward, unless this forward has been replaced since."""
+        """Restore the previous forward, unless something else has replaced the forward since."""
         if vars(self._module).get("forward") is self._value:
             super().remove()
 
 
 def check_forward(module: nn.Module, names: Iterable[str]) -> None:
-    """Raise a ValueError if an `Overlay` of these names cannot replace a module's forward."""
     found = type(module).__name__
     if "forward" in vars(module):
         raise ValueError(
@@ -267,20 +267,21 @@ def check_forward(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def named_in(module: nn.Module) -> set[str]:
-    """Return the names of globals that a forward reads, without those that its decorators read."""
+    """Return the names of globals that a forward reads. Globals of its decorators are left out."""
     function = inspect.unwrap(type(module).forward)
     return set(function.__code__.co_names) if isinstance(function, FunctionType) else set()
 
 
 def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of a function that reads the values of `replaced` in place of its globals.
+    """Return a copy of a function in which `replaced` takes the place of globals.
 
-    If the function has decorators, they are copied too, and call the copy.
+    Decorators of the function are copied too, and call the copied function.
     """
     inner = getattr(function, "__wrapped__", None)
     cells, names = function.__closure__, function.__globals__
     if inner is None:
-        # With a `__name__`, torch.compile would look globals up in the module of that name.
+        # If there were a `__name__`, torch.compile would look up globals in the module of that
+        # name.
         names = {name: x for name, x in names.items() if name != "__name__"} | dict(replaced)
     else:
         made = with_globals(inner, replaced)
@@ -294,7 +295,7 @@ def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> Functio
 
 
 def _holds_what_it_decorates(function: object) -> bool:
-    """Return whether every decorator keeps the function that it wraps in a closure cell."""
+    """Return whether every decorator keeps the wrapped function in a closure cell."""
     if not isinstance(function, FunctionType):
         return False
     inner = getattr(function, "__wrapped__", None)

@@ -1,6 +1,6 @@
 """Find the attention layers of a model, its tables of positions, and its kind of loss.
 
-`find_layers` also refuses modules that need the whole sequence, of which a rank has only a part.
+`find_layers` also refuses modules that need the whole sequence, since a rank has only some tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from seqpar.integrations.huggingface.model.code import (
 POSITIONS = re.compile(r"(?:^|\.)(?:wpe|(?!\w*(?:relative|bias))\w*position\w*)$")
 TYPES = re.compile(r"(?:token_type|segment)\w*$")
 _NUMBERING = "create_position_ids_from_input_ids"
-_MIXER = re.compile(  # classes that mix tokens; their norms mix channels only
+_MIXER = re.compile(  # names of classes that mix tokens
     r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
     r"|LinearAttention|Lightning|Hyena|SSM|Conv1d|LongConv|TokenShift)"
 )
@@ -39,7 +39,8 @@ _MIXING_SETTINGS = {
     "expert_capacity": "experts take the first tokens that choose them, of a rank",
     "token_dropout": "embeddings depend on how many tokens a rank's sequence has",
 }
-_MODEL_TYPES = {  # families that cannot be computed exactly, which only their name shows
+# Families that cannot be computed exactly and that only the name of the family identifies.
+_MODEL_TYPES = {
     "t5gemma": "without a mask, it makes one of the tokens that are equal to padding's; choose "
     "another family",
 }
@@ -47,7 +48,7 @@ _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
-# Settings by which DINOv3 moves positions of patches at random in training, unless they are None.
+# Settings of DINOv3. Unless they are None, training moves the positions of patches at random.
 _RANDOM = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _LOSSES = {
@@ -56,7 +57,7 @@ _LOSSES = {
     "ForMaskedLM": False,
     "ForTokenClassification": False,
 }
-# By class, a kind of `RecurrentAttention`, or "convolution" if only a convolution mixes tokens.
+# Class -> kind of `RecurrentAttention`, or "convolution" if only a convolution mixes tokens.
 _RECURRENT = {
     "BambaMixer": "scalar_decay",
     "FalconH1Mixer": "scalar_decay",
@@ -74,7 +75,7 @@ _RECURRENT = {
     "Qwen3_5MoeGatedDeltaNet": "gated_delta",
     "Zamba2MambaMixer": "scalar_decay",
 }
-# By kind, the global functions with which the forwards of the kind mix tokens.
+# Kind -> the global functions by which forwards of this kind mix tokens.
 CALLED: dict[str, tuple[str, ...]] = {
     "constant_decay": (),
     "convolution": ("causal_conv1d_fn",),
@@ -89,7 +90,9 @@ _RECURRENT_TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 class Uncopied:
-    """What copies of an enabled model share with the model. Calls of the copies are refused."""
+    """Attributes that a copy of an enabled model shares with the model. Calls of the copy are
+    refused.
+    """
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -109,16 +112,18 @@ class AttentionLayer(Uncopied):
     steps: int = 0  # number of calls after a prefill
     step_bytes: int = 0  # forward bytes of these calls
     backward_bytes: int = 0  # bytes that this rank sent for the layer in backward
-    kept_bytes: int = 0  # of the results in the last call, which checkpoints keep
-    linear: Callable[..., Tensor] | None = None  # linear attention, after `make_linear`
+    kept_bytes: int = 0  # bytes of the out and lse of the last call, which checkpoints keep
+    linear: Callable[..., Tensor] | None = None  # set by `make_linear`
     recurrence: Any = None  # the `PatchedRecurrence` of a recurrent layer
-    handle: Any = None  # a tensor: compiled graphs find this object by it
+    handle: Any = None  # a tensor by which compiled graphs find this object
     session: Any = None  # the layer's `EnabledModel`
     comm: Any = None  # the Comm through which the layer sends
 
 
 def kind_of(layer: type) -> str | None:
-    """Return a layer's kind of recurrence, or None. FSDP's subclasses share the layer's forward."""
+    """Return a layer's kind of recurrence, or None. Classes are compared by their forward, because
+    FSDP replaces a layer's class by a subclass with the same forward.
+    """
     for base in layer.__mro__:
         ours = base.__module__.startswith("transformers.models.") and base.__name__ in _RECURRENT
         if ours and getattr(layer, "forward", None) is base.forward:  # type: ignore[attr-defined]
@@ -131,7 +136,7 @@ def find_layers(
 ) -> dict[nn.Module, AttentionLayer]:
     """Return the attention layers by module.
 
-    Raise a ValueError that names all layers that cannot be computed, and `faults`.
+    Raises a ValueError that names all layers that cannot be computed, and all `faults`.
     """
     modules = dict(model.named_modules(prefix=prefix))
     kinds: dict[str, type] = {name: type(x) for name, x in modules.items()}
@@ -155,10 +160,10 @@ def find_layers(
 
 
 def loss_shifts(model: Any) -> bool | None:
-    """Return whether labels are next tokens; None unless the model's loss is known.
+    """Return whether each label is the next token.
 
-    It is None too if the model has one label per row. Raises a ValueError if the labels are of
-    another kind, such as the place of an answer.
+    Returns None if the model's loss is not known or the model has one label per row. Raises a
+    ValueError for other kinds of labels, such as the position of an answer.
     """
     if encoder_of(model) is not None:
         return False
@@ -180,7 +185,7 @@ def loss_shifts(model: Any) -> bool | None:
 
 
 def answers_for_rows(model: Any) -> bool:
-    """Return whether a model's head is transformers' own for one result per row of a batch."""
+    """Return whether a model's head is transformers' head that computes one result per row."""
     from transformers.modeling_layers import GenericForSequenceClassification as Generic
 
     return isinstance(model, Generic) and type(model).forward is Generic.forward
@@ -190,14 +195,17 @@ def encoder_of(model: Any) -> nn.Module | None:
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
         return None
-    if not takes(model, "decoder_input_ids"):  # an encoder alone, whose config describes both
+    # The model is only an encoder, but its config describes a decoder too.
+    if not takes(model, "decoder_input_ids"):
         return None
     encoder: nn.Module = model.get_encoder()
     return encoder if encoder is not model else None
 
 
 def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, columns: int) -> Tensor:
-    """Return the positions (B, S) that the model would give to the tokens of a whole batch."""
+    """Return the positions (B, S) that the model itself would give to the tokens of a whole
+    batch.
+    """
     modules: list[Any] = list(model.modules())
     for x in modules:
         if (make := _numbering(x)) is not None:
@@ -223,13 +231,12 @@ def _numbering(x: Any) -> Callable[..., Tensor] | None:
 
 
 def tables_of(model: nn.Module, kind: re.Pattern[str]) -> list[nn.Embedding]:
-    """Return the tables of embeddings whose names match, `POSITIONS` or `TYPES`."""
+    """Return the embedding tables whose names match `kind`, which is `POSITIONS` or `TYPES`."""
     named = model.named_modules()
     return [x for name, x in named if isinstance(x, nn.Embedding) and kind.search(name)]
 
 
 def classes_of(model: Any) -> int | None:
-    """Return the number of classes of a model's labels, or None if it is not known."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None and "ForTokenClassification" in type(model).__name__:
         return int(model.config.num_labels)
@@ -238,7 +245,7 @@ def classes_of(model: Any) -> int | None:
 
 
 def is_table(x: nn.Module) -> bool:
-    """Return whether a module is a table of position embeddings that counts positions itself."""
+    """Return whether a module is a table of position embeddings that computes positions itself."""
     return isinstance(x, nn.Embedding) and takes(x, "position_ids")
 
 
@@ -248,7 +255,7 @@ def is_formula(x: nn.Module) -> bool:
 
 
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
-    """List layers that compute attention without calling a function of transformers."""
+    """Describe the layers that compute attention without calling a function of transformers."""
     deaf = {}
     for name, x in modules.items():
         if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
@@ -270,12 +277,13 @@ def _mixing(
     reached: Collection[str],
     recurrent: Collection[str],
 ) -> list[str]:
-    """List modules that mix tokens, but not by attention: a rank would mix only its tokens."""
+    """Describe the modules that mix tokens by other means than attention."""
     mixers = {}
     for name, x in modules.items():
         kind = type(x).__name__
-        whole = hasattr(x, "base_model_prefix")  # a model, whose class name repeats its layers'
-        by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels only
+        # Class names of models contain the names of their layers.
+        whole = hasattr(x, "base_model_prefix")
+        by_token = getattr(x, "kernel_size", None) == (1,)  # such a convolution mixes channels only
         apart = whole or by_token or name in reached or _related(name, recurrent)
         if _MIXER.search(kind) and not apart:
             mixers[name] = kind
@@ -320,7 +328,7 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
 
 
 def layerdrop_faults(model: nn.Module) -> list[str]:
-    """Return why modules in training would skip different layers on each rank."""
+    """Describe the modules that would skip different layers on each rank in training."""
     reasons = []
     for name, x in model.named_modules():
         p = getattr(x, "layerdrop", 0) if x.training else 0
@@ -330,7 +338,7 @@ def layerdrop_faults(model: nn.Module) -> list[str]:
 
 
 def most_dropped(module: nn.Module) -> float:
-    """Return the greatest probability of a dropout, or of another setting with such a name."""
+    """Return the greatest value of the settings of a module that are named like a dropout."""
     if isinstance(module, _DROPOUTS):
         return module.p
     numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, float))
@@ -338,21 +346,22 @@ def most_dropped(module: nn.Module) -> float:
 
 
 def random_settings(module: nn.Module) -> list[str]:
-    """Return the settings of a module's config that draw random numbers other than for dropout."""
+    """Return the settings of a module's config that draw random numbers for purposes other than
+    dropout.
+    """
     config = getattr(module, "config", None)
     return [name for name in _RANDOM if getattr(config, name, None) is not None]
 
 
 def adapter_faults(model: nn.Module, inner: nn.Module, labelled: bool) -> list[str]:
-    """Return why PEFT, around a transformers model, would compute something from a rank's part."""
-    # PEFT may also be around `model`, if it wrapped the model after `enable`. An adapter that
-    # transformers adds to a model has no code around the model.
+    """Return the reasons why a PEFT adapter would compute a wrong result from one rank's tokens."""
+    # Modules of PEFT around `model` are checked too, because PEFT can wrap a model after `enable`.
     inside = takewhile(lambda x: x is not inner, model.modules())
     return faults_of_adapters([*calling_modules(), *inside], labelled)
 
 
 def faults_of_adapters(around: Iterable[object], labelled: bool = False) -> list[str]:
-    reasons: dict[str, None] = {}  # in order, without repetitions
+    reasons: dict[str, None] = {}  # a dict as an ordered set
     for x in around:
         for name, config in getattr(x, "peft_config", {}).items():
             kind = getattr(config, "peft_type", None)

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Replaced:
-    """An attribute that is set on a module until `remove`."""
+    """An attribute of a module that replaces the one of its class until `remove`."""
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self._module, self._name, self._value = module, name, value

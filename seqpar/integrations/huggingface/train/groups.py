@@ -1,7 +1,7 @@
-"""Groups of ranks, each of which accelerate treats as one process.
+"""Groups of ranks. accelerate treats each group as one process.
 
-In an evaluation, the groups compute the batches of a single process in turns: in each *turn*, every
-group computes one batch.
+In an evaluation, all groups together compute the batches that a single process would compute. In
+each *turn*, every group computes one batch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _OPTIONS = (
 class Groups:
     """The groups of an Accelerator's processes. The Accelerator treats each group as one process.
 
-    It gives all ranks of a group the same batches, and gathers a group's values once. If batches
-    run out in the last turn of an evaluation, the results of the groups without a batch are
-    dropped. `firsts` are the groups' first processes.
+    All ranks of a group get the same batches, and values are gathered once for each group. If there
+    are fewer batches than groups in the last turn of an evaluation, the results of the groups
+    without a batch are dropped. `firsts` are the first processes of the groups.
     """
 
     def __init__(self, accelerator: Any, firsts: list[int], index: int) -> None:
@@ -48,10 +48,7 @@ class Groups:
 
     @classmethod
     def of(cls, comm: Comm, accelerator: Any) -> Groups:
-        """Return the groups; `comm` is the group of this process.
-
-        Each process must be in one group.
-        """
+        """Return the groups of all processes. `comm` is the group of this process."""
         from accelerate.utils import gather_object
 
         processes = comm.processes
@@ -74,7 +71,9 @@ class Groups:
 
     @contextmanager
     def counted(self, trainer: Any) -> Iterator[None]:
-        """Let a trainer of TRL count groups in place of processes, and gather each group once."""
+        """Within this context, a trainer of TRL counts groups in place of processes, and gathers
+        the values of each group once.
+        """
         if isinstance(trainer.accelerator, _AcceleratorOfGroups):
             yield
             return
@@ -92,7 +91,6 @@ class Groups:
             yield
 
     def gather_firsts(self, x: Tensor) -> Tensor:
-        """Return the rows of the first process of each group."""
         parts = self._gather_processes(x).chunk(self._accelerator.num_processes)
         return torch.cat([parts[first] for first in self._firsts])
 
@@ -115,7 +113,8 @@ class Groups:
             return loader
         if device_placement is None:
             device_placement = accelerator.device_placement
-        # By default, accelerate reads an iterable dataset once for all processes.
+        # By default, one process reads an iterable dataset, and accelerate dispatches the samples
+        # to all processes.
         dispatches = accelerator.dispatch_batches is None and device_placement
         dispatches = dispatches and isinstance(loader.dataset, IterableDataset)
         alone = self.evaluates or dispatches
@@ -140,18 +139,20 @@ class Groups:
         elif dispatches and self.count > 1:
             self._dispatch(made)
         if _draws_seeds(made.get_sampler()):
-            made.rng_types = [*(made.rng_types or ()), "torch"]  # all ranks draw rank 0's
+            made.rng_types = [*(made.rng_types or ()), "torch"]  # all ranks draw rank 0's numbers
         prepared.append(made)
         return made
 
     def gather(self, x: Any) -> Any:
-        """Return all groups' rows, (rows, …), in the order of the groups."""
+        """Gather x (rows, …) from the groups, in the order of the groups."""
         from accelerate.utils import recursively_apply
 
         return x if self.count == 1 else recursively_apply(self._gather_rows, x)
 
     def gather_for_metrics(self, x: Any, use_gather_object: bool = False) -> Any:
-        """Return the rows of an evaluation, each batch once, up to the dataset's last sample."""
+        """Gather the rows of an evaluation. Repeated batches, and samples that repeat earlier ones
+        to fill up the last batch, are dropped.
+        """
         from accelerate.utils import gather_object
 
         objects = use_gather_object or not _only_tensors(x)
@@ -203,7 +204,7 @@ class Groups:
         setattr(made, KEY, turn)
 
     def _dispatch(self, made: Any) -> None:
-        """Let a loader return the samples that accelerate would dispatch to this process."""
+        """Make a loader return the samples that accelerate would dispatch to this process."""
         base, size = made.base_dataloader, made.base_dataloader.batch_size
         if not self._accelerator.split_batches:
             size *= self.count
@@ -230,13 +231,12 @@ class Groups:
             batch_size=None,
             collate_fn=base.collate_fn,
             pin_memory=base.pin_memory,
-            generator=torch.Generator(),  # only `workers` then draws from the process's generator
+            # So that only `workers` draws from the process's generator.
+            generator=torch.Generator(),
         )
 
 
 class _AcceleratorOfGroups:
-    """An Accelerator that counts each group as a process."""
-
     def __init__(self, accelerator: Any, groups: Groups) -> None:
         self._accelerator, self._groups = accelerator, groups
         self.num_processes, self.process_index = groups.count, groups.index
@@ -250,7 +250,9 @@ class _AcceleratorOfGroups:
 
 
 class _Turn:
-    """A turn of `batches` different batches, one per group; the last batch has `rows` rows."""
+    """A turn: each group computes a batch. `batches` of them differ, and the last one has `rows`
+    rows.
+    """
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:
         self.groups, self.group, self.dispatches = groups, group, dispatches
@@ -275,7 +277,7 @@ class _DealtSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The order of samples, whose epoch accelerate sets."""
+        """The sampler whose epoch accelerate sets."""
         return getattr(self.batch_sampler, "sampler", None)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -300,8 +302,8 @@ class _DealtLoader(DataLoader[Any]):
 class _Dispatched(IterableDataset[Any]):
     """The samples that accelerate's DataLoaderDispatcher would give one process in an epoch.
 
-    A turn has `size` samples, divided equally among the groups. The last turn is filled up with the
-    first samples.
+    A turn has `size` samples, divided equally among the groups. If the samples do not fill the last
+    turn, the first samples are repeated.
     """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool, groups: Groups) -> None:
@@ -333,13 +335,14 @@ class _Dispatched(IterableDataset[Any]):
 class _DispatchedBatches(IterableDataset[list[Any]]):
     """The batches, as lists, that accelerate's DataLoaderDispatcher would give one process.
 
-    `workers` loads lists of samples in several processes. A turn has `batches` of these lists,
-    divided equally among the groups. The last turn is filled up with the first samples, or left out
-    with `drop_last`. Turns, and the group's batches, are made in this process, since a worker has
-    only some of the samples.
+    `workers` loads lists of samples in several processes. A turn has `batches` such lists, divided
+    equally among the groups. If the samples do not fill the last turn, the first samples are
+    repeated, or with `drop_last` the turn is left out. This process makes the turns, because a
+    worker has only some of the samples.
     """
 
-    # This is a dataset because accelerate makes another loader from it when training resumes.
+    # This class is a Dataset, because accelerate makes another loader from it when training
+    # resumes.
 
     def __init__(self, workers: DataLoader[Any], batches: int, groups: Groups) -> None:
         self._workers, self._batches = workers, batches
@@ -360,7 +363,8 @@ class _DispatchedBatches(IterableDataset[list[Any]]):
                 if self._workers.drop_last and len(turn) < self._batches:
                     return
                 samples += islice(cycle(first), -len(samples) % self._groups)
-            # As in accelerate, samples of other turns that cannot be divided equally are left out.
+            # As in accelerate, if the samples of any other turn cannot be divided equally, the rest
+            # is left out.
             part = len(samples) // self._groups
             if part:
                 yield samples[self._group * part : (self._group + 1) * part]

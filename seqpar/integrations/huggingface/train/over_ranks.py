@@ -1,4 +1,4 @@
-"""The methods of transformers' Trainer that differ for models that run over ranks."""
+"""Overrides of methods of transformers' Trainer, for models that run over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from seqpar.integrations.huggingface.train.whole_batches import WholeBatches
 
 
 class OverRanks:
-    """The methods of a Trainer that differ over ranks. Its attributes are transformers'."""
+    """A mixin for a Trainer. It reads and sets attributes of transformers' Trainer."""
 
     args: Any
     accelerator: Any
@@ -59,7 +59,9 @@ class OverRanks:
         )
 
     def _check_sizes(self) -> None:
-        """Let a `ParallelismConfig` have the enabled model's ranks as its `cp_size`."""
+        """Raise a ValueError if the ranks of `cp_size` in a `ParallelismConfig` are not the
+        model's.
+        """
         sizes = getattr(self.accelerator, "parallelism_config", None)
         if sizes is None or not sizes.cp_enabled:
             return
@@ -70,18 +72,22 @@ class OverRanks:
             raise ValueError(f"{what}, got {own.mesh.tolist()}: {how}")
 
     def get_cp_size(self) -> int:
-        """Return 1: transformers would divide by it what `OverRanks` counts once per group."""
+        """Return 1. transformers divides counts by this number, but `OverRanks` counts once per
+        group.
+        """
         return 1
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
-        return nullcontext, inputs  # `shard` cuts them
+        return nullcontext, inputs  # `shard` cuts the inputs
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
         self._keep_columns()
 
     def _keep_columns(self) -> None:
-        """Keep columns that a `Collator` reads. transformers drops them if forward lacks them."""
+        """Keep the columns that a `Collator` reads. transformers drops columns that forward does
+        not take.
+        """
         if isinstance(self.data_collator, Collator):
             columns = TRAINER.read(self, "_signature_columns")
             self._signature_columns = list(dict.fromkeys([*columns, *COLUMNS]))
@@ -91,8 +97,8 @@ class OverRanks:
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        # accelerate counts a model that was evaluated before as one that it has prepared, and would
-        # not wrap the model in DDP. Nothing would then average gradients.
+        # accelerate regards a model that was evaluated before as prepared, and would not wrap it in
+        # DDP. Nothing would average its gradients.
         if self.model_wrapped is self.model and is_prepared(self.model):
             forget_prepared(self.model)
         with self._sp.comm.telling_errors():
@@ -107,12 +113,13 @@ class OverRanks:
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Count the samples of a step once for each group."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
         return total // self._sp.comm.size
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count the labels of a step; in training, those of all groups if tokens are averaged."""
+        """Count the labels of a step: of all groups if the loss averages over all tokens, otherwise
+        of this group.
+        """
         if not self.model_accepts_loss_kwargs or not batch_samples:  # type: ignore[attr-defined]
             return None
         counts = [self._sp.count_labels(batch) for batch in batch_samples]
@@ -123,7 +130,7 @@ class OverRanks:
             counts += [int((x != -100).sum()) for x in firsts]
         count = torch.tensor(sum(counts), device=device)
         count = self.accelerator.gather(count).sum() if self._averages_tokens else count
-        # In training the count is at least 1, so a step without labels has the loss 0.
+        # In training the count is at least 1, so that the loss of a step without labels is 0.
         return count if self._groups.evaluates else count.clamp(min=1)
 
     def compute_loss(
@@ -151,7 +158,7 @@ class OverRanks:
 
     @property
     def _averages_tokens(self) -> bool:
-        """Whether a loss weighs the tokens of all groups equally; in an evaluation it does not."""
+        """Whether the loss gives equal weight to the tokens of all groups."""
         return bool(self.args.average_tokens_across_devices) and not self._groups.evaluates
 
     def _labelled_shard(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -172,16 +179,15 @@ class OverRanks:
             loss = self._sp.total(self.label_smoother(outputs, labels, **given))
         counted = batch[KEY].labels if items is None else items
         if self._groups.evaluates and not counted:
-            loss = loss * torch.nan  # as on one process: the mean over batches leaves it out
+            loss = loss * torch.nan  # NaN as on one process, where the mean over batches ignores it
         return self._scaled(loss, items), outputs
 
     def _scaled(self, loss: Tensor, items: Any) -> Tensor:
-        """Return a loss, times the number of groups if it was divided by the `items` of all."""
+        """Multiply a loss that was divided by the `items` of all groups by the number of groups."""
         return loss * self._groups.count if items is not None and self._averages_tokens else loss
 
 
 def sessions_of(model: nn.Module) -> list[SequenceParallel]:
-    """Return the sessions of the enabled models in a module."""
     found = dict.fromkeys(session_of(x) for x in model.modules())
     return [x for x in found if isinstance(x, SequenceParallel)]
 

@@ -1,7 +1,7 @@
-"""The methods of TRL's trainers for policies, GRPO and RLOO, that differ for models over ranks.
+"""Overrides of methods of TRL's trainers GRPO and RLOO, for models that run over ranks.
 
-The ranks of a group generate the same completions, from a cache that they share, and then train on
-them as on one batch.
+The ranks of a group generate the same completions, with a cache that is spread over the ranks, and
+then train on the completions as on any other batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REFUSED = {
 
 
 class OverRanksPolicy(OverRanksPreferences):
-    """The methods that differ, in addition to those of `OverRanksPreferences`."""
+    """A mixin for GRPO and RLOO trainers."""
 
     reward_funcs: list[Any]
     num_generations: int
@@ -43,7 +43,7 @@ class OverRanksPolicy(OverRanksPreferences):
         if any(isinstance(x, nn.Module) and sessions_of(x) for x in self.reward_funcs):
             how = "each rank calls it with whole batches"
             raise ValueError(f"reward_funcs must not be enabled: {how}")
-        # TRL counts all processes in this number, and every group has `size` of them.
+        # TRL counts all processes in this number, and every group has `size` processes.
         self.args = copy.copy(self.args)
         self.args.generation_batch_size //= self._sp.comm.size
         rows = {"train": self.args.generation_batch_size}

@@ -1,8 +1,8 @@
-"""The methods of TRL's trainers for rewards and preferences that differ for models over ranks.
+"""Overrides of methods of TRL's trainers for rewards and preferences, for models over ranks.
 
 TRL computes each of their losses from a few numbers per row or token, such as rewards and
-log-probabilities. The ranks exchange these numbers, and then all of them run TRL's own code for the
-loss, on the whole batch.
+log-probabilities. The ranks gather these numbers, and then every rank runs TRL's own code for the
+loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from seqpar.integrations.huggingface.train.whole_batches import WholeBatches
 
 
 class OverRanksPreferences(OverRanks):
-    """The methods that differ, in addition to those of `OverRanks`."""
+    """A mixin for TRL's trainers for rewards and preferences."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,7 +26,8 @@ class OverRanksPreferences(OverRanks):
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module):
             if self._sp.has_attention_of_ranks(reference) and not sessions_of(reference):
-                self._sp.enable_alike(reference)  # TRL loaded it with the attention of the model
+                # TRL loaded the reference model with seqpar's attention.
+                self._sp.enable_alike(reference)
             self.ref_model = self._whole(reference)
         elif hasattr(self, "ref_model") and not getattr(self, "precompute_ref_logps", True):
             how = "give a ref_model, or set precompute_ref_log_probs"
@@ -35,7 +36,9 @@ class OverRanksPreferences(OverRanks):
             )
 
     def _whole(self, model: Any) -> Any:
-        """Return a model that takes whole batches, as one that is not enabled does already."""
+        """Return a model that takes whole batches. A model that is not enabled is returned
+        unchanged.
+        """
         if isinstance(model, WholeBatches) or not (sessions := sessions_of(model)):
             return model
         ranks, own = sessions[0].comm.processes, self._sp.comm.processes
@@ -44,7 +47,7 @@ class OverRanksPreferences(OverRanks):
         return WholeBatches(model, sessions[0])
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        return None  # TRL's losses divide by counts of their own
+        return None  # TRL's losses divide by their own counts
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -54,7 +57,8 @@ class OverRanksPreferences(OverRanks):
                 self._whole(model), inputs, return_outputs, num_items_in_batch
             )
         loss, *outputs = found if return_outputs else (found,)
-        # Every rank has computed the loss of all ranks, and `total` adds the losses up.
+        # Every rank has computed the same loss of the whole batch, and `total` adds these equal
+        # losses up.
         loss = self._sp.total(loss / self._sp.comm.size)
         return (loss, *outputs) if return_outputs else loss
 

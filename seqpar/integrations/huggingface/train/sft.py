@@ -1,4 +1,4 @@
-"""The methods of TRL's SFTTrainer that differ for models that run over ranks."""
+"""Overrides of methods of TRL's SFTTrainer, for models that run over ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from seqpar.integrations.huggingface.train.over_ranks import OverRanks
 
 
 class OverRanksSFT(OverRanks):
-    """The methods of TRL's SFTTrainer that differ over ranks, in addition to those of `OverRanks`.
+    """A mixin for SFTTrainer.
 
-    The model returns a rank's log-probabilities by TRL's fused head, which accepts shifted labels.
-    TRL itself divides by counts of processes, and drops processes at the end of an epoch.
+    The model computes log-probabilities of a rank's tokens by TRL's fused head, which accepts
+    shifted labels. The loss is computed from them here, because TRL's own code counts processes.
     """
 
     aux_loss_enabled: bool
@@ -28,7 +28,8 @@ class OverRanksSFT(OverRanks):
             raise ValueError(f"router_aux_loss_coef must be 0: {reason}")
 
     def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()  # TRL's, which does not call that of OverRanks
+        # TRL's method, which does not call the one of OverRanks.
+        super()._set_signature_columns_if_needed()
         self._keep_columns()
 
     def compute_loss(
@@ -36,7 +37,7 @@ class OverRanksSFT(OverRanks):
     ) -> Any:
         batch = self._labelled_shard(inputs)
         smoothed = self.label_smoother is not None and self.args.loss_type == "nll"
-        if smoothed:  # smoothing needs logits
+        if smoothed:  # label smoothing needs logits
             loss, _ = self._loss_of(model, dict(batch), num_items_in_batch)
         labels = batch.pop("labels")
         with torch.set_grad_enabled(torch.is_grad_enabled() and not smoothed):

@@ -21,17 +21,17 @@ _OF_TRL: dict[str, type[OverRanks]] = {
 
 
 def trainer(base: type) -> type:
-    """Return a Trainer class for enabled models, whose ranks share each sequence.
+    """Return a subclass of a Trainer for enabled models, whose ranks share each sequence.
 
-    The ranks of a group read the same batches, and groups read different ones: data parallelism is
-    over groups. With one group, batches, losses, metrics, predictions and checkpoints are the same
-    as on a single process. With several groups, training has the batches of the same number of
-    processes; evaluation and predictions are still the same as on a single process. If several
-    groups train on a streamed dataset with several workers, the workers read samples, and the
-    training process collates them.
+    All ranks of a group read the same batches, and different groups read different batches. With
+    one group, batches, losses, metrics, predictions and checkpoints are the same as on a single
+    process. With several groups, training uses the batches that this number of processes would use.
+    Evaluation and predictions are still the same as on a single process. If several groups train on
+    a streamed dataset with several workers, the workers only read samples, and the training process
+    collates them.
 
-    Methods that a subclass overrides are kept, and run before seqpar's. A `compute_loss` that calls
-    the model itself is refused when it does so. Enable `model` before the trainer is made.
+    Methods of your own subclass stay in effect, and run before seqpar's. A `compute_loss` of your
+    own raises an error if it calls the model. Enable the model before you make the trainer.
 
     Args:
         base: one of these, or your subclass:
@@ -40,11 +40,11 @@ def trainer(base: type) -> type:
             * `transformers.Seq2SeqTrainer`, with the extra `hf`, without `predict_with_generate`;
             * `trl.SFTTrainer` with its packing, with the extra `trl`;
             * TRL's `RewardTrainer`, `DPOTrainer`, `KTOTrainer`, `ORPOTrainer`, `GRPOTrainer` and
-              `RLOOTrainer`, with the extra `trl`. A reference model may be enabled on the same
-              ranks, or not at all.
+              `RLOOTrainer`, with the extra `trl`. A reference model can be enabled on the same
+              ranks, or not be enabled.
 
-            TRL's other trainers are refused, such as the one for distillation. Write their training
-            loop yourself with `sp.shard` and `sp.total`.
+            TRL's other trainers, such as the one for distillation, are refused. In their place,
+            write the training loop yourself with `sp.shard` and `sp.total`.
 
     Raises:
         TypeError: if `base` is not a Trainer.

@@ -1,4 +1,4 @@
-"""A model that takes and returns whole batches, and that the ranks of a group compute together."""
+"""A model that takes and returns whole batches, computed by all ranks of a group together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from seqpar.integrations.huggingface.session import SequenceParallel
 
 
 class WholeBatches:
-    """An enabled model, or a wrapper of it, that every rank calls with the same whole batch.
+    """An enabled model that every rank calls with the same whole batch.
 
-    It cuts the batch, and puts the outputs of all ranks together. A loss that is computed from
-    these outputs is therefore the same on every rank: divide it by the number of ranks, and pass it
-    to `sp.total`.
+    The call cuts the batch, and gathers the outputs of all ranks. A loss that is computed from
+    these outputs is therefore the same on every rank. Divide the loss by the number of ranks, and
+    pass it to `sp.total`.
     """
 
     def __init__(self, model: Any, sp: SequenceParallel, loss_only: bool = False) -> None:
@@ -26,12 +26,12 @@ class WholeBatches:
         batch = self.sp.shard(inputs)
         if not inputs.get("fused_lm_head"):
             return self.sp.unshard(self.model(**batch), batch)
-        # TRL's head takes labels that are shifted already, and returns a value for each of them.
+        # TRL's head takes shifted labels, and returns a value for each label.
         batch["shift_labels"] = batch.pop("labels")
         outputs = self.model(**batch)
-        outputs.loss = None  # of one rank's tokens
+        outputs.loss = None  # the model's loss is that of one rank's tokens only
         outputs = self.sp.unshard(outputs, batch)
-        if "shift_labels" not in inputs:  # from whole labels, TRL's head returns (B, S - 1)
+        if "shift_labels" not in inputs:  # given unshifted labels, TRL's head returns (B, S − 1)
             for name, x in outputs.items():
                 if isinstance(x, Tensor) and x.dim() > 1:
                     outputs[name] = x[:, :-1]
