@@ -1,9 +1,8 @@
-"""A check of an attention server before its first use: are the server's results right, and how fast
-is the server?
+"""A check of an attention server: whether its results are right, and how fast it is.
 
-The server and this process compute the same small task, and the check compares the two results. The
-check then measures the round-trip time of the small task, and the bandwidth for a larger payload
-without computation.
+The server and this process compute the same small task, and the results are compared. The check
+then measures the round-trip time of this task, and the bandwidth for a larger payload without
+computation.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 _ROWS, _HEADS, _DIM = 512, 4, 64
 _MEBIBYTES = 16  # the size of the payload that measures bandwidth
-_TIMES = 5  # repetitions, of which the fastest counts
-# A server's device may round in a different way than this process's CPU. All differences that were
-# seen so far are in the last place of fp32.
+_TIMES = 5  # number of repetitions; the shortest time counts
+# Allows for the rounding of a server's device, which can differ from the rounding of this CPU.
 _TOLERANCE = 1e-4
 
 
@@ -35,10 +33,11 @@ class Finding(NamedTuple):
     address: str
     transport: str
     error: str  # why the check failed, or ""
-    same_bits: bool = False  # whether the answer has the same bits as this process's result
+    # Whether the server's result has the same bits as this process's result.
+    same_bits: bool = False
     seconds: float = 0.0  # the shortest of 5 round-trip times of the known task
-    # The bytes of a payload and its result, divided by the shortest of 5 round-trip times. The
-    # payload needs no computation.
+    # The bytes of a payload without computation and of its result, divided by the shortest of 5
+    # round-trip times.
     bytes_per_second: float = 0.0
 
 
@@ -65,8 +64,8 @@ def payload(mebibytes: int) -> Request:
 def check(address: str, transport: str, keys: Path | None, timeout: float) -> Finding:
     """Check the server at `address` over one transport.
 
-    Connecting may take `timeout` seconds, and a request may take 4·`timeout` seconds. If the server
-    fails, `check` raises nothing, and the field `error` of the result has the reason.
+    The time limit is `timeout` seconds for connecting and 4·`timeout` seconds for a request. If the
+    server fails, `check` raises no error, and the field `error` of the result contains the reason.
     """
     deadlines = {
         "connect": timeout, "request": 2 * timeout, "hedge": 3 * timeout, "give_up": 4 * timeout
@@ -102,7 +101,6 @@ def _compare(pool: ServerPool, address: str, transport: str) -> Finding:
 
 
 def _least_seconds(pool: ServerPool, request: Request) -> float:
-    """Return the shortest of 5 round-trip times, after one call that warms up."""
     times = []
     for _ in range(1 + _TIMES):
         start = time.perf_counter()

@@ -30,7 +30,7 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.split import SplitStrategy
 
-ANY_SERVER = -1  # the peer in `Traffic`; which server computes a task is not known in advance
+ANY_SERVER = -1  # the peer in `Traffic`, because the server of a task is not known in advance
 
 
 class Submitted(NamedTuple):
@@ -60,16 +60,16 @@ class Submitted(NamedTuple):
 class OnServers(SplitStrategy[Submitted, Submitted]):
     """A strategy that sends queries, keys and values to servers, which return the results.
 
-    The trainer is the only rank. The tasks depend only on the call (`cut_call`). The trainer merges
-    and adds the results in the order of the tasks. The result of the call therefore does not depend
-    on which server computed which task.
+    The trainer is the only rank. Tasks depend only on the call (`cut_call`), and the trainer merges
+    and adds their results in a fixed order. The bits of the result therefore do not depend on which
+    server computed which task.
     """
 
     name = "disaggregated"
     routable: ClassVar[bool] = False
     finds_max_logits: ClassVar[bool] = False
     rehearses: ClassVar[bool] = False
-    tasks: int = 16  # the largest number of tasks of a call; work that is left over is one more
+    tasks: int = 16  # the largest number of tasks of a call, except for one more task with the rest
     tile: int = TILE_ROWS  # the number of query rows that a kernel computes together
     pool: ServerPool | None = field(default=None, metadata=NO_OPTION)
 
@@ -172,7 +172,7 @@ class OnServers(SplitStrategy[Submitted, Submitted]):
         operands: Operands,
         output: OutputGradient | None = None,
     ) -> Submitted:
-        """Submit the tasks of a pass, each as soon as its request is made."""
+        """Submit the tasks of a pass. Each task is submitted as soon as its request was made."""
         assert self.pool is not None
         submitted = Submitted(self._tasks(call), deque())
         try:
@@ -193,7 +193,7 @@ def _request(
     queries, keys, (q, k, v, _) = task.queries, task.keys, operands
     rows = queries.select(q), keys.select(k), keys.select(v)
     if output is None:
-        # If nothing is merged into this result, the server rounds it to q's dtype.
+        # If nothing is merged into this result, the server can round it to q's dtype.
         final = task.whole and not call.has_sinks
         return Request(*rows, task.slices, call.options, exact_out=not final)
     dout, lse, delta = (queries.select(x) for x in (output.dout, output.lse, output.ensure_delta()))

@@ -4,10 +4,10 @@ The cut depends only on the layouts, the mask, the shapes and the options, and n
 servers are available. If servers die, hang, leave or join, other servers compute the same tasks,
 and the result has the same bits.
 
-The planner of `disaggregate`, which usually plans for ranks, makes the cut. For the planner, the
-trainer is rank 0, which stores all tokens and should compute nothing. The planner also gets one
-*idle rank*, a rank without tokens, for each task. All work that the planner assigns to one idle
-rank becomes one task.
+The cut uses the planner of `disaggregate`, which distributes attention over ranks. Here the planner
+sees the trainer as rank 0, which stores all tokens and should compute nothing, and one *idle rank*,
+a rank without tokens, for each task. The work that the planner assigns to an idle rank becomes one
+task.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from seqpar.layout.tasks.tasks import Parts
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 
-# How far the work of a task may exceed the mean, as a fraction of the mean. They are tried in turn.
+# By how much the work of a task can exceed the mean, as a fraction of the mean. Tried in this
+# order.
 _TOLERANCES = 0.05, 0.1, 0.2, 0.4, 0.8
-_LEAST_TILES = 4  # the least number of square tiles per task; a small call has fewer tasks
+_LEAST_TILES = 4  # the least number of square tiles in a task, so that a small call has fewer tasks
 
 
 class CutTask(NamedTuple):
@@ -39,14 +40,14 @@ class CutTask(NamedTuple):
     queries: Rows  # rows of the call's q
     keys: Rows  # rows of the call's k and v
     slices: Slices  # the mask of these queries and keys
-    whole: bool  # no other task has any of these query rows, so the result is final
+    whole: bool  # whether no other task has any of these query rows, so that the result is final
 
 
 def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
     """Cut a call whose tokens are all on one rank into tasks with about equal work.
 
     The call has at most `most` tasks. Work that the planner leaves on rank 0 becomes one more task.
-    The planner also tries to send few bytes. A task may have rows of any number of documents. The
+    The planner also tries to send few bytes. A task can have rows of any number of documents. The
     query rows of a task begin and end at a multiple of `tile` rows, or at the end of a document.
     """
     queries, keys = call.layout, call.kv_layout
@@ -71,10 +72,10 @@ def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
     """Return the parts of a call, each with the rank to which the planner assigns it.
 
     The planner distributes the call over `count` idle ranks. Tasks consist of whole tiles, so some
-    work may stay on rank 0. If rank 0 keeps more work than each of the idle ranks, the planner runs
-    again with the next larger tolerance, which lets idle ranks have more work. After the largest
-    tolerance, the number of idle ranks is halved. If fewer than two idle ranks are left, the whole
-    call becomes one task.
+    work can stay on rank 0. If rank 0 keeps more work than each of the idle ranks, the planner runs
+    again with the next larger tolerance, which allows more work per idle rank. If the largest
+    tolerance does not suffice, the number of idle ranks is halved. If fewer than two idle ranks are
+    left, the whole call becomes one task.
     """
     s, queries, keys = call.shape, call.layout, call.kv_layout
     row_bytes = RowBytes.of(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype.itemsize)
@@ -116,8 +117,8 @@ def _rows_in_several(segments: Segments, tokens: int) -> Ints:
 
 def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, ServerRows]:
     """Return the rows of a task in the call's tensors, and the rows that the task's server gets."""
-    # The trainer stores all tokens, so the number of a row in its tensors is the token's position
-    # in the packed batch.
+    # The trainer stores all tokens, so the index of a row in its tensors is the token's position in
+    # the packed batch.
     starts, stops = segments.starts, segments.stops
     index, spans = geometry.holdings[0].spans_in(starts, stops)
     table = np.stack([np.zeros_like(index), *spans])

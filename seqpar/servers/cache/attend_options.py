@@ -16,8 +16,6 @@ from seqpar.softmax.compute.call_options import CallOptions, parse_softcap
 
 
 class AttendKeywords(TypedDict, total=False):
-    """The keyword arguments of `ServerCache.attend`."""
-
     causal: bool
     window_size: WindowSize
     softmax_scale: float | Tensor | None
@@ -27,9 +25,7 @@ class AttendKeywords(TypedDict, total=False):
 
 
 class AttendOptions(NamedTuple):
-    """The checked options of `ServerCache.attend`."""
-
-    # How many keys to the left and to the right of a query's position the query attends to.
+    # The window: a query attends to this many keys on the left and on the right of its position.
     bounds: tuple[int, int]
     scores: CallOptions  # the scale and the softcap of the scores
     sinks: Tensor | None  # (Hq,)

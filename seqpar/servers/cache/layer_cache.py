@@ -4,9 +4,9 @@
 * A *segment* is a range of consecutive rows of a layer. One server stores the segment. This process
   keeps a copy of the segment's rows or computes the rows again. If the server is lost, this process
   can therefore send the segment to another server.
-* A *step* is a request for one segment. The step sends the rows that the server lacks, and some
-  queries. The server appends the rows to the segment, and computes attention of the queries over
-  the segment.
+* A *step* is a request for one segment. It carries queries, and those rows of the segment that the
+  server does not have. The server appends the rows to the segment, and computes attention of the
+  queries over the segment.
 * A *place* is a server together with the session of this process on this server.
 """
 
@@ -37,11 +37,12 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import Partial
 
 _MAX_MESSAGE_BYTES = 2**25  # the most bytes of rows in one message
-_AVOID_SECONDS = 5.0  # how long a server that has lost a cache gets no segment, if possible
+_AVOID_SECONDS = 5.0  # after a server has lost a cache, others are preferred for this time
 _RETRY_SECONDS = 0.02  # the pause before servers are tried again, if the pool has `home=False`
 _cache_numbers = count(1)
 _CPU = torch.device("cpu")
-Source = Callable[[int, int], object]  # (start, stop): returns k and v of rows start … stop − 1
+# Called with (start, stop); returns k and v of rows start … stop − 1.
+Source = Callable[[int, int], object]
 
 
 class RecomputedRows:
@@ -53,21 +54,20 @@ class RecomputedRows:
 
     def __init__(self, shape: RowShape, source: Source) -> None:
         """`source` is a function that returns k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
-        self.shape, self.nbytes = shape, 0  # nbytes: of the pages that a server needs for the rows
+        # Nbytes: the bytes of the pages that a server needs for the rows.
+        self.shape, self.nbytes = shape, 0
         self._source = source
         self._recent: tuple[int, Tensor, Tensor] | None = None
 
     def reserve(self, rows: int) -> None:
-        """Count the bytes of the pages that a server needs for the first `rows` rows."""
         self.nbytes = max(self.nbytes, self.shape.nbytes(rows))
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Keep the rows from `start` on, until `settle` is called."""
+        """Keep rows `start` and later, until `settle` is called."""
         k, v = (x.detach().to(_CPU, copy=True) for x in (k, v))
         self._recent = start, k, v
 
     def settle(self) -> None:
-        """Drop the kept rows, because their step is finished and `source` can compute them."""
         self._recent = None
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,6 @@ class RecomputedRows:
     def attend(
         self, q: Tensor, length: int, seen: Seen, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention over the first `length` rows, as `Pages.attend` does."""
         rows = length if q.numel() else 0
         pages = Pages(self.shape, _CPU)
         pages.reserve(rows)
@@ -108,7 +107,9 @@ class RecomputedRows:
 
 
 class Query(NamedTuple):
-    """The queries (B, T, Hq, D) of a step, the rows they attend to, the scale and the softcap."""
+    """The queries (B, T, Hq, D) of a step, the rows to which they attend, the scale and the
+    softcap.
+    """
 
     q: Tensor
     seen: Seen
@@ -121,11 +122,14 @@ class Held(NamedTuple):
     place: CachePlace
     number: int  # the number by which the server finds the segment's cache
     writes: int = 0  # how many steps the server has computed for the segment
-    rows: int = 0  # the server has this many of the segment's first rows, and they are current
+    # The number of the segment's first rows that the server stores in their current state.
+    rows: int = 0
 
 
 class BegunStep(NamedTuple):
-    """A step without an answer. After the answer, the server has the first `stop` rows."""
+    """A step that has no answer yet. When it is answered, the server stores the first `stop`
+    rows.
+    """
 
     held: Held
     stop: int
@@ -134,19 +138,17 @@ class BegunStep(NamedTuple):
 
 @dataclass(eq=False)
 class SegmentServers:
-    """The servers that store the segments of one `ServerCache`."""
-
     pool: Dispatcher
     placed: dict[int, CachePlace] = field(default_factory=dict)  # by the segment's number
-    # The time until which a server should get no segment, by the server's address.
+    # For each server that has lost a cache: the time until which other servers are preferred.
     avoided: dict[str, float] = field(default_factory=dict)
-    closed: bool = False  # whether the cache was closed, so that servers store nothing for it
+    closed: bool = False  # whether the cache was closed; servers then store nothing for it
 
     def hold(self, nbytes: int) -> Held | None:
         """Reserve `nbytes` for a new segment on the server with the most free memory.
 
-        Returns None if no server has enough memory, or if the cache was closed. If the cache was
-        closed and the pool has `home=False`, this raises a ServersError.
+        Returns None if no server has enough memory or the cache was closed. With `home=False`, a
+        closed cache raises a ServersError instead.
         """
         if self.closed:
             if not self.pool.options.has_home:
@@ -168,7 +170,6 @@ class SegmentServers:
             self.pool.forget_cache(place, number)
 
     def forget_all(self) -> None:
-        """Free all segments on their servers, and never store a segment on a server again."""
         self.closed = True
         for number in list(self.placed):
             self.forget(number)
@@ -194,7 +195,6 @@ class Segment:
 
     @property
     def held(self) -> tuple[str, int] | None:
-        """The server's address and the stored bytes, or None if no server stores the segment."""
         if self._held is None:
             return None
         return self._held.place.address, self._own_rows.shape.nbytes(self._held.rows)
@@ -217,7 +217,7 @@ class Segment:
 
     @property
     def lacks(self) -> bool:
-        """Whether the server may lack some rows."""
+        """Whether the server possibly lacks some rows."""
         return self.length > (0 if self._held is None else self._held.rows)
 
     def forget(self) -> None:
@@ -227,7 +227,7 @@ class Segment:
 
     def drop(self, begun: BegunStep) -> None:
         """Cancel a step, and free the segment's rows on the server."""
-        begun.answer.cancel()  # before the rows are freed, so that no step is sent after that
+        begun.answer.cancel()  # first, so that no step is sent after the rows are freed
         self._servers.forget(begun.held.number)
 
     def begin(self, query: Query) -> BegunStep | None:
@@ -244,9 +244,8 @@ class Segment:
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
         """Return out and lse of a step, in fp32 (fp64 for fp64).
 
-        If `begun` is None or its step was lost, this process sends a server the rows that the
-        server lacks, and then repeats the step. If no server can compute the step, this process
-        computes the step.
+        If `begun` is None or the step was lost, this process sends the missing rows to a server and
+        repeats the step there. If no server can compute the step, this process does.
         """
         result = self._result(query, begun)
         self._own_rows.settle()
@@ -287,7 +286,6 @@ class Segment:
         return self._answer(self._ask(held, self.length, query))
 
     def _ask(self, held: Held, stop: int, query: Query) -> BegunStep:
-        """Send a step to a server, with the rows before `stop` that the server lacks."""
         self._held, q = None, query.q
         try:
             operands = q, *self._own_rows.read(held.rows, stop)
@@ -317,7 +315,6 @@ class Segment:
         return self._own_rows.attend(query.q, self.length, query.seen, query.options)
 
     def _cost(self, q: Tensor) -> int:
-        """Return the work of attention over the whole segment, in the unit of `Request.work`."""
         shape = self._own_rows.shape
         return q.shape[:3].numel() * self.length * (shape.dim + shape.value_dim)
 
@@ -343,12 +340,11 @@ class LayerCache:
         self.shape = shape
         self.length = 0
         self.batched = batched  # whether the caller's tensors have a batch dimension
-        self.is_busy = False  # whether an answer was started and its result was not taken
+        self.is_busy = False  # whether there is an answer whose result was not taken yet
         self.segments: list[Segment] = []
         self._servers, self._rows_per_segment, self._source = servers, rows_per_segment, source
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Append the rows k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
         most = self._rows_per_segment
         while rows := min(k.shape[1], most - self.length % most):
             i, start = divmod(self.length, most)
@@ -358,7 +354,6 @@ class LayerCache:
             k, v, self.length = k[:, rows:], v[:, rows:], self.length + rows
 
     def _own_rows(self, first: int) -> Pages | RecomputedRows:
-        """Return the object that provides the rows of the segment that begins at row `first`."""
         source = self._source
         if source is None:
             return Pages(self.shape, _CPU)
@@ -370,7 +365,6 @@ class LayerCache:
             segment.truncate(max(0, length - i * self._rows_per_segment))
 
     def send(self) -> None:
-        """Send each server all rows that it lacks."""
         scores = CallOptions(1.0, 0.0, DEFAULT, deterministic=True)
         dtype, batch, heads, dim, _ = self.shape
         nothing = torch.empty((batch, 0, heads, dim), dtype=dtype, device=_CPU)
@@ -392,8 +386,8 @@ class LayerCache:
 
         `heads` says how the caller's query heads are sharded.
         """
-        # A segment outside of the window also gets a step if its server lacks rows, because rows
-        # travel with steps.
+        # If a server lacks rows of a segment outside of the window, it gets a step too, because
+        # rows are sent only with steps.
         offset, queries = self.length - q.shape[1], []
         for i, segment in enumerate(self.segments):
             seen = Seen(offset - i * self._rows_per_segment, *options.bounds)
@@ -456,7 +450,7 @@ class ServerAnswer:
 def _drop(
     layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[BegunStep | None]
 ) -> None:
-    """Cancel the steps of an answer that nobody waited for, so that the layer can start another
+    """Cancel the steps of an answer whose result nobody has taken. The layer can then start another
     answer.
     """
     for (segment, _), each in zip(queries, begun, strict=False):

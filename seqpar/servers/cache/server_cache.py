@@ -40,17 +40,17 @@ class ServerCache:
     A layer is stored by the server that has the most free memory. With `segment`, a layer is cut
     into segments of `segment` tokens. Each segment is stored by the server that has the most free
     memory when the segment begins. This process keeps a copy of all keys and values in its own
-    memory. A server that dies, hangs, leaves or is restarted may lose its keys and values. Then
+    memory. If a server loses its keys and values, because it dies, hangs, leaves or is restarted,
     this process sends the copy to any other server. If there is no other server, this process
     computes the step. The result has the same bits on the same hardware. If the pool has
-    `home=False`, this process does not compute, and a step that no server computes in time raises a
+    `home=False`, this process never computes, and a step that no server computes in time raises a
     `seqpar.ServersError`.
 
     All sequences of a batch have the same length. If sequences have different lengths, use one
     cache for each length. `post` lets the steps of several caches run at the same time. A cache
-    computes no gradients. Use a cache in one thread only. Close a cache, or use it as a context, to
-    free the servers' memory. The memory is also freed when Python's garbage collector collects the
-    cache.
+    computes no gradients. Use a cache in one thread only. To free the servers' memory, call
+    `close`, or use the cache in a `with` statement. The memory is also freed when Python's garbage
+    collector collects the cache.
 
     Chen et al., "Efficient Heterogeneous Large Language Model Decoding with Model-Attention
     Disaggregation" (2024, Lamina); StepFun, "Step-3 is Large yet Affordable" (2025).
@@ -58,16 +58,17 @@ class ServerCache:
     Args:
         pool: the servers. The pool must have `sample=0`.
         length: the number of tokens of each sequence in the prefill.
-        segment: the largest number of tokens of a layer in one segment. Several servers then store
-            a long layer, and all of them compute simultaneously. By default there is no limit.
-        rebuild: a function (layer, start, stop) that returns (k, v) of the tokens start … stop − 1
-            of a layer. k and v must have the same bits as the tensors that `put` and `attend` got.
-            With `rebuild`, this process keeps no copy. If a server has lost tokens of finished
-            steps, the methods of the cache call `rebuild`.
+        segment: the largest number of tokens in one segment of a layer. With a limit, several
+            servers store a long layer and compute its attention at the same time. By default there
+            is no limit.
+        rebuild: a function that is called with (layer, start, stop) and returns (k, v) of the
+            tokens start … stop − 1 of a layer. k and v must have the same bits as the tensors that
+            were passed to `put` and `attend`. With `rebuild`, this process keeps no copy of keys
+            and values, and calls the function if a server has lost tokens of finished steps.
 
     Raises:
-        ValueError: if an argument is wrong, here and in all methods. The message names the
-            argument, and nothing was sent or stored.
+        ValueError: if an argument is wrong, here or in a method. The message names the argument.
+            Nothing was sent or stored.
     """
 
     @outside_graphs
@@ -106,7 +107,9 @@ class ServerCache:
 
     @property
     def held(self) -> dict[str, int]:
-        """The bytes of memory that each server uses, by address, after the last finished steps."""
+        """The bytes of memory that each server uses after the last finished steps, by the server's
+        address.
+        """
         held: dict[str, int] = {}
         for layer in self._layers.values():
             for address, nbytes in layer.held():
@@ -115,7 +118,7 @@ class ServerCache:
 
     @outside_graphs
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
-        """Send a layer's keys and values of all tokens to servers, which store them.
+        """Store a layer's keys and values of all tokens on servers.
 
         k is (T, Hkv, D) and v (T, Hkv, Dv), or (B, T, Hkv, D) and (B, T, Hkv, Dv). If the cache
         has this layer already, the new keys and values replace the old ones.
@@ -178,9 +181,9 @@ class ServerCache:
             layer: a layer that was stored with `put`.
             q: the queries of the step's T tokens, (T, Hq, D), or (B, T, Hq, D) if the tensors that
                 `put` got have a batch dimension.
-            k, v: the keys and values of these tokens, (T, Hkv, D) and (T, Hkv, Dv), or with a batch
-                dimension in front like q. They may be DTensors that shard heads. Each rank then
-                needs a pool, and a cache that stores the rank's heads.
+            k, v: the keys (T, Hkv, D) and values (T, Hkv, Dv) of these tokens. If q has a batch
+                dimension, they have one too. q, k and v can be DTensors that shard heads; each rank
+                then needs its own pool and its own cache.
             options: `causal` (default: True), `window_size`, `softmax_scale`, `softcap`, `sinks`
                 and `return_lse`, with the same meaning as in a call of a strategy.
 
@@ -208,10 +211,9 @@ class ServerCache:
     ) -> ServerAnswer:
         """Start the computation of `attend`, and return a `ServerAnswer` at once.
 
-        `result()` of the answer waits for the result. The steps of several caches, and other work
-        of the model, can therefore run at the same time. This method copies the tensors, so you may
-        change them afterwards. Call `result()` of a layer's answer before you call `attend` or
-        `post` for this layer again.
+        `result()` of the answer waits for the result. Until then, steps of other caches and other
+        work of the model can run. The tensors are copied, so you can change them after this call.
+        Call `result()` before you call `attend` or `post` for the same layer again.
         """
         self._check_open()
         kept = self._layers.get(layer)
@@ -262,7 +264,6 @@ class ServerCache:
         self.close()
 
     def _source(self, layer: Hashable, batched: bool) -> Source | None:
-        """Return a function that calls `rebuild` and adds the batch dimension if it is missing."""
         rebuild = self._rebuild
         if rebuild is None:
             return None

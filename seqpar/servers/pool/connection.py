@@ -8,8 +8,8 @@
   answers with a *welcome*. Afterwards the server sends an *event* with the server's state several
   times per second.
 * A *payload* is the bytes of a request's tensors. Payloads and results are sent in gRPC messages.
-  With NIXL, the sender writes them into an *arena* instead. An arena is a block of the receiver's
-  memory.
+  With NIXL, the sender writes payloads and results into an *arena* instead, which is a block of the
+  receiver's memory.
 * A call *rests* between two tasks: the call stays open, and neither side sends anything.
 """
 
@@ -48,28 +48,30 @@ AsyncCall = Callable[..., Coroutine[Any, Any, None]]
 State = Literal["connecting", "ready", "draining", "refused"]
 
 _log = logging.getLogger("seqpar")
-_RETRY_SECONDS = 0.2  # the pause before another session; it doubles up to the limits below
+_RETRY_SECONDS = 0.2  # the pause before another session begins; it doubles up to the limits below
 _MAX_RETRY_SECONDS, _MAX_UNIX_RETRY_SECONDS = 5.0, 0.4
 _EVENT_SECONDS = 0.01  # pause between two events, so that a hostile server cannot keep a pool busy
 _SECOND_LOOK_SECONDS = 0.1  # how long to wait once more before a server counts as silent
-_MIN_SILENCE_SECONDS = 1.0  # a live server sends four events in this time
-_RATE_SMOOTHING = 0.3  # weight of the last result in a server's rate
+_MIN_SILENCE_SECONDS = 1.0  # a server that works sends four events in this time
+_RATE_SMOOTHING = 0.3  # weight of the latest result in the mean rate of a server
 _BUSY_SECONDS = 0.05  # the pause before a busy server is asked again
-_PAYLOAD_MARGIN = 2.0  # deadlines are extended by this multiple of the time that payloads need
-_BANDWIDTH_FADING = 0.8  # with each result, earlier bandwidths count this fraction
+# Deadlines are extended by this multiple of the time that sending payloads takes.
+_PAYLOAD_MARGIN = 2.0
+_BANDWIDTH_FADING = 0.8  # with each result, the weight of earlier bandwidths is multiplied by this
 _MAX_OPEN_SECONDS = MAX_CALL_SECONDS / 6  # a call that has been open for longer gets no more tasks
-_MAX_REST_SECONDS = 60.0  # a call that has rested for longer ends, so that others may stay open
+# A call that has rested for longer is ended, because a server limits the number of open calls.
+_MAX_REST_SECONDS = 60.0
 _MAX_REASON = 200  # the most characters that are kept of a server's text
-# With these statuses a server refuses a session.
+# The gRPC statuses by which a server refuses a session.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _WRITE_FAILED = "Internal error from Core"  # gRPC's text for a write to a call that has ended
 
 
 def smoothed_rate(rate: float | None, work: int, seconds: float) -> float:
-    """Return the mean rate in work per second, after a request with this work took this time.
+    """Return the running mean of work per second, after a request of `work` took `seconds`.
 
-    The new rate contributes 30% to the mean. `rate` is the mean before the request, or None if
-    there was no request before.
+    The new value has a weight of 30%. `rate` is the mean before this request, or None for the first
+    request.
     """
     last = max(work, 1) / max(1e-6, seconds)
     return last if rate is None else rate + _RATE_SMOOTHING * (last - rate)
@@ -80,40 +82,41 @@ class CachePlace(NamedTuple):
 
     address: str
     session: bytes  # the secret of the session; a server that was restarted has other sessions
-    tokens: int  # the most query rows or key rows that a request to this server may have
-    bytes: int  # the most bytes that a request's payload or its result may have
+    tokens: int  # the most query rows, and the most key rows, of a request to this server
+    bytes: int  # the most bytes of a request's payload, and of its result
 
 
 @dataclass(eq=False)
 class PendingWork:
-    """A task or a cache step without a result. Times are on the monotonic clock."""
+    """A task or a decoding step that has no result yet. Times are on the monotonic clock."""
 
-    request: Request | None  # the task; None for a cache step
+    request: Request | None  # the task; None for a decoding step
     packed: Packed
     device: torch.device  # the device on which the result is returned
     cost: int  # the amount of work, in the unit of `Request.work`
-    place: CachePlace | None = None  # for a cache step, the only place that can compute it
+    place: CachePlace | None = None  # for a decoding step, the server that stores its cache
     future: Answer = field(default_factory=Future)  # resolved by the first answer
     submitted: float = field(default_factory=time.monotonic)
-    attempts: list[Attempt] = field(default_factory=list)  # attempts that may still be answered
+    # Attempts that the servers can still answer.
+    attempts: list[Attempt] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)  # addresses of servers that failed to compute it
     failures: int = 0  # the number of attempts that failed through a server's fault
     reason: str = ""  # why the last attempt failed, or "" before the first attempt
     hedged: bool = False  # whether a second server was asked while the first was still computing
-    at_home: bool = False  # whether this process computes it or has computed it
-    # How many seconds the payloads of an attempt that has ended may have spent on the network.
+    at_home: bool = False  # whether this process computes or has computed the work
+    # An upper bound, in seconds, of the time that the payloads of ended attempts spent on the
+    # network.
     passing: float = 0.0
 
     @classmethod
     def of(cls, request: Request) -> PendingWork:
-        """Pack a task. Packing takes a while, so the caller's thread packs the task, and not the
-        event loop.
+        """Pack a task. The caller's thread does this, because packing would delay the event
+        loop.
         """
         return cls(request, pack(request), request.q.device, request.work)
 
     @property
     def settled(self) -> bool:
-        """Whether the work has a result or an error, or was cancelled."""
         return self.future.done()
 
     def cancel_attempts(self) -> None:
@@ -123,8 +126,6 @@ class PendingWork:
 
 @dataclass(eq=False)
 class Attempt:
-    """Work that was sent to one server."""
-
     work: PendingWork
     connection: ServerConnection
     number: int  # the number of the request on this connection
@@ -133,9 +134,7 @@ class Attempt:
     late: bool = False  # whether another server was asked, because no answer came in time
 
     def cancel(self) -> None:
-        """Cancel the call and the attempt. Cancelling a call that has not begun would not end the
-        attempt.
-        """
+        """Cancel the call, and end the attempt even if the call has not begun."""
         if self.call is not None:
             self.call.cancel()
         self.connection.finish(self)
@@ -161,11 +160,9 @@ class ConnectionEvents(Protocol):
 
 
 class Failure(NamedTuple):
-    """Why an attempt has no result."""
-
     reason: str
-    blame: bool = False  # whether the server is at fault, so that others should be asked first
-    busy: bool = False  # whether the server accepts no request for a moment
+    blame: bool = False  # whether the server is at fault; other servers are then asked first
+    busy: bool = False  # whether the server has too many requests at the moment
     lost: bool = False  # whether the session on this server has ended
 
 
@@ -181,7 +178,7 @@ class PoolEndpoint:
 
 
 class _UnknownVersionError(Exception):
-    """The server knows no version of the service that this pool knows."""
+    """The server and this pool have no version of the service in common."""
 
 
 class TaskCall:
@@ -190,7 +187,8 @@ class TaskCall:
     def __init__(self, stream: Any) -> None:
         self.stream, self._since = stream, time.monotonic()
         self._rests, self._rested = False, 0.0  # whether the call rests, and since when
-        self._early: asyncio.Task[bytes] | None = None  # waits for a reply from the rest on
+        # Waits for a message of the server while the call rests.
+        self._early: asyncio.Task[bytes] | None = None
 
     async def write(self, message: bytes) -> None:
         await self.stream.write(message)
@@ -203,7 +201,9 @@ class TaskCall:
         return await early
 
     def rest(self) -> None:
-        """Keep the call open for another task. If the server sends anything, the call ends."""
+        """Keep the call open for another task. If the server sends anything meanwhile, the call
+        ends.
+        """
         self._rests, self._rested = True, time.monotonic()
         self._early = asyncio.ensure_future(self.stream.read())
         self._early.add_done_callback(self._spoil)
@@ -211,20 +211,18 @@ class TaskCall:
     def _spoil(self, early: asyncio.Task[bytes]) -> None:
         """End the call if the server sent something while the call rested, or ended the call."""
         if not early.cancelled():
-            early.exception()  # asyncio logs an error that nobody has asked for
-        # A reply may arrive before gRPC reports that the request has been written. Then this is
-        # called during a task, or during the next rest.
+            early.exception()  # without this, asyncio would log the error
+        # A reply can arrive before gRPC reports that the request was written. In this case, the
+        # method is called during a task or during a later rest, and has nothing to end.
         if self._rests and early is self._early:
             self.stream.cancel()
 
     def may_go_on(self) -> bool:
-        """Return whether a resting call may send another task."""
         now = time.monotonic()
         is_new = now < min(self._since + _MAX_OPEN_SECONDS, self._rested + _MAX_REST_SECONDS)
         return is_new and self._early is not None and not self._early.done()
 
     def resume(self) -> bool:
-        """Stop resting, and return whether the call may send another task."""
         self._rests = False
         return self.may_go_on()
 
@@ -244,19 +242,19 @@ class ServerConnection:
     """
 
     def __init__(self, address: str, endpoint: PoolEndpoint, events: ConnectionEvents) -> None:
-        """`events` gets the results, the failures and the changes of the state."""
+        """`events` is notified of results, failures and changes of the state."""
         self.address = address
-        self.state: State = "connecting"  # also after the session was lost
+        self.state: State = "connecting"  # also the state after a session was lost
         self.reason = "it has not answered yet"  # why the server is not ready, or ""
         self.device = ""  # the server's hardware, as `hardware_of` describes it
         self.attempts: dict[int, Attempt] = {}  # attempts without an answer, by request number
         self.rate: float | None = None  # work per second, or None before the first result
-        self.blocked_until = 0.0  # the time from which a server that was busy may be asked again
+        self.blocked_until = 0.0  # a busy server is not asked before this time
         self.last_result = 0.0  # when the last result arrived, on the monotonic clock
         self.tasks = 0  # the number of results that were used
         self.work = 0  # the work in the results that were used
         self.lost = 0  # how often the session was lost
-        self.cache_room = 0  # bytes that are free for caches, as the server last reported
+        self.cache_room = 0  # bytes that are free for caches, according to the server's last event
         self._endpoint, self._events = endpoint, events
         self._service = endpoint.versions[0]
         self._welcome: Any = None  # the server's welcome, while there is a session
@@ -264,19 +262,18 @@ class ServerConnection:
         self._channel: grpc.aio.Channel | None = None  # the connection for payloads
         self._resting: list[TaskCall] = []  # the call that has rested longest comes first
         self._bytes_per_second = 0.0  # the measured bandwidth of payloads
-        # With NIXL, the server writes into the first arena, and this pool into the second.
+        # With NIXL, the server writes into `_own_arena`, and this pool into `_server_arena`.
         self._own_arena = self._server_arena = Arena(0)
         self._last_number = 0
         self._silence_seconds = max(endpoint.connect_seconds, _MIN_SILENCE_SECONDS)
         self._retry_seconds = _RETRY_SECONDS
-        self._calls: set[asyncio.Task[None]] = set()  # asyncio itself keeps no running task alive
+        self._calls: set[asyncio.Task[None]] = set()  # keeps tasks alive, because asyncio does not
         self._keeping = self._run(self._keep_session)
 
     # --- What the pool asks when it chooses a server ---
 
     @property
     def is_welcome(self) -> bool:
-        """Whether there is a session."""
         return self.state in ("ready", "draining")
 
     @property
@@ -288,11 +285,11 @@ class ServerConnection:
 
     @property
     def place(self) -> CachePlace | None:
-        """The server and its session, in which a new cache can be stored, or None if the server is
-        not ready.
+        """The server and its session, or None if the server is not ready. Needed to store a new
+        cache.
         """
-        # Any thread may read this: the event loop sets the welcome before the state becomes ready,
-        # and removes the welcome after the state has changed.
+        # Any thread can read this property, because the event loop sets the welcome before the
+        # state becomes "ready", and removes the welcome after the state has changed.
         if self.state != "ready" or (welcome := self._welcome) is None:
             return None
         return CachePlace(self.address, welcome.session, welcome.tokens, welcome.bytes)
@@ -304,29 +301,26 @@ class ServerConnection:
 
     @property
     def allowance(self) -> float:
-        """The seconds by which the payloads of this server's tasks extend the deadlines of the
-        tasks.
+        """The seconds by which the deadlines of this server's tasks are extended, for sending
+        payloads.
         """
         nbytes = sum(attempt.payload_bytes for attempt in self.attempts.values())
         return _PAYLOAD_MARGIN * nbytes / max(self._bytes_per_second, LEAST_RATE)
 
     def is_free(self, depth: int, now: float) -> bool:
-        """Return whether the server has fewer than `depth` tasks, so that it may get another task
-        now.
-        """
+        """Return whether the server is ready, is not busy, and has fewer than `depth` tasks."""
         if self.state != "ready" or now < self.blocked_until:
             return False
         return len(self.attempts) < min(depth, self._welcome.requests)
 
     def accepts(self, work: PendingWork) -> bool:
-        """Return whether a task is small enough for the limits in the server's welcome."""
         task, form = work.packed.task, work.packed.form
         rows = task.batch * max(task.q_rows, task.k_rows)
         nbytes = max(form.request.room, form.result.room)
         return rows <= self._welcome.tokens and nbytes <= self._welcome.bytes
 
     def waited(self, attempt: Attempt, now: float) -> float:
-        """Return the seconds since the attempt began, or since the last result arrived if that was
+        """Return the seconds since the attempt began or the last result arrived, whichever was
         later.
         """
         return now - max(attempt.started, self.last_result)
@@ -334,7 +328,6 @@ class ServerConnection:
     # --- Requests and results ---
 
     def start(self, work: PendingWork) -> None:
-        """Begin to send work. `ConnectionEvents` gets the result or the failure."""
         self._last_number += 1
         attempt = Attempt(work, self, self._last_number)
         self.attempts[attempt.number] = attempt
@@ -353,7 +346,6 @@ class ServerConnection:
             self._events.on_error(error)
 
     async def _compute(self, attempt: Attempt) -> None:
-        """Send an attempt's request, and report its result or its failure to the pool."""
         try:
             tensors, seconds = await self._result(attempt)
         except grpc.aio.AioRpcError as error:
@@ -379,7 +371,6 @@ class ServerConnection:
         self._events.on_failure(attempt, failure)
 
     async def _result(self, attempt: Attempt) -> tuple[list[Tensor], float]:
-        """Send an attempt's request; return the result's tensors and the server's compute time."""
         assert self._channel is not None
         packed, payload = attempt.work.packed, attempt.work.packed.form.result
         places = self._take_places(packed)
@@ -395,7 +386,8 @@ class ServerConnection:
                     await call.write(joined(b"", chunk))
                 reply, parts = await self._receive(call, attempt)
             payload.check(parts, reply.checksum ^ self._service.checksum(header))
-        except asyncio.InvalidStateError:  # a write after the server has ended the call
+        # This process wrote to the call after the server had ended it.
+        except asyncio.InvalidStateError:
             await self._raise_status(call.stream)
             raise
         except BaseException:
@@ -409,7 +401,6 @@ class ServerConnection:
         return payload.tensors(parts), reply.seconds
 
     def _open_call(self) -> TaskCall:
-        """Return a resting call, or a new one if no call rests."""
         assert self._channel is not None
         while self._resting:
             call = self._resting.pop()
@@ -436,7 +427,9 @@ class ServerConnection:
         return reply, incoming.parts
 
     async def _read(self, call: TaskCall) -> bytes:
-        """Return a call's next reply. If the server has ended the call, raise the call's status."""
+        """Return a call's next reply. If the server has ended the call, raise an error with its
+        status.
+        """
         raw = await call.read()
         if raw is grpc.aio.EOF:
             await self._raise_status(call.stream)
@@ -445,10 +438,10 @@ class ServerConnection:
     # --- Payloads that NIXL moves ---
 
     def _take_places(self, packed: Packed) -> Places | None:
-        """Reserve memory for a payload in the server's arena, and for the result in this pool's
-        arena.
+        """Reserve memory in the server's arena for a payload, and in this pool's arena for the
+        result.
 
-        Returns None if the memory is not free in one of the arenas.
+        Returns None if one of the arenas has too little free memory.
         """
         request = self._server_arena.take(packed.form.request.room)
         if request is None:
@@ -464,8 +457,8 @@ class ServerConnection:
     ) -> tuple[ReplyHeader, list[Bytes]]:
         """Write a payload into the server's arena, and return the result that the server writes.
 
-        After a failure or a cancellation, the server may still write into the arena of this pool.
-        The memory in both arenas therefore stays reserved until the session ends.
+        After a failure or a cancellation, the memory in both arenas stays reserved until the
+        session ends, because the server can still write into this pool's arena.
         """
         direct, server_arena, own_arena = (
             self._endpoint.direct,
@@ -487,8 +480,8 @@ class ServerConnection:
 
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
         code, details, reason = error.code(), _details(error), _text_of(error)
-        # A server that has too many calls cancels some of them. If the pool is still writing a
-        # request, gRPC reports the failed write instead of the status CANCELLED.
+        # A server that has too many calls cancels some of them. gRPC reports such a call by the
+        # status CANCELLED or, if the pool was writing a request, by a failed write.
         shed = code == grpc.StatusCode.CANCELLED or details == _WRITE_FAILED
         if shed or code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Failure(details or "it is busy", busy=True)
@@ -497,7 +490,7 @@ class ServerConnection:
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
             return Failure("it no longer knows this client", lost=True)
         if code == grpc.StatusCode.UNAVAILABLE and details == LEAVING:
-            self._drain()  # the server still answers the requests that it has accepted
+            self._drain()  # a server that leaves still answers accepted requests
             return Failure(reason)
         if code == grpc.StatusCode.UNAVAILABLE:
             return Failure(reason, lost=True)
@@ -520,21 +513,19 @@ class ServerConnection:
         self.work += work.cost
 
     def forget(self, cache: int) -> None:
-        """Free a cache on the server."""
         if self._channel is not None:
             request = self._service.messages.FreeRequest(session=self._welcome.session, cache=cache)
             free = self._channel.unary_unary(f"/{self._service.service}/Free")
             self._run(self._quietly, free, request.SerializeToString())
 
     async def _quietly(self, call: Callable[..., Any], request: bytes) -> None:
-        """Make a call that frees a cache, and ignore a failure: the server frees the cache anyway
-        when the session ends.
+        """Make a call that frees a cache. A failure is ignored, because the server also frees the
+        cache when the session ends.
         """
         with suppress(Exception):
             await call(request, timeout=self._silence_seconds)
 
     def _measure_bandwidth(self, attempt: Attempt, computing: float) -> None:
-        """Update the measured bandwidth. `computing` is the server's compute time in seconds."""
         seconds = max(1e-3, time.monotonic() - attempt.started - computing)
         faded = _BANDWIDTH_FADING * self._bytes_per_second
         self._bytes_per_second = max(attempt.payload_bytes / seconds, faded)
@@ -627,14 +618,14 @@ class ServerConnection:
     async def _event(self, call: Any) -> Any:
         read = asyncio.ensure_future(call.read())
         try:
-            # If this process was stopped for a while, events may have arrived that it has not read
-            # yet. So it waits a second time before it calls the server silent.
+            # If this process was stopped for a while, unread events can be in its socket. It
+            # therefore waits a second time before it regards the server as silent.
             for seconds in (self._silence_seconds, _SECOND_LOOK_SECONDS):
                 await asyncio.wait([read], timeout=seconds)
             if not read.done():
                 raise TimeoutError
         finally:
-            read.cancel()  # this changes nothing if the read has ended
+            read.cancel()  # has no effect if the read has ended
         if (raw := await read) is grpc.aio.EOF:
             await self._raise_status(call)
         return self._service.read(self._service.messages.SessionEvent, raw)
@@ -647,11 +638,11 @@ class ServerConnection:
         self._welcome, self._channel = welcome, self._dial()
         if (direct := self._endpoint.direct) is not None and welcome.HasField("arena"):
             theirs = welcome.arena
-            with suppress(TransportError):  # then payloads travel through gRPC
+            with suppress(TransportError):  # payloads are then sent in gRPC messages
                 direct.connect(self, ArenaTarget(theirs.agent, theirs.address, theirs.size))
                 self._server_arena = Arena(theirs.size)
         self.device = printable(welcome.device)[:_MAX_REASON]
-        if welcome.library != library_version():  # a different version may round differently
+        if welcome.library != library_version():  # different versions can round differently
             self.device += f", seqpar {printable(welcome.library)[:_MAX_REASON]}"
         self.state, self.reason = "ready", ""
         self._retry_seconds = _RETRY_SECONDS
@@ -680,19 +671,16 @@ class ServerConnection:
             self._resting.pop().cancel()
 
     def restart(self, reason: str) -> None:
-        """End the session, and begin a new session after a short pause."""
         self._keeping.cancel()
         self.lose(reason)
         self._keeping = self._run(self._keep_session, _RETRY_SECONDS)
 
     def distrust(self, reason: str) -> None:
-        """End the session, and never begin a new session."""
         self._keeping.cancel()
         self.lose(reason)
         self.state = "refused"
 
     async def close(self) -> None:
-        """End the session and all calls."""
         calls = list(self._calls)
         for call in calls:
             call.cancel()
@@ -704,9 +692,10 @@ class ServerConnection:
 async def _until_cancelled(call: AsyncCall, *arguments: Any) -> None:
     """Run a call, and return normally if the call is cancelled.
 
-    If the asyncio task raised CancelledError, it would refer to the error, the error's traceback
-    would refer to the frames of the call, and the frames would refer to the task. Because of this
-    cycle, the call's socket and payload would stay in memory until Python's garbage collector ran.
+    If CancelledError left the coroutine, it would create a reference cycle: the asyncio task refers
+    to the error, the error to its traceback, the traceback to the frames of the call, and the
+    frames to the task. The call's socket and payload would then stay in memory until Python's
+    garbage collector runs.
     """
     with suppress(asyncio.CancelledError):
         await call(*arguments)
@@ -724,5 +713,4 @@ def _details(error: grpc.aio.AioRpcError) -> str:
 
 
 def _text_of(error: grpc.aio.AioRpcError) -> str:
-    """Return the server's text or, if there is none, the name of the status in words."""
     return _details(error) or error.code().name.lower().replace("_", " ")

@@ -17,7 +17,9 @@ _log = logging.getLogger("seqpar")
 
 
 def parse(addresses: object) -> list[str]:
-    """Return the argument `addresses` as a list; raise a ValueError if an address is malformed."""
+    """Return the argument `addresses` as a list, or raise a ValueError if an address is
+    malformed.
+    """
     if isinstance(addresses, str):
         addresses = [addresses]
     if not isinstance(addresses, Sequence) or not addresses:
@@ -30,7 +32,7 @@ def parse(addresses: object) -> list[str]:
             try:
                 _read(address)
             except OSError:
-                pass  # the file may be made later
+                pass  # the file can be made later
             except ValueError as error:
                 raise ValueError(f"addresses[{i}]: {error}") from None
     return list(addresses)
@@ -87,8 +89,8 @@ class Discovery(threading.Thread):
     def look(self) -> None:
         """Look up the addresses once.
 
-        If the look-up fails, the pool keeps its servers, and the reason is logged once. The reason
-        is logged again only after it has changed.
+        If the look-up fails, the pool keeps its servers. The reason is logged, unless the last
+        look-up failed for the same reason.
         """
         try:
             servers = expand(self._addresses)
@@ -99,7 +101,8 @@ class Discovery(threading.Thread):
             return
         self._fault = ""
         if not self._has_keys:
-            # Without keys, payloads must stay on this machine, whatever a file or a name says.
+            # Without keys, payloads must not leave this machine, so addresses of other machines are
+            # ignored.
             servers = [address for address in servers if is_local(address)]
         if servers != self._last:
             self._last = servers

@@ -5,9 +5,10 @@
 * An *attempt* is work that was sent to one server.
 * Work is *settled* when it has a result or an error, or was cancelled.
 * A *retry* sends work again, after an attempt has failed or has missed its deadline.
-* A *hedge* sends a task to a second server, because the first server takes unusually long. The pool
-  uses the result that arrives first.
-* *Home* is this process. With the option `home`, it computes tasks that no server computes.
+* A *hedge* sends a task to a second server if the first server takes unusually long. The pool uses
+  the result that arrives first.
+* *Home* is this process. With the option `home`, this process computes tasks that no server
+  computes.
 * A *beat* is a check of all deadlines.
 """
 
@@ -51,9 +52,10 @@ from seqpar.servers.wire.payload import on_device
 from seqpar.servers.wire.request import Request, ServersError
 
 _log = logging.getLogger("seqpar")
-_BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1  # from beat to beat, with and without work
+# The time between two beats, while there is work and while there is none.
+_BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1
 _MAX_FAILURES = 3  # failed attempts after which a task has failed, if the pool has `home=False`
-_MAX_STEPS_AT_ONCE = 2**20  # per server; in practice the limit in the server's welcome applies
+_MAX_STEPS_AT_ONCE = 2**20  # limit per server; the limit in a server's welcome is lower
 _WRONG_ANSWER = "its answer was wrong"
 
 
@@ -65,7 +67,7 @@ def start_dispatcher(
 ) -> Dispatcher:
     """Check the arguments of `ServerPool.connect`, start a pool, and wait for a ready server.
 
-    If no server is ready within the deadline `connect`, the pool is returned all the same.
+    If no server is ready within the deadline `connect`, the pool is returned nevertheless.
     """
     listed = parse(addresses)
     direct = "nixl" in transports_of(transports)
@@ -87,23 +89,22 @@ def start_dispatcher(
 
 
 class Inbox:
-    """A queue of work and of function calls. Any thread may add to the queue, and the pool's event
-    loop empties the queue.
+    """A queue of work and of function calls. Any thread can add to the queue. The event loop
+    empties it.
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
-        """The event loop calls `look` when something was put into the inbox."""
+        """The event loop calls `look` after something was put into the inbox."""
         self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
         self.ended: str | None = None  # why the inbox accepts nothing, or None if it is open
         self._look, self._lock = look, threading.Lock()
 
     def wake(self) -> None:
-        """Make the event loop empty the inbox soon."""
         event_loop().call_soon_threadsafe(self._look)
 
     def put(self, work: PendingWork) -> Answer:
-        """Hand work to the pool, and return the future of the result."""
+        """Add work to the queue, and return the future of its result."""
         with self._lock:
             if self.ended is not None:
                 raise ServersError(self.ended)
@@ -113,31 +114,28 @@ class Inbox:
 
     def call(self, call: Callable[[], None]) -> None:
         """Queue a function. The event loop calls the function when it empties the inbox next."""
-        # This must take no lock. The garbage collector may call this method at any moment, in a
-        # thread that holds the lock and would then wait for itself.
+        # This method must not take the lock. The garbage collector can call it at any moment, also
+        # in a thread that holds the lock and would wait for itself.
         self.calls.append(call)
 
     def end(self, reason: str) -> None:
-        """Refuse all further work, for this reason. A second call of `end` does not change the
-        reason.
-        """
+        """Refuse all further work for this reason. Only the first call of `end` sets the reason."""
         with self._lock:
             self.ended = self.ended or reason
         self.wake()
 
 
 class StepLostError(Exception):
-    """A server has lost a cache, or did not answer a decoding step. `layer_cache.py` catches the
-    error.
-    """
+    """A server has lost a cache, or did not answer a decoding step. Handled in `layer_cache.py`."""
 
     def __init__(self, reason: str, blame: bool) -> None:
         super().__init__(reason)
-        self.blame = blame  # whether the server is still connected, so that it is at fault
+        # Whether the server is at fault, because its session has not ended.
+        self.blame = blame
 
 
 class Dispatcher:
-    """The part of a pool that runs in the event loop: it sends the work that other threads submit.
+    """Sends the work of a pool to servers. Runs in the event loop; other threads submit the work.
 
     A decoding step can be computed only by the server that stores the step's cache. If this server
     loses the cache, the future of the step raises a StepLostError. The thread that waits for the
@@ -171,7 +169,6 @@ class Dispatcher:
     def submit_step(
         self, place: CachePlace, packed: Packed, device: torch.device, cost: int
     ) -> Answer:
-        """Send a step to the server that stores its cache; return the future of (out, lse)."""
         return self.inbox.put(PendingWork(None, packed, device, cost, place))
 
     def place_cache(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
@@ -184,8 +181,6 @@ class Dispatcher:
         return self.servers.place(nbytes, avoid)
 
     def forget_cache(self, place: CachePlace, cache: int) -> None:
-        """Free a cache on its server, if the session that stores the cache still exists."""
-
         def call() -> None:
             if (connection := self.servers.at(place)) is not None:
                 connection.forget(cache)
@@ -193,11 +188,9 @@ class Dispatcher:
         self.inbox.call(call)
 
     def count_at_home(self, cost: int) -> None:
-        """Count a step that the caller computed in this process."""
         self.inbox.call(partial(self.local_worker.count, cost))
 
     def serve_at(self, addresses: Sequence[str]) -> None:
-        """Connect to the servers at these addresses, and leave all other servers."""
         self.inbox.call(partial(self._use, tuple(addresses)))
         self.inbox.wake()
 
@@ -211,7 +204,7 @@ class Dispatcher:
         if self.discovery is not None:
             self.discovery.end()
         self.inbox.end("the pool was closed")
-        # The caller may be a callback of a future. Then it runs in the event loop, which cannot
+        # If the caller is a callback of a future, this code runs in the event loop, which cannot
         # wait for itself.
         if self._running is not None and not in_event_loop():
             while is_running() and not wait([self._running], _BEAT_SECONDS).done:
@@ -237,8 +230,8 @@ class Dispatcher:
         await self.servers.close()
 
     def _turn(self) -> None:
-        """Process the inbox, the results of the local worker, and the deadlines that have passed.
-        Then send work.
+        """Process the inbox, the local worker's results and expired deadlines, and then send
+        work.
         """
         if self.inbox.ended is not None:
             self._ended.set()
@@ -266,13 +259,13 @@ class Dispatcher:
     def _take_from_local_worker(self) -> None:
         while self.local_worker.examined:
             attempt, tensors, is_right = self.local_worker.examined.popleft()
-            # Once a task is settled, its caller may change the inputs. A check of another result
-            # for this task may then have compared with different inputs, so it is ignored.
+            # When a task is settled, its caller can change the inputs. A later check of a second
+            # result for this task would compare against changed inputs, so its outcome is ignored.
             if is_right or attempt.work.settled:
                 self._accept(attempt, tensors)
                 continue
-            # The address may have been removed from the list and added again since. So the newest
-            # connection to the address is distrusted.
+            # The address can have been removed and added again in the meantime, with a new
+            # connection. The newest connection to the address is the one to distrust.
             if (connection := self.servers.get(attempt.connection.address)) is not None:
                 connection.distrust(_WRONG_ANSWER)
             self._retry(attempt, _WRONG_ANSWER)
@@ -291,7 +284,8 @@ class Dispatcher:
 
     def on_result(self, attempt: Attempt, tensors: list[Tensor]) -> None:
         now, work = time.monotonic(), attempt.work
-        if work.place is None:  # not for steps, whose time cannot be predicted from their cost
+        # Steps are left out, because their time cannot be predicted from their cost.
+        if work.place is None:
             attempt.connection.count(attempt, now)
             self._stragglers.count(work.cost, now - attempt.started)
         if self.options.sample and not work.settled:
@@ -320,7 +314,7 @@ class Dispatcher:
     ) -> bool:
         """Resolve the future of work, and call `count`.
 
-        Returns False, without calling `count`, if the work was settled before.
+        If the work was settled before, this only returns False.
         """
         work.cancel_attempts()
         if work.settled or not work.future.set_running_or_notify_cancel():
@@ -328,7 +322,8 @@ class Dispatcher:
         self._unfinished.remove(work)
         self._last_commit = time.monotonic()
         count()
-        # A copy to a GPU waits for the GPU, and must not delay the event loop of all pools.
+        # A copy to a GPU waits for the GPU. It runs in another thread, so that it does not delay
+        # the event loop of all pools.
         if work.device.type == "cuda":
             self._copier.submit(self._hand_over, work, tensors)
         else:
@@ -336,10 +331,9 @@ class Dispatcher:
         return True
 
     def _hand_over(self, work: PendingWork, tensors: Sequence[Tensor]) -> None:
-        """Copy a result to the device of its work, and resolve the work's future."""
         try:
             result = on_device(tensors, work.device)
-        except RuntimeError as error:  # from the GPU, such as out of memory
+        except RuntimeError as error:  # the GPU can raise this, for example if it is out of memory
             self._resolve(partial(work.future.set_exception, error))
         else:
             self._resolve(partial(work.future.set_result, result))
@@ -348,11 +342,10 @@ class Dispatcher:
         """Resolve a future. An error in one of its callbacks must not end the event loop."""
         try:
             resolve()
-        except BaseException as error:  # for example a SystemExit of a callback
+        except BaseException as error:  # for example SystemExit, raised by a callback
             self.on_error(error)
 
     def _retry(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
-        """Send the work of a failed attempt again, unless another attempt is still in progress."""
         work = attempt.work
         work.reason = f"{attempt.connection.address}: {reason}"
         if blame:
@@ -379,7 +372,6 @@ class Dispatcher:
             self._unfinished.remove(work)
 
     def on_error(self, error: BaseException) -> None:
-        """End the pool after an error in its own code, so that no caller waits forever."""
         if isinstance(error, ExitingError):
             self.inbox.end(str(error))
             return
@@ -389,7 +381,9 @@ class Dispatcher:
     # --- Sending ---
 
     def _assign(self, now: float) -> None:
-        """Send all work that can be sent, each task to the server that should finish it first."""
+        """Send all work that can be sent now. Each task goes to the server that should finish it
+        first.
+        """
         self._assign_steps(now)
         waiting: deque[PendingWork] = deque()
         while self._unsent:
@@ -431,8 +425,8 @@ class Dispatcher:
     def _leave_servers(self, work: PendingWork) -> bool:
         """Handle a task that no ready server can compute.
 
-        With `home`, this process computes the task. Without `home`, the task fails after too many
-        failed attempts. Before that, this method returns False, and the pool tries all servers
+        With `home`, this process computes the task. Without `home`, the task fails if it has had
+        too many failed attempts. Otherwise, this returns False, and the pool tries all servers
         again.
         """
         if self.options.has_home:
@@ -478,7 +472,7 @@ class Dispatcher:
     def _end_late_attempts(self, work: PendingWork, now: float) -> bool:
         """Mark each attempt that has missed its deadline as late.
 
-        Returns True if an attempt was marked and all attempts of the work are late now.
+        Returns True if this call marked an attempt and no attempt is in time.
         """
         any_ended = False
         for attempt in work.attempts:
@@ -492,7 +486,6 @@ class Dispatcher:
         return any_ended and all(attempt.late for attempt in work.attempts)
 
     def _hedge(self, work: PendingWork, now: float) -> None:
-        """Send a task that takes unusually long to a second server, which is idle."""
         if work.hedged or len(work.attempts) != 1 or work.at_home or self._unsent:
             return
         (attempt,) = work.attempts
@@ -519,7 +512,7 @@ class StragglerDetector:
     """
 
     _KEPT_TASKS = 256
-    _MIN_TASKS = 20  # before the detector has seen as many tasks, no task is late
+    _MIN_TASKS = 20  # no task is late before the detector has seen this many tasks
     _MIN_SECONDS = 0.02  # a shorter task is never late
 
     def __init__(self, quantile: float, factor: float = 1.5) -> None:

@@ -14,18 +14,18 @@ from seqpar.servers.pool.connection import (
     ServerConnection,
 )
 
-_SHOWN = 3  # the most servers whose states are in an error
+_SHOWN = 3  # the most servers whose states an error message lists
 
 
 class KnownServers:
     """The connections of a pool, by the address of the server.
 
-    The event loop's thread makes the calls. Any other thread may call only `__iter__`,
-    `wait_for_any` and `place`.
+    Only `__iter__`, `wait_for_any` and `place` can be called in any thread. All other methods are
+    called in the event loop's thread.
     """
 
     def __init__(self, endpoint: PoolEndpoint, depth: int) -> None:
-        """`depth` is the largest number of tasks that one server may have at a time."""
+        """`depth` is the largest number of tasks that one server has at a time."""
         self.endpoint = endpoint
         self._depth = depth
         self._connections: dict[str, ServerConnection] = {}
@@ -53,8 +53,8 @@ class KnownServers:
             self._changed.notify_all()
 
     def wait_for_any(self, timeout: float) -> None:
-        """Wait until a server is ready or all servers have refused this client, but at most
-        `timeout` seconds.
+        """Wait, for at most `timeout` seconds, until a server is ready or all servers have
+        refused.
         """
 
         def settled() -> bool:
@@ -65,7 +65,7 @@ class KnownServers:
             self._changed.wait_for(settled, timeout)
 
     def allowance(self, work: PendingWork) -> float:
-        """Return the seconds by which payloads on the network extend the deadlines of a task.
+        """Return the seconds by which the deadlines of a task are extended, for sending payloads.
 
         A task that was not sent yet gets the longest extension of all servers.
         """
@@ -76,7 +76,9 @@ class KnownServers:
         return any(connection.is_free(self._depth, now) for connection in self)
 
     def any_able(self, work: PendingWork) -> bool:
-        """Return whether a ready server accepts a task of this size and has not failed at it."""
+        """Return whether a ready server accepts tasks of this size and has not failed to compute
+        the task.
+        """
         ready = [connection for connection in self if connection.state == "ready"]
         able = [connection for connection in ready if connection.accepts(work)]
         if ready and not able:
@@ -84,7 +86,6 @@ class KnownServers:
         return any(connection.address not in work.avoid for connection in able)
 
     def why_none_is_ready(self) -> str:
-        """Name the states of the first servers, and why they are not ready."""
         states = [f"{x.address} is {x.state}: {x.reason}" for x in self if x.reason]
         more = [f"{len(states) - _SHOWN} more"] if len(states) > _SHOWN else []
         found = "; ".join([*states[:_SHOWN], *more])
@@ -98,9 +99,10 @@ class KnownServers:
         free = [x for x in self if x.address != but and x.is_free(self._depth, now)]
         free = [x for x in free if x.accepts(work)]
         free = [x for x in free if x.address not in work.avoid] or free
-        # A server without a result counts as fast as the fastest free server. If several servers
-        # should finish at the same time, the server with the oldest last result gets the task. So
-        # a new server gets its first task even if another server could compute all tasks.
+        # A server that has no result yet is assumed to be as fast as the fastest free server. If
+        # several servers should finish at the same time, the one whose last result is the oldest
+        # gets the task. A new server therefore gets a task even if another server could compute all
+        # tasks.
         fastest = max((x.rate or 0.0 for x in free), default=0.0) or 1.0
 
         def order(server: ServerConnection) -> tuple[float, float]:
@@ -112,23 +114,23 @@ class KnownServers:
     def place(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
         """Reserve `nbytes` for a cache on the server with the most free memory for caches.
 
-        No server whose address is in `avoid` is used. Returns None if no server has enough memory.
+        Servers whose address is in `avoid` are not used. Returns None if no server has enough
+        memory.
         """
         able = [x for x in self if x.address not in avoid and x.cache_room > nbytes]
         able = [x for x in able if x.place is not None]
         chosen = max(able, key=lambda x: x.cache_room, default=None)
         if chosen is None:
             return None
-        chosen.cache_room -= nbytes  # until the server reports its room again
+        # An estimate, until the server's next event has the free memory.
+        chosen.cache_room -= nbytes
         return chosen.place
 
     def at(self, place: CachePlace) -> ServerConnection | None:
-        """Return the connection to a cache's server, or None if the cache's session has ended."""
         connection = self._connections.get(place.address)
         return connection if connection is not None and connection.place == place else None
 
     async def close(self) -> None:
-        """End all sessions."""
         await asyncio.gather(*(connection.close() for connection in self))
         if self.endpoint.direct is not None:
             self.endpoint.direct.shutdown()

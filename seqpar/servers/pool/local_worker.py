@@ -16,7 +16,7 @@ from seqpar.servers.pool.sampling import is_right
 from seqpar.servers.server.compute import compute, hardware_of
 from seqpar.servers.wire.request import Request
 
-Outcome = list[Tensor] | Exception | None  # None: the task was settled before it was computed
+Outcome = list[Tensor] | Exception | None  # None if the task was settled before it was computed
 
 
 class ExitingError(Exception):
@@ -24,15 +24,13 @@ class ExitingError(Exception):
 
 
 class LocalWorker:
-    """Computes tasks one after another in one thread."""
-
     def __init__(self, on_done: Callable[[], None], depth: int) -> None:
-        """While servers are ready, the worker takes at most `depth` tasks at a time.
+        """The worker calls `on_done` whenever it has computed a task or checked a result.
 
-        The worker calls `on_done` whenever it has computed a task or checked a result.
+        While servers are ready, it takes at most `depth` tasks at a time.
         """
         self._done: deque[tuple[PendingWork, Outcome]] = deque()
-        # Attempts whose results were checked, the results, and whether the results are right.
+        # Each entry is an attempt, its result, and whether the result is right.
         self.examined: deque[tuple[Attempt, list[Tensor], bool]] = deque()
         self.tasks = 0  # the number of results that were used
         self.work = 0  # the work in the results that were used
@@ -43,7 +41,6 @@ class LocalWorker:
         self._executor = ThreadPoolExecutor(1, "seqpar-home")
 
     def take(self, work: PendingWork) -> None:
-        """Queue a task to be computed, unless it was taken before."""
         if not work.at_home:
             work.at_home = True
             self._unfinished.append(work)
@@ -57,7 +54,8 @@ class LocalWorker:
         own = hardware_of(work.device)
         if any(server.device != own for server in ready):
             return False  # different hardware could compute different bits
-        if self._rate is None:  # the worker's first task, for when all servers are busy
+        # The worker has no rate yet; it takes its first task if all servers are busy.
+        if self._rate is None:
             return all(len(server.attempts) > 1 for server in ready)
         rates = [server.rate for server in ready if server.rate]
         usual = sum(rates) / len(rates) if rates else 1.0
@@ -66,7 +64,6 @@ class LocalWorker:
         return bool(rates) and seconds < min(waits)
 
     def finished(self) -> tuple[PendingWork, Outcome] | None:
-        """Return the next finished task and its result or error, or None."""
         if not self._done:
             return None
         work, outcome = self._done.popleft()
@@ -74,8 +71,8 @@ class LocalWorker:
         return work, outcome
 
     def examine(self, attempt: Attempt, tensors: list[Tensor], rows: int) -> None:
-        """Queue a check of `rows` rows of a server's result. The outcome of the check is appended
-        to `examined`.
+        """Queue a check of `rows` rows of a server's result. Its outcome is appended to
+        `examined`.
         """
         with suppress(ExitingError):
             self._submit(self._examine, attempt, tensors, rows)
@@ -91,7 +88,6 @@ class LocalWorker:
         self.work += cost
 
     def close(self) -> None:
-        """End the thread after its current task."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _compute(self, work: PendingWork) -> None:
@@ -112,7 +108,7 @@ class LocalWorker:
         assert request is not None
         try:
             right = is_right(request, tensors, rows, request.work + attempt.number)
-        except Exception:  # for example out of memory; the result is then used without a check
+        except Exception:  # for example out of memory; the result then counts as right
             right = True
         self.examined.append((attempt, tensors, right))
         self._on_done()
@@ -120,9 +116,9 @@ class LocalWorker:
 
 def _compute(request: Request) -> list[Tensor]:
     device = request.q.device
-    # This thread has its own CUDA stream. The caller's stream may still be writing the inputs, and
-    # the stream that reads the result must not begin too early. So the GPU must be idle before and
-    # after the computation.
+    # This thread has its own CUDA stream. Other streams can still be writing the inputs, and must
+    # not read the result too early. The computation therefore waits for an idle GPU before and
+    # after it.
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     settle(device)
     result = compute([request], device)[0]

@@ -34,10 +34,10 @@ class _OnlyRank(Comm):
 class ServerPool:
     """Attention servers that compute tasks for this process. Make a pool with `connect`.
 
-    Servers may die, hang, slow down, leave and join. If a server does not compute a task, the pool
-    sends the task to another server. If no server can compute the task, this process computes it.
-    The result has the same bits if the servers and this process have the same hardware and, on
-    CPUs, the same number of threads. Close the pool, or use the pool as a context.
+    Servers can die, hang, slow down, leave and join at any time. If a server does not compute a
+    task, the pool sends the task to another server. If no server can compute the task, this process
+    computes it. The result has the same bits if the servers and this process have the same hardware
+    and, on CPUs, the same number of threads. Close the pool, or use the pool as a context.
 
     Attributes:
         comm: a group in which this process is the only rank and stores all tokens.
@@ -75,24 +75,23 @@ class ServerPool:
                 can join and leave.
             keys: the folder with this client's certificate and its private key, which
                 `python -m seqpar keygen` makes. It is required for servers on other machines.
-            transports: the transports that payloads may use. With ["nixl"], payloads use NIXL for
-                servers that offer it, and gRPC otherwise. By default they use only gRPC. NIXL needs
-                the extra `nixl`, trusts its peers, and opens TCP ports that anyone may use, even if
-                all servers are on Unix sockets. Use it only on networks and machines that you
-                trust.
+            transports: the names of the transports for payloads. With ["nixl"], payloads are sent
+                by NIXL to servers that offer NIXL, and by gRPC to all others. By default only gRPC
+                is used. NIXL needs the extra `nixl`, does not authenticate its peers, and opens TCP
+                ports that anyone can use, even if all servers are on Unix sockets. Use NIXL only on
+                networks and machines that you trust.
             deadlines: a dictionary from the names of deadlines to seconds, such as {"request": 10}.
-                The class `seqpar.servers.wire.limits.Deadlines` has the names and the defaults. All
-                deadlines must be in ascending order.
+                The class `seqpar.servers.wire.limits.Deadlines` lists the names, the defaults and
+                the order in which deadlines must ascend.
             hedge_quantile: a number above 0 and at most 1. A task that takes more than 1.5 times as
                 long as this quantile of recent tasks is also sent to a second server, and the first
                 answer counts.
             depth: the largest number of tasks that one server has at a time.
-            home: whether this process computes tasks that no server computes. If not, the futures
+            home: whether this process computes tasks that no server computes. If False, the futures
                 of such tasks raise a ServersError.
-            home_depth: the largest number of tasks that this process computes at a time while
-                servers are ready. This process takes a task if it is expected to finish the task
-                earlier than any server. With 0, this process computes only tasks that no server
-                computes.
+            home_depth: the largest number of tasks that this process has at a time while servers
+                are ready. It takes a task if it should finish the task earlier than any server.
+                With 0, it computes only tasks that no server computes.
             sample: the number of rows of each server's result that this process computes again. A
                 server whose answer is wrong is never used again. With 0, results are not checked.
 
@@ -141,7 +140,7 @@ class ServerPool:
         return self.dispatcher().submit(request)
 
     def dispatcher(self) -> Dispatcher:
-        """Return the object that sends tasks, or raise a ServersError in a forked process."""
+        """Return the object that sends tasks. Raises a ServersError in a forked process."""
         if os.getpid() != self._process:
             raise ServersError("the pool was made by a different process: call connect in this one")
         return self._dispatcher
@@ -151,7 +150,8 @@ class ServerPool:
         return self._dispatcher.report()
 
     def close(self) -> None:
-        """End the sessions on all servers. The futures of tasks without a result raise.
+        """End the sessions on all servers. The futures of tasks without a result raise a
+        ServersError.
 
         In a forked process, `close` does nothing, because the pool belongs to the parent process.
         """
@@ -165,7 +165,7 @@ class ServerPool:
         raise TypeError("a ServerPool cannot be pickled: connect in the process that uses it")
 
     def __deepcopy__(self, memo: object) -> ServerPool:
-        return self  # a module that is copied uses the same servers
+        return self  # copies of a module use the same servers
 
     def __enter__(self) -> ServerPool:
         return self

@@ -1,4 +1,4 @@
-"""The report of a pool: the state of each server, and how many tasks the server computed."""
+"""The report of a pool: the state of each server, and the number of tasks that it computed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ HOME = "home"
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server of a pool. This process is a server too, with "home" as its address and state."""
+    """One row of the report: a server or this process. The address and state of this process are
+    "home".
+    """
 
     address: str
     state: str  # "ready", "connecting", "draining", "refused" or "home"
     transport: str  # the transport of the server's payloads, or ""
-    device: str  # the hardware, as far as bits of results depend on it, or "" if it is not known
+    device: str  # the hardware on which the bits of results depend, or "" if it is not known
     reason: str  # why the server is not ready, or ""
     tasks: int  # the number of the server's results that were used
     share: float  # the fraction of all work that the server computed, from 0 to 1
@@ -32,9 +34,9 @@ class PoolReport:
     """Which servers computed a pool's attention since the pool was made."""
 
     servers: tuple[ServerReport, ...]  # the last element is this process
-    retried: int  # how often a task was sent again, after an attempt had failed or was too late
+    retried: int  # the number of times that a task was sent again, after a failed or late attempt
     hedged: int  # the number of tasks that were also sent to a second server
-    wasted: int  # the number of results that were not used, because their tasks had a result before
+    wasted: int  # the number of results that were not used, because the task had a result already
     waiting: int  # the number of tasks that have no result yet
 
     @classmethod

@@ -31,22 +31,25 @@ def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) 
     pass, `rows` consecutive query rows of dq and `rows` consecutive key rows of dk and dv are
     compared. `seed` chooses the rows.
 
-    A kernel that computes only a part of a task may add up the terms in a different order. A number
-    of the server and the same number of this process may therefore differ by
+    A kernel that computes only some rows of a task can add up the terms in a different order. The
+    element that the server has computed and the element that this process has computed can
+    therefore differ by
 
         16·((ε + (√n + s)·ε')·m + ε'·t)
 
     * m is the largest finite magnitude in the compared rows.
-    * ε is the machine epsilon of the request's dtype, and ε' is that of fp32 (fp64 for fp64).
+    * ε is the machine epsilon of the request's dtype, and ε' the one of the dtype of sums: fp32, or
+      fp64 if the request is in fp64.
     * n is the number of query rows plus the number of key rows. The rounding errors of n terms add
       up like a random walk.
-    * s is a bound of the scores. An absolute error of a score is a relative error of a probability.
-    * t is a bound of the terms. Terms may be much larger than their sum: for example, dq of a
-      document's first token is exactly 0.
+    * s is a bound of the scores. A score has an absolute error of up to s·ε'. Its exponential, a
+      probability, then has a relative error of s·ε'.
+    * t is a bound of the terms. It is needed because the rounding error of a sum depends on the
+      size of its terms, which can cancel: the sum can be much smaller than the terms.
 
-    Numbers of a forward pass that are not finite must be equal in both results. If an input of a
-    backward pass is not finite, the result counts as right, because a kernel spreads such numbers
-    to other rows of the same tile.
+    Elements of a forward pass that are not finite must be equal in both results. If an input of a
+    backward pass is not finite, the result counts as right, because a kernel spreads infinities and
+    NaNs to other rows of the same tile.
     """
     if request.output is not None and not _is_finite(request):
         return True
@@ -78,11 +81,12 @@ def _largest_score(part: Request) -> float:
 
 
 def _terms(part: Request) -> list[float]:
-    """Return, for each result of a task, a bound of the terms before they are weighted.
+    """Return, for each result of a task, a bound of the terms before they are multiplied by
+    probabilities.
 
-    The weights are probabilities. The error of a dot product is at most about ε' times the product
-    of the two vectors' lengths. This product is |scale|·|q|·|k| for a score. For the gradient of a
-    probability the bound is |dout|·|v| + |delta|.
+    The error of a dot product is at most about ε' times the product of the lengths of the two
+    vectors. For a score, this product is |scale|·|q|·|k|. For the gradient of a probability, the
+    bound is |dout|·|v| + |delta|.
     """
     v, output = _longest_row(part.v), part.output
     if output is None:
@@ -95,9 +99,9 @@ def _terms(part: Request) -> list[float]:
 def _random_walk(part: Request) -> float:
     """Return a bound of √Σp², or 1 if the bound is below 1.
 
-    The sum runs over all queries, and p is the probability that a query gives to one key. p is at
-    most 1, so √Σp is a bound. Σp is equal to dv if all elements of dout are 1. No such factor is
-    needed for a sum over keys, because the probabilities of one query add up to 1.
+    The sum runs over all queries, and p is the probability that a query gives to one key. Because p
+    is at most 1, √Σp is such a bound. Σp is computed as the dv that belongs to a dout of ones. Sums
+    over keys need no such factor, because the probabilities of one query add up to 1.
     """
     assert part.output is not None
     ones = replace(part.output, dout=torch.ones_like(part.output.dout), prepared=None)
@@ -106,7 +110,6 @@ def _random_walk(part: Request) -> float:
 
 
 def _longest_row(x: Tensor) -> float:
-    """Return the length of the longest row whose numbers are finite."""
     lengths = torch.linalg.vector_norm(x.detach().double(), dim=-1)
     lengths = lengths[lengths.isfinite()]
     return float(lengths.max()) if lengths.numel() else 0.0
@@ -118,7 +121,7 @@ def _block(random: np.random.Generator, count: int, rows: int) -> slice:
 
 
 def _part(request: Request, queries: slice, keys: slice) -> Request:
-    """Return the part of a task that has these query rows and these key rows."""
+    """Return the part of a task with these query rows and these key rows."""
     output = request.output
     if output is not None:
         rows = output.dout, output.lse, output.ensure_delta()

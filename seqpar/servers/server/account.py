@@ -1,8 +1,8 @@
 """The division of a server's memory, calls and bandwidth among clients.
 
-Each *name*, which is the name in a client's certificate, has one account. A client therefore gets
-no larger share by opening more sessions. If a server has no certificates, all clients have the name
-"".
+A *name* is the name in a client's certificate. All sessions of a name share one account, so a
+client gets no more by opening several sessions. If a server has no certificates, all clients have
+the name "".
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 
 class Client(NamedTuple):
-    """A session, and the name in the certificate that opened it.
+    """The key by which a server finds the data of a client: a session, and the name that opened it.
 
-    A server finds the data of a client only with the session and the name together. A client that
-    has learnt the session of another client therefore cannot read that client's data.
+    Because of the name, a client that has learnt the secret of another client's session cannot read
+    that client's data.
     """
 
     session: bytes
@@ -30,47 +30,46 @@ class TooManyError(Exception):
 
 
 class Account:
-    """An account of a limited resource, such as bytes of memory: how much of the resource each name
-    has.
+    """Divides a limited resource, such as bytes of memory, among names.
 
-    A name that has nothing may take all that is free. A name that has an amount already may take
-    more only if, afterwards, the free amount is at least as large as the amount of this name. If n
-    names take as much as they can in small steps, 1/(n + 1) of the resource stays free. The second
-    rule does not apply to the name "", because clients without certificates share the whole
-    resource.
+    A name that holds nothing can reserve all that is free. A name that holds something can reserve
+    more only if, afterwards, at least as much is free as the name then holds. If n names reserve as
+    much as they can in small steps, 1/(n + 1) of the resource stays free for others. The rule does
+    not apply to the name "", because clients without certificates share the whole resource.
     """
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
-        self._held: Counter[str] = Counter()  # how much each name has
-        self._waiting: list[asyncio.Future[None]] = []  # done as soon as a name has less
+        self._held: Counter[str] = Counter()  # how much each name holds
+        # Each is resolved when a name releases something.
+        self._waiting: list[asyncio.Future[None]] = []
 
     def fits(self, name: str, size: int) -> bool:
-        """Return whether a name may take `size` now."""
+        """Return whether a name can reserve `size` now."""
         own, free = self._held[name], self.most - self.held - size
         return free >= 0 and (not name or not own or own + size <= free)
 
     def room_of(self, name: str) -> int:
-        """Return the most that a name may take now."""
+        """Return the most that a name can reserve now."""
         own, free = self._held[name], self.most - self.held
         return max(0, (free - own) // 2) if name and own else free
 
     def count(self, name: str, size: int) -> None:
-        """Add `size`, which may be negative, to what a name has."""
+        """Add `size` to what a name holds. A negative `size` releases."""
         self.held += size
         self._held[name] += size
         if not self._held[name]:
             del self._held[name]
 
     def take(self, name: str, size: int) -> Callable[[], None]:
-        """Take `size`, and return a function that gives it back.
+        """Reserve `size` units of the resource for a name, and return a function that releases
+        them.
 
-        If nobody calls the function, `size` is given back when the current asyncio task ends. This
-        task ends when gRPC drops the call. Until then, gRPC may hold parts of a reply that were not
-        sent yet.
+        If the function is not called, they are released when the current asyncio task ends, that
+        is, when gRPC drops the call. Until then, gRPC can hold parts of a reply in memory.
 
         Raises:
-            TooManyError: the name may not take as much now.
+            TooManyError: the name cannot reserve `size` now.
         """
         if not self.fits(name, size):
             raise TooManyError
@@ -86,7 +85,7 @@ class Account:
         return give
 
     async def wait_and_take(self, name: str, size: int) -> Callable[[], None]:
-        """Wait until a name may take `size`, and then do what `take` does."""
+        """Wait until a name can reserve `size`, and then do what `take` does."""
         while not self.fits(name, size):
             changed = asyncio.get_running_loop().create_future()
             self._waiting.append(changed)
@@ -102,19 +101,19 @@ class Account:
 
 
 class Turns:
-    """A limit of how many calls of one name run an operation at the same time, such as receiving a
-    chunk.
+    """Limits the number of calls of one name that do something at the same time, such as receiving.
 
-    A call needs a *turn* for the operation. While all turns of a name are taken, further calls of
-    the name wait, and gRPC's flow control stops the senders. A name with many connections therefore
-    gets no more bandwidth than a name with one connection.
+    A call needs a *turn*. While all turns of a name are in use, further calls of the name wait, and
+    gRPC's flow control stops the senders. A name with many connections therefore gets no more
+    bandwidth than a name with one connection.
     """
 
     def __init__(self, most: int) -> None:
-        """`most` is the number of turns that the calls of each name have together."""
+        """`most` is the number of turns that all calls of a name share."""
         self._most = most
         self._turns: dict[str, asyncio.Semaphore] = {}
-        self._users: Counter[str] = Counter()  # how many calls have or want a turn, by name
+        # The number of calls that have or want a turn, by name.
+        self._users: Counter[str] = Counter()
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:

@@ -15,8 +15,8 @@ _MAX_CHARACTERS = 200
 class Audit:
     """Writes the audit log, but at most 100 lines in 10 s.
 
-    A line identifies a client by the name in its certificate and by its connection. No line has the
-    secret of a session.
+    A line identifies a client by the name in its certificate and by its connection. No line
+    contains the secret of a session.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 A cache belongs to one client, and exists until the client frees it or the client's session ends. A
 *step* appends rows to a cache, and computes attention over the rows of the cache. The server never
-evicts rows to make space: it refuses a step whose rows do not fit into the memory for caches. If
-the cache of a step is not on the server, the step fails with a CacheLost.
+evicts rows to make space: it refuses a step whose rows do not fit into the memory for caches. A
+step whose cache is not on the server fails with a CacheLost.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.payload import Buffer, RequestError
 from seqpar.softmax.compute.call_options import CallOptions
 
-_OVERHEAD = 2**12  # bytes of a cache in addition to its pages
+_OVERHEAD = 2**12  # bytes that a cache takes in addition to its pages
 
 
 class CacheLost(RequestError):
-    """The server does not have the cache that a step continues, or has a different one."""
+    """The server does not have the cache of a step, or has it in a different state."""
 
 
 @dataclass(eq=False)
 class ClientCache:
-    """One cache of a client."""
-
     pages: Pages
-    length: int = 0  # the number of rows as soon as all accepted steps are computed
+    length: int = 0  # the number of rows after all accepted steps
     writes: int = 0  # the number of accepted steps
     done: int = 0  # the number of computed steps
 
@@ -45,7 +43,7 @@ class CacheStep:
     """An accepted step, which is computed after all earlier steps of its client."""
 
     cache: ClientCache
-    number: int  # how many steps of the cache precede this step
+    number: int  # the number of earlier steps of the cache
     start: int  # the row of the cache at which the new keys begin
     length: int  # the number of rows that the cache has after the step
     q: Tensor
@@ -56,7 +54,7 @@ class CacheStep:
 
     @property
     def kind(self) -> Hashable:
-        """A key. Two steps that take about the same time have equal keys."""
+        """Equal for two steps that take about the same time."""
         size = self.length.bit_length()
         return "step", *self.cache.pages.shape, self.q.shape[2:], self.options, size
 
@@ -64,9 +62,9 @@ class CacheStep:
     def compute(self) -> list[Tensor]:
         """Write the new rows into the cache, and return out and lse.
 
-        The last step may be computed again with the same result. If an earlier step was not
-        computed, `compute` raises a CacheLost, because memory that was never written may hold data
-        of other clients.
+        The last step can be computed again with the same result. If an earlier step was not
+        computed, `compute` raises a CacheLost, because memory that was never written can contain
+        data of other clients.
         """
         pages = self.cache.pages
         if self.cache.done not in (self.number, self.number + 1):
@@ -93,7 +91,7 @@ class Caches:
     def admit(self, client: Client, task: Task, step: Step, buffers: Sequence[Buffer]) -> CacheStep:
         """Accept a step whose header and payload were checked, and reserve memory for its rows.
 
-        An error changes no cache.
+        If an error is raised, no cache has changed.
 
         Raises:
             CacheLost: the server does not have the cache that the step continues.
@@ -134,13 +132,11 @@ class Caches:
         return CacheStep(cache, step.writes, step.start, length, q, k, v, seen, options)
 
     def free(self, client: Client, number: int) -> None:
-        """Free the client's cache with this number, if it exists."""
         cache = self._caches.get(client, {}).pop(number, None)
         if cache is not None:
             self.account.count(client.name, -(cache.pages.nbytes + _OVERHEAD))
 
     def end(self, client: Client) -> None:
-        """Free all caches of a client."""
         for number in list(self._caches.get(client, ())):
             self.free(client, number)
         self._caches.pop(client, None)

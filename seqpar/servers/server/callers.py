@@ -19,11 +19,13 @@ class Caller(NamedTuple):
 
 
 class Callers:
-    """Identifies callers by certificates or, without them, by the user of a local connection."""
+    """Identifies callers by certificates. Without certificates, by the user of a local
+    connection.
+    """
 
     def __init__(self, keys: ServerIdentity | None) -> None:
         self.keys = keys
-        self.address = ""  # the server's address, as soon as it is bound
+        self.address = ""  # the server's address, after it was bound
 
     def identify(self, context: Any) -> Caller:
         """Return the client that makes a call, or raise an UntrustedError."""
@@ -37,7 +39,6 @@ class Callers:
         return Caller(name, certificate)
 
     def trusts(self, caller: Caller) -> bool:
-        """Return whether a caller's certificate is still trusted."""
         return self.keys is None or self.keys.name_of(caller.certificate) == caller.name
 
     def check_user(self, context: Any) -> None:

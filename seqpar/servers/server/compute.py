@@ -4,8 +4,8 @@ A *fused* call computes several requests of one kind together. The result of eac
 same bits as in a separate call. A fused call concatenates the queries of all requests into one
 tensor, and likewise the keys and the values. The slices of all requests become one table, and no
 slice has rows of two requests. Each request begins at a multiple of 32 rows, so that its rows have
-the same alignment in memory as in a separate call. The bits of a matrix product may depend on the
-alignment.
+the same alignment in memory as in a separate call. This matters because the bits of a matrix
+product can depend on the alignment.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 _ALIGNMENT = 64  # the alignment of a tensor's memory in bytes
-_ROWS = 32  # 32 rows take a multiple of 64 bytes, for any dtype, number of heads and head dim
+_ROWS = 32  # 32 rows are a multiple of 64 bytes for any dtype, number of heads and head dim
 
 
 def kind_of(request: Request, device: torch.device) -> Hashable:
-    """Return a key. Requests with equal keys may be computed in one call on this device.
+    """Return a key. Requests with equal keys can be computed in one call on this device.
 
     On a GPU, each forward pass of Triton or ATen gets a unique key, and is therefore never fused.
     Triton splits long rows of keys depending on the number of rows in the launch. ATen uses cuDNN
@@ -126,10 +126,10 @@ def _backward(
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
     """Return the first row of each tensor (B, rows, …) in the concatenation.
 
-    The last element of the list is the number of rows of the concatenation.
+    The last element is the total number of rows.
     """
     if len(tensors) == 1 and len(tensors[0]) == 1:
-        return [0, tensors[0].shape[1]]  # no request or sequence follows that must be aligned
+        return [0, tensors[0].shape[1]]  # nothing follows that must be aligned
     return list(accumulate((-(-x.shape[1] // _ROWS) * _ROWS for x in tensors), initial=0))
 
 
@@ -137,8 +137,8 @@ def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.devi
     """Concatenate tensors to (B, rows, …), so that tensor i begins at row starts[i].
 
     The rows between two tensors are zeros. A single tensor is not copied if it is on the device
-    already, is aligned, and needs no zeros. Tensors of the host that a GPU needs are concatenated
-    in pinned memory, and the host does not wait until the GPU has copied them.
+    already, is aligned, and needs no zeros. For a GPU, tensors of the host are concatenated in
+    pinned memory, so that the host need not wait for the copy to the GPU.
     """
     batch, rows, *rest = tensors[0].shape
     if len(tensors) == 1 and rows == starts[-1] and tensors[0].device == device:
@@ -158,9 +158,8 @@ def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.devi
 
 
 def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence[int]) -> Slices:
-    """Return the slices of all requests, over the concatenated rows."""
     if [q_starts[-1], k_starts[-1]] == [parts[0].query_rows, parts[0].key_rows]:
-        return parts[0]  # with the tables that backends have derived from this object
+        return parts[0]  # this object keeps the tables that backends have derived from it
 
     def positions(arrays: Sequence[np.ndarray], starts: Sequence[int]) -> np.ndarray:
         result = np.zeros(starts[-1], dtype=np.int32)

@@ -18,7 +18,7 @@ class Totals:
     tasks: int = 0  # the number of tasks and steps that were computed
     tokens: int = 0  # the query rows of these tasks and steps
     bytes: int = 0  # the bytes of their payloads and results
-    # The number of calls that ended with an error. Calls whose session had ended do not count.
+    # The number of calls that ended with an error, except calls whose session had ended.
     refused: int = 0
 
 
@@ -47,10 +47,10 @@ class Status:
 class Counter:
     """One number that a server reports."""
 
-    name: str  # the field of `Status`, and with the prefix `seqpar_` the name on the metrics page
+    name: str  # the field of `Status`; `seqpar_` + name is the name on the metrics page
     help: str  # the explanation of the number on the metrics page
-    grows: bool = False  # whether the number only grows
-    heading: str = ""  # the heading of its column in the table of `status`, if it has a column
+    grows: bool = False  # whether the number never decreases
+    heading: str = ""  # the heading of its column in the table of `status`; "" for no column
     cell: str = ""  # the format of a cell in this column, with the names of `_numbers`
     live: str = ""  # the format of the number in the live line, for the time since the last line
 
@@ -87,7 +87,6 @@ HEADINGS = [counter.heading for counter in COUNTERS if counter.heading]
 
 
 def cells(status: Status) -> list[str]:
-    """Return a server's cells under `HEADINGS`."""
     numbers = _numbers(status)
     return [counter.cell.format(**numbers) for counter in COUNTERS if counter.cell]
 
@@ -101,7 +100,6 @@ def live_line(now: Status, before: Status) -> str:
 
 
 def _numbers(status: Status) -> dict[str, object]:
-    """Return the fields of a status, and the rates and fractions that are computed from them."""
     seconds, gigabytes = max(status.seconds, 1e-9), status.bytes / GIGABYTE
     return asdict(status) | {
         "tasks_rate": status.tasks / seconds,

@@ -1,9 +1,8 @@
 """gRPC's standard health service, which tells whether a server accepts requests.
 
-The health service answers at the server's address. If the server has certificates, the probes of
-Kubernetes cannot call the service at this address, because the probes support neither TLS nor
-certificates. For probes, a second port can answer without TLS. The second port offers only the
-health service.
+The health service answers at the server's address. The probes of Kubernetes support neither TLS nor
+certificates, so they cannot call a server that has certificates. For such probes, a second port can
+offer the health service without TLS.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from seqpar.servers.transport.addresses import joined
 from seqpar.servers.wire import versions
 
 Place = tuple[str, int]  # a host and a port
-Admit = Callable[[Any], Awaitable[None]]  # gets a call's context; refuses the call, or returns
+# Takes a call's context; returns if the call is allowed, and otherwise refuses it.
+Admit = Callable[[Any], Awaitable[None]]
 _MAX_CALLS = 64  # the most calls at a time at the second port
 _OPTIONS = [  # the options of the second port, which anybody may call
     ("grpc.max_receive_message_length", 2**10),
@@ -27,7 +27,7 @@ _OPTIONS = [  # the options of the second port, which anybody may call
     ("grpc.max_concurrent_streams", 8),
     ("grpc.max_allowed_incoming_connections", _MAX_CALLS),
     ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.max_connection_age_ms", 10_000),  # a `Watch` could last for ever
+    ("grpc.max_connection_age_ms", 10_000),  # otherwise a call `Watch` could last forever
     ("grpc.max_connection_age_grace_ms", 1_000),
     ("grpc.so_reuseport", 0),  # otherwise two servers could share the port
 ]
@@ -52,7 +52,7 @@ class Health:
     """The health of a server, and of each version of its service."""
 
     def __init__(self, place: Place | None) -> None:
-        """Bind a second port at `place`, unless that is None.
+        """Bind the second port at `place`, unless `place` is None.
 
         Raises:
             ValueError: the port cannot be bound.
@@ -71,22 +71,18 @@ class Health:
                 ) from None
 
     def add_to(self, server: grpc.aio.Server, admit: Admit) -> None:
-        """Add the health service to a server. `admit` checks each call."""
         checked = _Checked(self._servicer, admit)
         health_pb2_grpc.add_HealthServicer_to_server(checked, server)
 
     async def begin(self) -> None:
-        """Report that the server accepts requests, and begin to answer at the second port."""
         for service in ("", *(version.service for version in versions.VERSIONS)):
             await self._servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self._second is not None:
             await self._second.start()
 
     async def drain(self) -> None:
-        """Report that the server accepts no more requests."""
         await self._servicer.enter_graceful_shutdown()
 
     async def end(self) -> None:
-        """Close the second port."""
         if self._second is not None:
             await self._second.stop(grace=None)

@@ -37,7 +37,6 @@ def publish(status: Callable[[], Status], host: str, port: int) -> Callable[[], 
 
     class Page(Handler):
         def do_GET(self) -> None:
-            """Answer with the metrics page, whatever the path is."""
             data = generate_latest(registry)
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)

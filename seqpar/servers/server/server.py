@@ -50,7 +50,8 @@ class Server:
         # By default, the server uses only gRPC. NIXL trusts its peers, does not encrypt, and opens
         # a port that anyone may use.
         transports: Sequence[str] | None = None,
-        health: Place | None = None,  # a second port, with only the health service, without TLS
+        # The address of a second port for the health service, without TLS.
+        health: Place | None = None,
     ) -> None:
         check_keys("address", check_address("address", address), keys)
         self.device = to_device(torch.empty(0), device).device
@@ -68,7 +69,9 @@ class Server:
         self._callers.address = self.address = start(self._bind(address, health)).result()
 
     async def _bind(self, address: str, health: Place | None) -> str:
-        """Bind the address, and return it with its port. The server does not answer yet."""
+        """Bind the address, and return the address with its port. The server does not answer
+        yet.
+        """
         self._health = Health(health)
         options = server_options(self.deadlines, shares_port=self._keys is None)
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=2 * MAX_CALLS)
@@ -77,7 +80,7 @@ class Server:
         self._health.add_to(self._server, self._service.admit)
         try:
             return self._bind_port(address)
-        except RuntimeError:  # gRPC's text does not name the reason
+        except RuntimeError:  # gRPC's message does not give a reason
             self._held.close()
             why = "it is in use, or not an address of this machine"
             raise ValueError(f"address: {address} cannot be bound: {why}") from None
@@ -111,14 +114,14 @@ class Server:
     def stop(self) -> None:
         """Accept no further requests.
 
-        `run` returns when all accepted requests are answered, or at the deadline `drain` if this is
-        earlier.
+        `run` returns when all accepted requests are answered, but at the latest after the deadline
+        `drain`.
         """
         self._service.draining = True
         event_loop().call_soon_threadsafe(self._service.tell)
 
     def status(self) -> Status:
-        """Return the server's numbers. Any thread may call this."""
+        """Return the server's numbers. Any thread can call this."""
         return self._service.status()
 
     def run(self, each_beat: Callable[[], None] | None = None) -> None:

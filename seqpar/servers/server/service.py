@@ -2,10 +2,10 @@
 status.
 
 A call is checked before it has any effect. The server reads a payload only when enough memory is
-free for the client (`account.py`). Until then, gRPC's flow control makes the sender wait. When a
-call ends, for whatever reason, the memory of the call is freed.
+free for the client (`account.py`). Until then, gRPC's flow control makes the sender wait. The end
+of a call, for whatever reason, frees the call's memory.
 
-A *name* is the name in a client's certificate. An *open* call may send several tasks, one after
+A *name* is the name in a client's certificate. An *open* call can send several tasks, one after
 another. A call needs a *turn* to receive data, and each name has only a few turns at a time.
 """
 
@@ -63,22 +63,24 @@ _CHUNKS_AT_ONCE = 2  # how many chunks of payloads the server receives from a na
 _FIRST_REQUESTS_AT_ONCE = (
     1  # how many first requests of `Compute` it receives from a name at a time
 )
-_CONTROL_REQUESTS_AT_ONCE = 4  # how many requests of its other calls
-_OPEN_CALLS, _ALL_OPEN_CALLS = 8, 128  # the most open calls of a name, and of all names
+# How many requests of all other calls it receives from a name at a time.
+_CONTROL_REQUESTS_AT_ONCE = 4
+_OPEN_CALLS, _ALL_OPEN_CALLS = 8, 128  # the most open calls of one name, and of all names together
 _PATIENCE_SECONDS = 0.25  # how long a call keeps its turn while no chunk arrives
-_PAUSE_SECONDS = 0.005  # the delay of refused calls, and of `Session`, `Free` and `Status`
+_PAUSE_SECONDS = 0.005  # the delay of refused calls and of the calls `Session`, `Free` and `Status`
 _READERS = 8  # the number of threads that check payloads
-# Attention with a mask needs this many bytes for each pair of a query row and a key row, for at
-# most this many query rows at a time.
+# An estimate of the memory of attention with a mask: `_MASK_BYTES` for each pair of a query row and
+# a key row, with at most `_MASK_ROWS` query rows at a time.
 _MASK_ROWS, _MASK_BYTES = 768, 12
-# A payload that exceeds neither is checked in the event loop's thread.
+# A payload within both limits is checked in the event loop's thread, and a larger one in a separate
+# thread.
 _SMALL_PAYLOAD_BYTES, _FEW_SLICES = 2**20, 2**8
 _MAX_REASON = 200  # the most characters of an error's text that a client gets
-_STRANGER = "\n"  # stands for all callers that are not trusted; no certificate has this name
-MAX_CALLS = 2**11  # the most calls at a time; as many refused calls may wait for their end
-# The most rows of one fused call. A CPU computes one slice after another, so it gains little from
-# fusing. Compared with one call per task, a fused call takes 10% longer for tasks of 512 tokens,
-# and 50% longer for tasks of 128 tokens.
+_STRANGER = "\n"  # the name for all callers that are not trusted; no certificate can have this name
+# The most calls at a time, and the most refused calls that are waiting for their end.
+MAX_CALLS = 2**11
+# The most rows of one fused call. On a CPU the limit is low, because a CPU computes one slice after
+# another and gains little from fusing.
 _MAX_BATCH_ROWS, _MAX_BATCH_ROWS_ON_CPU = 2**16, 2**10
 
 
@@ -96,11 +98,13 @@ _CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """Return the gRPC status and the text for an error. The text never has data of a payload."""
+    """Return the gRPC status and the text for an error. The text never contains data of a
+    payload.
+    """
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code, str(error)[:_MAX_REASON] or "it took too long"
-    # For example, a lack of memory. The text of such an error might have data of a payload.
+    # Any other error, such as a lack of memory. Its text could contain data of a payload.
     return grpc.StatusCode.INTERNAL, f"it could not be handled: {type(error).__name__}"
 
 
@@ -128,15 +132,15 @@ class Service:
         self._limits, self._deadlines = limits, deadlines
         self._started = time.monotonic()
         self._turns = Turns(_CHUNKS_AT_ONCE)
-        # Calls whose first request does not come keep their turns for seconds. A call `Session`
-        # that waited for a turn of a `Compute` would then be too late for the client.
+        # A call whose first request does not arrive keeps its turn for seconds. `Session` therefore
+        # has separate turns: if it waited for a turn of `Compute`, its client could give up.
         self._first_turns = Turns(_FIRST_REQUESTS_AT_ONCE)
         self._control_turns = Turns(_CONTROL_REQUESTS_AT_ONCE)
         self._pauses = Turns(1)
         self._open_calls: Counter[str] = Counter()  # the number of open calls, by name
         self._kept = KeptSlices()
         self._readers = ThreadPoolExecutor(_READERS, "seqpar-read")
-        self._news = asyncio.Event()  # set for a moment to wake every session
+        self._news = asyncio.Event()  # set for a moment, to wake every session
 
     def status(self) -> Status:
         """Return the server's numbers. Any thread may call this."""
@@ -163,8 +167,8 @@ class Service:
             "Free": self._free,
             "Status": self._status,
         }
-        # Calls that have only one request are handled like streams too. Otherwise gRPC would read
-        # the request before it called the handler, which checks the caller.
+        # Calls with a single request are handled as streams too. Otherwise gRPC would read the
+        # request before it calls the handler, which checks the caller.
         of_streams = grpc.stream_stream_rpc_method_handler
         handlers = {name: of_streams(self._answering(calls[name], version)) for name in calls}
         return grpc.method_handlers_generic_handler(version.service, handlers)
@@ -197,9 +201,9 @@ class Service:
                 # A call that fails because its session has ended does not count as refused.
                 self.totals.refused += not isinstance(error, StaleSessionError)
                 if code == grpc.StatusCode.INTERNAL:
-                    # Only the type is logged, because the text might have data of a payload.
+                    # Only the type is logged, because the text could contain data of a payload.
                     self.audit.write(logging.ERROR, "error", "", "", type(error).__name__)
-            # A refused call ends only after a pause, so that its client cannot call again at once.
+            # A refused call ends after a pause, so that its client cannot call again at once.
             with suppress(TooManyError):
                 self._refused.take(name, 1)
                 await self._pause(name)
@@ -217,18 +221,16 @@ class Service:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server has too many calls")
 
     async def _pause(self, name: str) -> None:
-        """Delay a cheap call. The calls of one name are delayed one after another.
+        """Delay a call that needs little work. The calls of one name are delayed one after another.
 
-        Without the delay, a name with many connections could keep the event loop busy with cheap
-        calls. The calls of other names would then wait in gRPC's queue.
+        Without the delay, a name with many connections could keep the event loop busy with such
+        calls, while the calls of other names wait in gRPC's queue.
         """
         async with self._pauses.turn(name):
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _first_request(self, turns: Turns, name: str, context: Context) -> bytes:
-        """Read a call's first request. No account counts the bytes of the request while the request
-        arrives.
-        """
+        """Read a call's first request, whose bytes no account counts while it arrives."""
         async with turns.turn(name), asyncio.timeout(self._deadlines.handshake):
             raw: bytes = await context.read()
         if raw is grpc.aio.EOF:
@@ -257,7 +259,7 @@ class Service:
             while True:
                 async with asyncio.timeout(self._deadlines.idle):
                     await context.write(event.SerializeToString())
-                if event.HasField("state"):  # the first state follows the welcome at once
+                if event.HasField("state"):  # the state is known at once
                     await self.wait_for_beat()
                 event = version.messages.SessionEvent(state=self._state(version, session))
         except asyncio.CancelledError:
@@ -289,7 +291,7 @@ class Service:
         )
         if request.HasField("arena") and (direct := self.direct) is not None:
             arena = direct.open(session.client)
-            with suppress(TransportError):  # then payloads travel through gRPC
+            with suppress(TransportError):  # payloads are then sent in gRPC messages
                 if arena is not None:
                     theirs = request.arena
                     target = ArenaTarget(theirs.agent, theirs.address, theirs.size)
@@ -318,8 +320,8 @@ class Service:
         """End the sessions of certificates that are no longer trusted, and all calls of these
         sessions.
 
-        Each session is cancelled, because it may be waiting to write an event that the client does
-        not read.
+        The sessions are cancelled, because a session can be waiting to write an event that the
+        client does not read.
         """
         for session in self.sessions:
             if not self.callers.trusts(Caller(session.client.name, session.certificate)):
@@ -339,10 +341,11 @@ class Service:
     ) -> None:
         """Answer one task after another, until the client ends the call.
 
-        A task in an open call starts earlier than a task in a new call. A new call must wait until
-        gRPC has handed all earlier calls of all clients to the server.
+        This is faster than a new call for each task: a new call waits until gRPC has handed all
+        earlier calls of all clients to the server.
         """
-        requests = [version.read_request(raw)]  # empty during an answer, so that data can be freed
+        # Empty while a task is answered, so that the data of the request can be freed.
+        requests = [version.read_request(raw)]
         del raw
         session = self.sessions.find(requests[0][0].session, caller.name)
         with self.sessions.call(session), self._opened(caller.name) as is_open:
@@ -350,7 +353,8 @@ class Service:
                 await self._answer(version, session, *requests.pop(), is_open, context)
                 if not is_open or (more := await context.read()) is grpc.aio.EOF:
                     return
-                if not self.callers.trusts(caller):  # the session may have another certificate
+                # The session was checked, but this connection can have a different certificate.
+                if not self.callers.trusts(caller):
                     raise UntrustedError("the client's certificate is no longer trusted here")
                 requests.append(version.read_request(more))
                 del more
@@ -359,10 +363,10 @@ class Service:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[bool]:
-        """Yield whether a call may be open, and count open calls.
+        """Yield whether a call may stay open, and count open calls.
 
-        Only a few calls may be open: the server begins to receive the next request of an open call
-        before an account counts the bytes of the request.
+        Only a few calls may stay open, because the next request of an open call begins to arrive
+        before an account counts its bytes.
         """
         of_name, of_all = self._open_calls[name], self._open_calls.total()
         is_open = of_name < _OPEN_CALLS and of_all < _ALL_OPEN_CALLS
@@ -411,9 +415,7 @@ class Service:
         give()
 
     def _check_memory(self, needed: int) -> None:
-        """Raise a RequestError if one request needs more bytes than the limit of all requests
-        together.
-        """
+        """Raise a RequestError if one request needs more bytes than the limit for all requests."""
         if needed > (most := self.account.most):
             reason = f"this request needs {needed} bytes, and all requests together may have {most}"
             raise RequestError(f"memory: {reason}")
@@ -430,13 +432,11 @@ class Service:
             raise FullError("memory: other requests still use it") from None
 
     def _until(self, size: int) -> asyncio.Timeout:
-        """Return a timeout for sending or receiving `size` bytes."""
         return asyncio.timeout(self._deadlines.transfer + size / LEAST_RATE)
 
     async def _receive(
         self, name: str, header: RequestHeader, data: Buffer, context: Context
     ) -> list[Bytes]:
-        """Read a call's payload, chunk by chunk, whenever the call has a turn."""
         payload = form_of(header.task).request
         incoming = Incoming(payload)
         incoming.take(data)
@@ -449,8 +449,8 @@ class Service:
         return incoming.parts
 
     async def _next_chunk(self, name: str, context: Context) -> bytes:
-        """Read a call's next message during a turn. If the sender stalls, the turn ends before the
-        message has arrived.
+        """Read a call's next message during a turn. If no message arrives, the turn ends and the
+        call waits for another turn.
         """
         async with self._turns.turn(name):
             chunk = asyncio.ensure_future(context.read())
@@ -520,8 +520,8 @@ class Service:
                     raise FullError("the request waited for too long") from None
                 raise
             cancelled = isinstance(error, asyncio.CancelledError)
-            # A job that has begun uses its memory until it is done. This coroutine may be cancelled
-            # twice meanwhile, when the call ends and when the session ends.
+            # A job that has begun uses its memory until it is done. In the meantime, this coroutine
+            # can be cancelled twice: when the call ends, and when the session ends.
             while not job.done.is_set():
                 try:
                     await job.done.wait()
@@ -542,7 +542,7 @@ class Service:
     ) -> None:
         """Send a result in chunks, as fast as the client reads them, or write it with NIXL."""
         assert job.result is not None
-        # A client would wait forever for the rest of a result that is too short.
+        # If a result were too short, the client would wait for the rest until its deadline.
         form_of(job.task).result.check_sizes(job.result)
         checksum = job.checksum ^ version.checksum(request)
         header, places = ReplyHeader(checksum, job.seconds, is_open), request.places

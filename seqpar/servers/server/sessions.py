@@ -21,7 +21,7 @@ SECRET_BYTES = 16
 
 
 class RefusedError(Exception):
-    """The server refuses a call. The client may succeed later, or in a new session."""
+    """The server refuses a call. The client can try again later, or in a new session."""
 
 
 class FullError(RefusedError):
@@ -42,13 +42,11 @@ class StaleSessionError(RefusedError):
 
 @dataclass(eq=False)
 class Session:
-    """A session of one client."""
-
     client: Client
     certificate: bytes  # in PEM format; b"" if the server uses no certificates
-    task: asyncio.Task[Any]  # answers the client's call `Session`
-    most: int  # how many requests without a result the session may have
-    requests: int = 0  # how many requests without a result the session has
+    task: asyncio.Task[Any]  # the task that answers the client's call `Session`
+    most: int  # the most requests without a result
+    requests: int = 0  # the current number of requests without a result
     calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
@@ -64,7 +62,9 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server. A session is found by its secret, which only its client knows."""
+    """The sessions of a server, by secret. Only the client of a session knows the session's
+    secret.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -79,11 +79,8 @@ class Sessions:
     def begin(self, name: str, certificate: bytes) -> Session:
         """Begin a session, whose call the current asyncio task answers.
 
-        Raises a FullError if there are too many sessions.
-
-        A name that has sessions already may begin another session only if enough sessions stay
-        free. Afterwards, the number of free sessions must be at least the number of sessions of
-        this name.
+        Raises a FullError if there are too many sessions. A name that already has sessions can
+        begin another one only if, afterwards, at least as many sessions are free as the name has.
         """
         own, most = self._of(name), self._limits.clients
         free = most - len(self) - 1
@@ -110,16 +107,15 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
-        """End a session, and all of its calls."""
         self._sessions.pop(session.client.session, None)
         for call in session.calls:
             call.cancel()
 
     @contextmanager
     def call(self, session: Session) -> Iterator[None]:
-        """Count the current asyncio task as a call of the session.
+        """Within this context, the current asyncio task is a call of the session.
 
-        If the session ends, the task is cancelled, and this raises a StaleSessionError.
+        If the session ends, the task is cancelled, and the context raises a StaleSessionError.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -32,7 +32,7 @@ from seqpar.servers.wire.messages import Task
 from seqpar.servers.wire.payload import Bytes, bytes_of, checksum
 from seqpar.servers.wire.request import Request
 
-# Costs are multiply-adds, as `ComputeJob.cost` counts them.
+# Costs are numbers of multiply-adds, as in `ComputeJob.cost`.
 _LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # a job that costs more is long
 _SLICE_COST = 2**20  # added for each slice, whatever its size
 _ACTIVE = 1.0  # how many seconds after its last turn a name counts as active
@@ -40,20 +40,18 @@ _MAX_THREADS = 8  # on a CPU, the most threads for short jobs, and the most for 
 
 
 class ComputationError(Exception):
-    """A computation failed. The text has no data of a payload."""
+    """A computation failed. The text contains no data of a payload."""
 
 
 @dataclass(eq=False)
 class ComputeJob:
-    """A request that a server has accepted."""
-
     client: Client
     task: Task
     request: Request | CacheStep | None  # None after the computation
     size: int  # the bytes of the request and its result
-    kind: Hashable  # equal for requests that one computing call may compute
+    kind: Hashable  # equal for requests that one computing call can compute
     on_done: Callable[[], object]  # called in a computing thread when there is a result or an error
-    done: asyncio.Event  # which `on_done` sets
+    done: asyncio.Event  # set by `on_done`
     result: list[Bytes] | None = None
     error: Exception | None = None  # why the computation failed
     checksum: int = 0  # the checksum of the result
@@ -75,14 +73,14 @@ class ComputeJob:
 class ThreadsByName:
     """The threads for long jobs, or the threads for short jobs.
 
-    A thread serves one name at a time, and no two threads serve the same name. Names without any
-    turn so far come first. After them comes the name that has waited for the longest time since its
-    last turn. The caller must hold `lock`, except for the first `start`.
+    A thread serves one name at a time, and no two threads serve the same name. The next turn goes
+    to a name that has had no turn yet, or else to the name whose last turn was the longest ago. The
+    caller must hold `lock`, except for the first `start`.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[], None], lock: threading.Lock) -> None:
         """At most `most` threads run the function `run`. All threads have this name."""
-        self.changed = threading.Condition(lock)  # notified when a job may begin
+        self.changed = threading.Condition(lock)  # notified when a job can begin
         self.served: set[str] = set()  # the names that a thread serves now
         self.threads: list[threading.Thread] = []
         self._name, self._most, self._run = name, most, run
@@ -91,7 +89,8 @@ class ThreadsByName:
     def start(self) -> None:
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         thread.start()
-        self.threads.append(thread)  # after the start: before it, the thread would count as dead
+        # Only after the start, because a thread that has not started counts as dead.
+        self.threads.append(thread)
 
     def start_for(self, waiting: int) -> None:
         """Start threads so that each of the `waiting` names that no thread serves gets a thread.
@@ -112,7 +111,6 @@ class ThreadsByName:
         return firsts
 
     def first(self, waiting: Mapping[str, Client]) -> Client:
-        """Return the client that gets the next turn."""
         names = [name for name in waiting if name not in self._last]
         names += [name for name in self._last if name in waiting]
         return waiting[names[0]]
@@ -125,8 +123,9 @@ class ThreadsByName:
         client, now = self.first(waiting), time.monotonic()
         self._last[client.name] = now
         self._last.move_to_end(client.name)
-        # A name that is forgotten counts as new when it has jobs again, and would then overtake
-        # names that wait. So names are forgotten only while no other name waits or is served.
+        # A forgotten name counts as new when it has jobs again, and new names come first. To keep
+        # it from overtaking names that wait, names are forgotten only while no other name waits or
+        # is served.
         if len(waiting) == 1 and not self.served:
             for name, last in list(self._last.items()):
                 if now - last > _ACTIVE:
@@ -135,7 +134,9 @@ class ThreadsByName:
 
 
 class Worker:
-    """Computes jobs. A computing call of several jobs has at most `rows` query and key rows."""
+    """Computes jobs in threads. A computing call of several jobs has at most `rows` query and key
+    rows.
+    """
 
     def __init__(self, device: torch.device, rows: int) -> None:
         most = _MAX_THREADS if device.type == "cpu" else 1
@@ -149,7 +150,7 @@ class Worker:
         self._device, self._rows = device, rows
         self._queues: OrderedDict[Client, deque[ComputeJob]] = OrderedDict()
         self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
-        self._stepping: set[Client] = set()  # clients of which a step is being computed
+        self._stepping: set[Client] = set()  # clients whose steps are being computed
         self._stopped = False
 
     def start(self) -> None:
@@ -160,7 +161,6 @@ class Worker:
             each.start()
 
     def is_alive(self) -> bool:
-        """Return whether all threads run."""
         return all(thread.is_alive() for each in self._threads for thread in each.threads)
 
     def stop(self, timeout: float) -> None:
@@ -175,14 +175,13 @@ class Worker:
                 thread.join(max(0, end - time.monotonic()))
 
     def add(self, job: ComputeJob) -> None:
-        """Put a job into its client's queue."""
         with self._lock:
             self._queues.setdefault(job.client, deque()).append(job)
             self.waiting += 1
             self._wake()
 
     def _wake(self) -> None:
-        """Wake or start threads for the jobs that may begin. The caller must hold the lock."""
+        """Wake or start threads for the jobs that can begin. The caller must hold the lock."""
         for long in (False, True):
             if able := self._firsts(long):
                 self._threads[long].start_for(len(able))
@@ -221,7 +220,7 @@ class Worker:
                 self._threads[long].served.discard(name)
                 self._stepping -= {job.client for job in jobs if job.task.operation == "step"}
                 self._wake()
-                # Without these references, an idle thread keeps no tensors in memory.
+                # Otherwise these variables of an idle thread would keep tensors in memory.
                 del jobs, job
 
     def _finish(self, jobs: list[ComputeJob]) -> None:
@@ -237,22 +236,18 @@ class Worker:
             self.batches += 1
 
     def _first(self, long: bool) -> Client | None:
-        """Return the client that gets the next turn for long jobs, or for short jobs.
-
-        Returns None if no such job may begin.
-        """
         clients = self._firsts(long)
         return self._threads[long].first(clients) if clients else None
 
     def _firsts(self, long: bool) -> dict[str, Client]:
-        """Return, for each name that no thread serves, the first client whose job may begin."""
+        """Return, for each name that no thread serves, the first client whose job can begin."""
         able = [x for x, queue in self._queues.items() if self._may_begin(queue[0], long)]
         return self._threads[long].waiting(able)
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
-        """Return whether the threads for long jobs, or those for short jobs, may begin a job.
+        """Return whether the threads for long jobs, or those for short jobs, can begin a job.
 
-        A step must wait while an earlier step of its client is being computed.
+        A step waits while an earlier step of its client is being computed.
         """
         ordered = job.task.operation == "step" and job.client in self._stepping
         return (job.cost > self._long) == long and not ordered
@@ -282,7 +277,6 @@ class Worker:
         return jobs
 
     def _pop(self, client: Client) -> ComputeJob:
-        """Take a client's first job, and move the client to the end of the queue of clients."""
         self.waiting -= 1
         queue = self._queues.pop(client)
         first = queue.popleft()
@@ -296,9 +290,9 @@ class Worker:
     def _compute(self, jobs: list[ComputeJob]) -> None:
         """Compute jobs in one call.
 
-        If the call fails, each task is computed separately, so that only the tasks that caused the
-        failure get an error. Decoding steps are always computed separately. They cannot be repeated
-        in this way, because a cache refuses a step after it has computed a later step.
+        If the call fails, each task is computed again separately, so that only the tasks that
+        caused the failure get an error. Decoding steps are always computed separately, because a
+        step cannot be repeated after a later step of the same cache.
         """
         try:
             steps = [job.request for job in jobs if isinstance(job.request, CacheStep)]

@@ -14,7 +14,7 @@ from seqpar.core.arguments import shown
 def check_address(name: str, address: object) -> str:
     """Return `address` if it is ipc://PATH or tcp://HOST:PORT, or raise a ValueError.
 
-    The error calls the address `name`, the argument from which it comes.
+    `name` is the argument from which the address comes; the error names this argument.
     """
     if isinstance(address, str) and "\0" not in address:
         if address.startswith("ipc:///") and 7 < len(address.encode()) <= 6 + 107:
@@ -36,7 +36,7 @@ def _is_in_root(path: str) -> bool:
 
 
 def check_peer(name: str, address: object) -> str:
-    """Return `address` if a client can connect to it, or raise a ValueError that has `name`."""
+    """Return `address` if a client can connect to it, or raise a ValueError that names `name`."""
     checked = check_address(name, address)
     host, _, port = checked.removeprefix("tcp://").rpartition(":")
     if not is_own(checked) and ("*" in host or not port.isdecimal() or not int(port)):
@@ -45,7 +45,7 @@ def check_peer(name: str, address: object) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return whether an address is a Unix socket or a loopback address, and so on this machine."""
+    """Return whether an address is on this machine: a Unix socket or a loopback address."""
     if is_own(address):
         return True
     try:
@@ -55,7 +55,7 @@ def is_local(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Return whether an address is a Unix socket. Only processes of this user can use it."""
+    """Return whether an address is a Unix socket, which only processes of this user can use."""
     return str(address).startswith("ipc:")
 
 
@@ -67,12 +67,12 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Return the host and the port of a TCP address. The port "*" is returned as 0.
 
     An IPv4 address that is written as an IPv6 address is returned as the IPv4 address. The name
-    localhost is always 127.0.0.1, whatever address the system would find for it, so that clients
+    localhost always stands for 127.0.0.1, whatever the system's configuration says, so that clients
     and servers use the same address.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
-    with contextlib.suppress(ValueError):  # the host is a name
+    with contextlib.suppress(ValueError):  # raised if the host is a name
         host = str(getattr(ipaddress.ip_address(host), "ipv4_mapped", None) or host)
     return host, 0 if port == "*" else int(port)
 
@@ -107,7 +107,7 @@ def bound(address: str, port: int) -> str:
 
 
 def check_keys(name: str, address: str, keys: object) -> None:
-    """Raise a ValueError if `keys` is None and the address may be on a different machine."""
+    """Raise a ValueError if `keys` is None and the address is not known to be on this machine."""
     if keys is None and not is_local(address):
         how = "make them with `python -m seqpar keygen`"
         raise ValueError(f"{name}: {address} is not on this machine, so it needs keys: {how}")

@@ -9,8 +9,8 @@ The folder of an authority has the files that servers and clients need (`certifi
 | `clients/NAME/` | the folder of keys of the client NAME, which you copy to this client |
 | `issued/NAME-N.crt` | each certificate that authority N has signed, so that it can be revoked |
 
-An authority is valid for ten years, and its certificates are valid for one year. `rotate` replaces
-certificates and private keys. No other function changes existing files. A process that reads a pair
+An authority is valid for ten years, and its certificates are valid for one year. Only `rotate`
+changes existing files: it replaces certificates and private keys. A process that reads a pair
 during the replacement keeps the old pair until both new files are complete.
 """
 
@@ -41,14 +41,15 @@ from seqpar.servers.transport.key_files import read, shown
 from seqpar.servers.wire.texts import printable
 
 AUTHORITY_DAYS, DAYS = 3653, 365
-_EARLIER = timedelta(hours=1)  # certificates are valid from earlier on, for clocks that are behind
+# Certificates are valid from this long ago, for machines whose clocks are behind.
+_EARLIER = timedelta(hours=1)
 _MOST_NAME_CHARACTERS = 32
 _FOLDERS = ["authorities", "issued", "revoked"]
 _PAIRS = ["server.crt", "server.key", "client.crt", "client.key"]
 
 
 class _Authority(NamedTuple):
-    number: int  # the number in the name of its file
+    number: int  # the number in the name of the authority's file
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
@@ -56,7 +57,7 @@ class _Authority(NamedTuple):
 def generate(folder: Path) -> list[Path]:
     """Make an authority, a server's pair, and a pair for the client with the name `client`.
 
-    Returns the files. A ValueError names a file that exists already or that cannot be written.
+    Returns the new files. Raises a ValueError if a file exists already or cannot be written.
     """
     with _errors_named(folder):
         refuse_curve_keys(folder)
@@ -102,7 +103,8 @@ def rotate(folder: Path) -> list[Path]:
         authority = _new_authority(max(int(x.stem) for x in _authorities(folder)) + 1)
         made = [folder / "authorities" / f"{authority.number}.crt"]
         _write(made[0], _pem(authority.certificate))
-        # Clients must trust the new authority before a server has a certificate from it.
+        # Clients must trust the new authority before a server uses a certificate that it has
+        # signed.
         for name in names:
             made += _trust(folder, _place(folder, name))
         _replace({folder / "authority.key": _pem(authority.key)})
@@ -114,7 +116,7 @@ def rotate(folder: Path) -> list[Path]:
 def revoke(folder: Path, name: str) -> list[Path]:
     """Revoke all certificates of a client, by copying them to the folder `revoked`.
 
-    Returns the new files in this folder.
+    Returns the new files in `revoked`.
     """
     with _errors_named(folder), _locked(folder):
         files = _issued(folder, name)
@@ -152,12 +154,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _authorities(folder: Path) -> list[Path]:
-    """Return the files of the authorities that were made in this folder."""
     return [x for x in (folder / "authorities").glob("*.crt") if x.stem.isdecimal()]
 
 
 def _authority(folder: Path) -> _Authority:
-    """Return the authority whose private key is in this folder."""
     key = read(folder / "authority.key")
     for file in _authorities(folder):
         certificate = load(file, "authority")
@@ -186,7 +186,9 @@ def _place(folder: Path, name: str) -> Path:
 
 
 def _trust(folder: Path, place: Path) -> list[Path]:
-    """Copy the authorities that a client's folder lacks into it, and return the copies."""
+    """Copy all authorities that are missing in a client's folder to this folder. Returns the
+    copies.
+    """
     _make_folder(place / "authorities")
     made = []
     for file in _authorities(folder):
@@ -282,7 +284,7 @@ def _replace(contents: dict[Path, bytes]) -> None:
 
 def _write_beside(file: Path, content: bytes) -> Path:
     new = file.with_name(f".{file.name}.new")
-    new.unlink(missing_ok=True)  # a process that was killed may have left the file
+    new.unlink(missing_ok=True)  # a process that was killed can have left this file
     mode = 0o644 if file.suffix == ".crt" else 0o600
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as opened:

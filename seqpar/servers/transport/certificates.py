@@ -10,7 +10,7 @@ A folder of keys holds these files, in PEM format. `authority.py` makes them.
 | `client.crt`, `client.key` | a client's certificate and its private key | the client |
 
 A *pair* is a certificate and its private key. An *identity* is an object with the files of one
-side. While a process runs, its identity reads files that have changed:
+side, a server or a client. While a process runs, its identity reads files that have changed:
 
 * If a file becomes unusable, the process keeps the file's earlier content, and reports a *fault*,
   which is a text for a log. A new file that is unusable is skipped. A file is unusable if it is
@@ -23,12 +23,13 @@ side. While a process runs, its identity reads files that have changed:
 * Files whose names begin with a dot are ignored. Each further file in `authorities/` or `revoked/`
   whose name does not end in `.crt` is reported as a fault, because somebody may rely on it.
 
-Only this user and root may be able to write the files and their folders, and no other user may be
+Only this user and root must be able to write the files and their folders, and no other user must be
 able to read a private key. If the permissions are wrong, a process does not start, and a running
 process reports a fault.
 
 TLS makes no new connection with an expired certificate, and a server also refuses an expired
-certificate on existing connections. A fault is reported from 30 days before a certificate expires.
+certificate on existing connections. From 30 days before a certificate expires, this is reported as
+a fault.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from seqpar.servers.transport.key_files import Unsafe, Watched, check_folder, re
 
 _Pair = tuple[x509.Certificate, bytes]  # a certificate, and its private key in PEM format
 SERVER_NAME = "server.seqpar"  # the name in the certificate of each server; clients require it
-_MOST_NAME_CHARACTERS = 64  # RFC 5280 limits a Common Name to this length
+_MOST_NAME_CHARACTERS = 64  # the limit of RFC 5280 for a Common Name
 _MOST_NAMES = 1024  # how many verified certificates are remembered
-_WARNING = timedelta(days=30)  # how long before a certificate ends the warnings begin
+_WARNING = timedelta(days=30)  # warnings begin this long before a certificate expires
 _NEVER = datetime.min.replace(tzinfo=UTC)
 _NOBODY = None, _NEVER, _NEVER
 _OWNERS = {
@@ -76,7 +77,7 @@ def _parse(pem: bytes, use: str) -> x509.Certificate:
         (certificate,) = x509.load_pem_x509_certificates(pem)
         _ = certificate.issuer, certificate.subject, certificate.not_valid_after_utc
         fits = use == "any" or _fits(certificate.extensions, use)
-    except Exception:  # bytes that are no certificate raise errors of many types
+    except Exception:  # bytes that are not a certificate raise errors of many types
         raise ValueError("must hold one certificate, as keygen makes it") from None
     if not fits:
         raise ValueError(f"must hold the certificate of {_OWNERS[use]}")
@@ -101,12 +102,14 @@ def is_pair(certificate: x509.Certificate, key: bytes) -> bool:
     """Return whether a private key in PEM format belongs to a certificate."""
     try:
         return load_pem_private_key(key, None).public_key() == certificate.public_key()
-    except Exception:  # bytes that are no key raise errors of many types
+    except Exception:  # bytes that are not a key raise errors of many types
         return False
 
 
 def refuse_curve_keys(folder: Path) -> None:
-    """Raise a ValueError if a folder has keys of ZeroMQ's CURVE, which certificates replaced."""
+    """Raise a ValueError if a folder contains keys of ZeroMQ's CURVE, which earlier versions
+    used.
+    """
     for old in [x for kind in ("*.secret", "*.public", "trusted/*") for x in folder.glob(kind)]:
         how = "make certificates, which replace it: `python -m seqpar keygen NEWFOLDER`"
         raise ValueError(f"keys: {shown(old)} is a CURVE key of an earlier version; {how}")
@@ -135,13 +138,11 @@ def _pem(certificates: list[x509.Certificate]) -> bytes:
 
 
 class _Certificates:
-    """The certificates in a folder, all with the same use."""
-
     def __init__(self, folder: Path, use: str) -> None:
         self.folder, self._use = folder, use
         self._watched: dict[str, Watched[x509.Certificate]] = {}
         self.found: dict[Path, x509.Certificate] = {}
-        self.faults: list[ValueError] = []  # the faults of single files, at the last `look`
+        self.faults: list[ValueError] = []  # the faults of single files at the last `look`
         self.look()
         for fault in self.faults:
             if isinstance(fault, Unsafe):
@@ -160,7 +161,8 @@ class _Certificates:
         except OSError as error:
             what = "must be a folder of certificates"
             raise ValueError(f"keys: {shown(self.folder)} {what}: {error.strerror}") from None
-        if (x.st_ino, x.st_mtime_ns) != (y.st_ino, y.st_mtime_ns):  # names may be missing
+        # A file was added or removed meanwhile, so the list of names can be incomplete.
+        if (x.st_ino, x.st_mtime_ns) != (y.st_ino, y.st_mtime_ns):
             raise ValueError(f"keys: {shown(self.folder)} has changed while it was read")
         before, old, self._watched = self.found, self._watched, {}
         self.faults = []
@@ -236,7 +238,6 @@ class _Identity:
         return changed, faults
 
     def _new(self, faults: list[str]) -> list[str]:
-        """Return the faults that did not exist at the last call."""
         new = [fault for fault in faults if fault not in self._told]
         self._told = set(faults)
         return new
@@ -259,8 +260,8 @@ class ServerIdentity(_Identity):
         self._refused = {_id(x) for x in self._revoked.found.values()}
         self._trusted = [x for x in self._authorities.found.values() if _id(x) not in self._refused]
         self._names: dict[bytes, tuple[str | None, datetime, datetime]] = {}
-        # Without a trusted authority, the old configuration stays. Then `name_of` refuses all
-        # clients, whatever certificates the handshakes accept.
+        # Without a trusted authority, the old configuration stays, because `name_of` then refuses
+        # all clients anyway.
         if self._trusted:
             certificate, key = self._own()
             self._configuration = grpc.ssl_server_certificate_configuration(
@@ -268,18 +269,17 @@ class ServerIdentity(_Identity):
             )
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials whose handshakes use the certificates that `look` found last.
+        """Return credentials whose handshakes use the certificates that `look` has found.
 
-        The handshakes themselves read no file.
+        The handshakes read no files.
         """
         given = self._configuration
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
             """Return the configuration if it is new, and None otherwise.
 
-            The handshakes must not replace the configuration each time. gRPC crashes after
-            thousands of handshakes if a handshake replaces the configuration that another handshake
-            uses.
+            gRPC crashes after thousands of handshakes if each handshake replaces the configuration
+            while other handshakes use it.
             """
             nonlocal given
             if given is self._configuration:
@@ -299,9 +299,7 @@ class ServerIdentity(_Identity):
         return self._new([*faults, *sorted(self._ending)])
 
     def name_of(self, pem: bytes) -> str | None:
-        """Return the name in a client's certificate, or None if the certificate is not accepted
-        now.
-        """
+        """Return the name in a client's certificate, or None if it is not accepted now."""
         known = self._names
         if (entry := known.get(pem)) is None:
             if len(known) >= _MOST_NAMES:
@@ -358,14 +356,14 @@ class ClientIdentity(_Identity):
         """Read files that have changed, and return whether the credentials are new."""
         changed, faults = self._look()
         self._faults += self._new(faults)
-        # Without an authority, the old credentials are kept: if gRPC got an empty list, it would
-        # trust the authorities of its own list.
+        # Without an authority, the old credentials are kept, because for an empty list gRPC would
+        # trust its built-in authorities.
         renewed = changed and bool(self._authorities.found)
         if renewed:
             self._renew()
         return renewed
 
     def faults(self) -> list[str]:
-        """Return the faults that `look` has found since the last call of `faults`."""
+        """Return the faults that `look` has found since the last call of this method."""
         faults, self._faults = self._faults, []
         return faults

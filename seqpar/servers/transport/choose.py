@@ -21,9 +21,8 @@ def own_name() -> str:
 def transports_of(names: Sequence[str] | None) -> list[TransportName]:
     """Check the argument `transports`, and return the names of the transports, with "grpc" last.
 
-    None means only "grpc". NIXL is used only if the argument names NIXL. The reason is that NIXL's
-    library opens a TCP port without authentication, even if the process otherwise uses only Unix
-    sockets.
+    None means only "grpc". NIXL is not a default, because its library opens a TCP port without
+    authentication, even if the process otherwise uses only Unix sockets.
     """
     if names is None:
         return ["grpc"]

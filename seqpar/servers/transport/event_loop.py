@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from seqpar.servers.wire.request import ServersError
 
 T = TypeVar("T")
-# The lock is reentrant, because a signal handler may need it in the thread that holds it.
+# The lock is reentrant, because a signal handler can need it in the thread that holds it.
 _lock = threading.RLock()
 _thread: _LoopThread | None = None
-# Whether this process was forked from a process that had used gRPC. Calls of gRPC would then wait
+# Whether this process was forked from a process that had used gRPC. If so, calls of gRPC would wait
 # forever in this process.
 _is_forked = False
 
@@ -57,7 +57,6 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def is_running() -> bool:
-    """Return whether the event loop is running."""
     return _thread is not None and _thread.is_alive()
 
 
@@ -67,7 +66,6 @@ def in_event_loop() -> bool:
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine in the event loop, and return the future of its result."""
     try:
         loop = event_loop()
     except ServersError:

@@ -1,7 +1,7 @@
-"""Safe reading of the files of keys, which decide whom a process trusts.
+"""Safe reading of files with certificates and private keys.
 
-A file is used only if nobody except this user and root can change the file. Reading never blocks,
-even if the file is a fifo.
+A file is used only if nobody except this user and root can change it. Reading never blocks, even if
+the file is a fifo.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from seqpar.servers.wire.texts import printable
 
 T = TypeVar("T")
 _MOST_BYTES = 2**16  # the most bytes that are read from a file
-# If a file changes twice within a tick of the file system's clock, its times do not show the second
-# change. So the files are read again until their last change is older than this.
+# If a file changes twice within a tick of the file system's clock, its timestamps do not show the
+# second change. Files are therefore read again until their last change is older than this.
 _SETTLED_SECONDS = 1.0
 
 
 class Unsafe(ValueError):
-    """A different user could write a file or folder of keys, or read a private key."""
+    """Raised if another user can write a file or folder of keys, or read a private key."""
 
 
 def shown(path: Path) -> str:
@@ -34,7 +34,7 @@ def shown(path: Path) -> str:
 def check_folder(folder: Path) -> None:
     """Raise an Unsafe error if users other than this user and root can change a folder.
 
-    All parent folders are checked too. In a parent folder, other users may add files, as in /tmp,
+    All parent folders are checked too. In parent folders such as /tmp, other users may add files,
     but must not be able to replace files of this user.
     """
     real = os.path.realpath(folder)
@@ -51,11 +51,11 @@ def _check_owner(name: str, status: os.stat_result, may_be_sticky: bool = False)
 def read(file: Path) -> bytes:
     """Return the content of a regular file, or raise a ValueError that names the unsafe file.
 
-    Only the owner may be able to read a private key. There is one exception: the group of the file
-    may read a private key if root owns the file and this process does not run as root. Kubernetes
-    mounts secrets in this way for the group of a pod.
+    A private key that users other than the owner can read is unsafe. The group of the file is an
+    exception if root owns the file and this process does not run as root, because Kubernetes mounts
+    secrets in this way.
     """
-    # With O_NONBLOCK, opening a fifo does not wait until a process writes to the fifo.
+    # With O_NONBLOCK, opening a fifo does not wait for a process that writes to the fifo.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         descriptor = os.open(file, flags)
@@ -87,9 +87,9 @@ class Watched(Generic[T]):
         self.value: T | None = None
 
     def look(self) -> bool:
-        """Load the value again if a file has changed, and return whether the value has changed.
+        """Load the value again if a file has changed. Returns whether the value has changed.
 
-        If the value cannot be loaded, `look` raises a ValueError, and the old value is kept.
+        If the value cannot be loaded, this raises a ValueError and keeps the old value.
         """
         old = self.value
         try:

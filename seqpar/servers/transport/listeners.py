@@ -30,7 +30,7 @@ def listeners() -> set[str]:
 def _inodes() -> set[str]:
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
+        with contextlib.suppress(OSError):  # raised if the descriptor was closed meanwhile
             kind, _, inode = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")
             if kind == "socket":
                 found.add(inode.strip("[]"))
@@ -40,7 +40,7 @@ def _inodes() -> set[str]:
 def _rows(table: str) -> list[list[str]]:
     try:
         lines = (_TABLES / table).read_text().splitlines()
-    except FileNotFoundError:  # tcp6, on a system without IPv6
+    except FileNotFoundError:  # the table tcp6 does not exist on a system without IPv6
         return []
     return [line.split() for line in lines[1:]]
 

@@ -17,7 +17,7 @@ from seqpar.servers.transport.addresses import host_and_port
 
 _WAY_OUT = "use a Unix socket (ipc://PATH) or keys"
 
-# The messages of NETLINK_SOCK_DIAG, for which Python has no names (man 7 sock_diag).
+# Constants and messages of NETLINK_SOCK_DIAG (man 7 sock_diag), which Python does not define.
 _SOCK_DIAG = 4  # the netlink protocol
 _BY_FAMILY = 20  # the type of a request and of its answer
 _IS_REQUEST = 1
@@ -25,7 +25,8 @@ _ESTABLISHED = 1
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, number, port
 _QUERY = struct.Struct("=BBBxI")  # family, protocol, extensions, states
 _PORTS = struct.Struct("!HH")  # ports of socket and peer; two addresses of 16 bytes follow
-_REST = struct.Struct("=III")  # the interface and the socket's cookie, which may have any value
+# The interface and the socket's cookie, for which any value is allowed.
+_REST = struct.Struct("=III")
 _STATE = struct.Struct("=xB")  # the beginning of the answer: one byte for the family, then state
 _OWNER = struct.Struct("=II")  # the end of the answer: user id and inode
 _OWNER_OFFSET = 64
@@ -46,7 +47,7 @@ def hold_port(address: str) -> socket.socket:
     host, port = host_and_port(address)
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        # The socket must not set SO_REUSEADDR, which would let other users listen there too.
+        # SO_REUSEADDR must not be set, because other users could then listen at this address too.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
     except OSError as error:
@@ -61,10 +62,10 @@ def hold_port(address: str) -> socket.socket:
 def sole_server(address: str) -> socket.socket:
     """Return an open socket that keeps this user's other servers from a loopback address.
 
-    `address` has the port that is bound. The server's sockets set SO_REUSEPORT. A second server of
-    this user could therefore bind the same port, and would then get half of the connections. To
-    prevent this, each server first calls `sole_server`, which fails while the socket of an earlier
-    call is open.
+    A server's sockets set SO_REUSEPORT, so a second server of this user could bind the same port
+    and would then get half of the connections. To prevent this, each server calls `sole_server`
+    after it has bound the port in `address`. The call fails while the socket of an earlier call is
+    open.
 
     Raises:
         OSError: a second server has the address, or the kernel does not tell which user connects.
@@ -72,7 +73,7 @@ def sole_server(address: str) -> socket.socket:
     host, port = host_and_port(address)
     sole = socket.socket(socket.AF_UNIX)
     try:
-        # An abstract name, which is free again as soon as the process has ended.
+        # An abstract name is free again as soon as the process has ended.
         sole.bind(f"\0seqpar {host} {port}")
         if not _kernel_knows_users():
             raise OSError(f"this system does not tell which user connects: {_WAY_OUT}")
@@ -95,11 +96,11 @@ def _kernel_knows_users() -> bool:
 def user_of(peer: str, address: str) -> int | None:
     """Return the user id of a connected client, or None if the kernel knows no such connection.
 
-    Do not keep the answer, because a process of a different user may use the client's port later.
+    Do not keep the result, because a process of a different user can use the client's port later.
 
     Args:
         peer: what gRPC's context.peer() returns, such as "ipv4:127.0.0.1:45678".
-        address: the server's address, with the port that is bound.
+        address: the server's address, with the port that was bound.
     """
     found = re.fullmatch(r"ipv[46]:(\[[0-9a-fA-F:.]+\]|[\d.]+):(\d+)", unquote(peer))
     if found is None:
@@ -107,7 +108,7 @@ def user_of(peer: str, address: str) -> int | None:
     client, server = host_and_port(f"{found[1]}:{found[2]}"), host_and_port(address)
     try:
         return _user_of_socket(client, server)
-    except (OSError, struct.error):  # struct.error: the port is too large
+    except (OSError, struct.error):  # struct.error if the port is too large
         return None
 
 
@@ -127,7 +128,7 @@ def _user_of_socket(own: tuple[str, int], other: tuple[str, int]) -> int | None:
         return None  # the answer is an error, because there is no such socket
     answer = answer[_HEADER.size :]
     user, inode = _OWNER.unpack_from(answer, _OWNER_OFFSET)
-    # If no such socket is connected, the kernel's answer may be about a socket that listens at
-    # `own`. A socket that its process has closed has the inode 0 and the user id of root.
+    # If there is no such connection, the kernel's answer can be about a socket that listens at
+    # `own`. A socket that its process has closed has inode 0 and the user id of root.
     connected = _STATE.unpack_from(answer)[0] == _ESTABLISHED
     return int(user) if connected and inode else None

@@ -1,17 +1,17 @@
 """The transport NIXL, which writes payloads and results directly into the memory of the receiver.
 
 **Security.** A connected peer can write into this process, and payloads are not encrypted. UCX, the
-library below NIXL, listens on each interface that UCX_NET_DEVICES names. By default, UCX listens on
-all interfaces. UCX does not authenticate peers. Use NIXL only if you trust the network and all
-peers as much as this process.
+library below NIXL, does not authenticate peers. It listens on the interfaces that UCX_NET_DEVICES
+names, by default on all of them. Use NIXL only if you trust the network and all peers as much as
+this process.
 
 Each pool and each server has one NIXL *agent*, and one *block* of memory for received data. Each
 session has an *arena*, which is a part of the block. A *place* is an offset in an arena. NIXL reads
 and writes only registered memory. The block is registered once. A sender registers the payload's
-memory for each transfer, because registering is faster than a copy into a registered buffer. On a
-CPU, registering 64 MiB takes 5 µs, and copying 64 MiB takes 10 ms.
+memory for each transfer, because registering takes microseconds, and copying into a registered
+buffer would take milliseconds.
 
-A peer may still write to an arena after this process has stopped waiting for the peer. The receiver
+A peer can still write to an arena after this process has stopped waiting for the peer. The receiver
 therefore copies a payload before it computes the checksum.
 """
 
@@ -33,11 +33,11 @@ from seqpar.servers.wire.arena import ALIGNMENT, Arena, placed
 from seqpar.servers.wire.payload import Bytes
 
 _log = logging.getLogger("seqpar")
-_BLOCK_BYTES = 2**30  # the system provides memory for a page only when the page is used
+_BLOCK_BYTES = 2**30  # virtual memory; the system provides a page only when it is used
 _MAX_ARENA_BYTES = 2**26  # per session
-# During a transfer, both agents must be polled. NIXL's own thread for this takes half a core in an
-# idle process. So each side polls while it waits: in the first 2 ms without a pause, and then once
-# per millisecond.
+# During a transfer, both agents must be polled. NIXL has a thread for this, but it takes half a
+# core in an idle process. Each side therefore polls while it waits: without a pause in the first 2
+# ms, and then once per millisecond.
 _SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.001
 T = TypeVar("T")
 
@@ -47,9 +47,7 @@ class TransportError(RuntimeError):
 
 
 class ArenaTarget(NamedTuple):
-    """The data that a peer needs to write into an arena: the agent's metadata, the address, the
-    size.
-    """
+    """What a peer needs to write into an arena: the agent's metadata, the address and the size."""
 
     agent: bytes
     address: int
@@ -80,10 +78,10 @@ class _Peer:
 
 
 class OneSided:
-    """The NIXL agent of a pool or a server. One thread makes all calls."""
+    """The NIXL agent of a pool or a server. All methods are called in one thread."""
 
     def __init__(self, name: str) -> None:
-        """`name` is unique among connected agents."""
+        """`name` must be unique among connected agents."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         from nixl import nixl_agent, nixl_agent_config
 
@@ -103,10 +101,10 @@ class OneSided:
         self.addresses = sorted(listeners() - before)  # the addresses at which NIXL listens
         self._rooms = Arena(_BLOCK_BYTES)
         self._peers: dict[Hashable, _Peer] = {}
-        self._stuck: list[object] = []  # the memory of transfers that could not be ended
+        self._stuck: list[object] = []  # keeps the memory of transfers that could not be ended
 
     def open(self, peer: Hashable) -> ArenaTarget | None:
-        """Reserve an arena for a peer, and return the `ArenaTarget` for the peer.
+        """Reserve an arena for a peer, and return the `ArenaTarget` to be sent to the peer.
 
         Returns None if the block has no space for an arena.
         """
@@ -130,7 +128,6 @@ class OneSided:
         known.target = target
 
     def close(self, peer: Hashable) -> None:
-        """Forget a peer, and free its arena."""
         known = self._peers.pop(peer, None)
         if known is None:
             return
@@ -142,8 +139,7 @@ class OneSided:
     async def write(self, peer: Hashable, parts: Sequence[Bytes], place: int) -> None:
         """Write parts, each aligned to 64 bytes, to `place` in a peer's arena.
 
-        The parts must not change during the write. If the write fails, `write` raises a
-        TransportError.
+        The parts must not change during the write. Raises a TransportError if the write fails.
         """
         known = self._peers.get(peer)
         places, total = placed([part.nbytes for part in parts])
@@ -164,8 +160,8 @@ class OneSided:
     ) -> None:
         handle = registered = None
         try:
-            # q, k and v may be the same tensor. NIXL crashes when it deregisters memory that was
-            # listed twice, so the set removes duplicates.
+            # q, k and v can be the same tensor. The set removes duplicates, because NIXL crashes
+            # when it deregisters memory that was listed twice.
             registered = self._agent.register_memory(list({(*x, "") for x in local}), "DRAM")
             descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
             handle = self._agent.initialize_xfer("WRITE", *descriptors, agent, b"")
@@ -181,14 +177,15 @@ class OneSided:
                     self._agent.release_xfer_handle(handle)
                 if registered is not None:
                     self._agent.deregister_memory(registered)
-            # The transfer could not be ended, and may still read the parts. So they are kept.
+            # The transfer could not be ended and can still read the parts, so the parts are kept
+            # alive.
             except Exception:
                 self._stuck.append((handle, registered, local))
         if state != "DONE":
             raise TransportError("nixl: the transfer failed")
 
     async def polling(self, waited: Awaitable[T]) -> T:
-        """Await a message that a peer sends after its write, and poll the agent during the wait."""
+        """Await a message that a peer sends after its write, and poll the agent meanwhile."""
         task, start = asyncio.ensure_future(waited), time.monotonic()
         try:
             while not task.done():
@@ -212,7 +209,6 @@ class OneSided:
         return [block[start : start + size].copy() for start, size in pairs]
 
     def shutdown(self) -> None:
-        """Forget all peers, and free the block."""
         for peer in list(self._peers):
             self.close(peer)
         self._agent.deregister_memory(self._registered)

@@ -11,10 +11,10 @@ from seqpar.servers.transport.certificates import SERVER_NAME, ClientIdentity
 from seqpar.servers.transport.routes import CHANNEL_OPTIONS, Route
 from seqpar.servers.wire.limits import MAX_MESSAGE_BYTES, ServerDeadlines
 
-# By default, gRPC writes a line for each handshake that fails and for each server that leaves.
+# By default, gRPC prints a line for each failed handshake and for each server that leaves.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-# By default, gRPC starts its threads again in a forked process. There they crash on the sockets of
-# pools that the forked process does not use.
+# By default, gRPC restarts its threads in a forked process. There, the threads would crash on the
+# sockets of the parent's pools.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 Options = list[tuple[str, int | str]]
 _MAX_STREAMS = 36  # the most calls at a time on a connection: 32 tasks, and 4 control calls
@@ -30,19 +30,19 @@ def _milliseconds(seconds: float) -> int:
 def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
     """Return the options of a server.
 
-    `shares_port` says whether a client may bind a socket to the server's port (`hold_port`).
+    `shares_port` says whether a client can bind a socket to the server's port (`hold_port`).
 
-    Each connection is an open file. All connections together may use at most three quarters of the
-    files that the process may open, so that the server can always open the files that it needs.
+    Each connection is an open file. Connections are limited to three quarters of the files that the
+    process can open, so that the server can always open the files that it needs.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        # With these two options, gRPC accepts only 64 KiB of a stream that the server does not
-        # read, so that payloads that wait for a turn take little memory. While the server reads a
-        # message, gRPC accepts the whole message. Without the options, gRPC accepts more on a fast
-        # connection: up to 60 MiB per stream were measured.
+        # With these two options, gRPC buffers only 64 KiB of a stream that the server does not
+        # read, so that payloads that wait for a turn take little memory. Without them, gRPC buffers
+        # more on a fast connection: up to 60 MiB per stream were measured. A message that the
+        # server reads is received as a whole in any case.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
@@ -50,7 +50,8 @@ def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
         ("grpc.server_handshake_timeout_ms", _milliseconds(deadlines.handshake)),
         ("grpc.keepalive_time_ms", _milliseconds(deadlines.idle / 2)),
         ("grpc.keepalive_timeout_ms", _milliseconds(deadlines.idle / 2)),
-        # Without this option, a connection whose peer answers no ping ends only after a minute.
+        # Without this option, a connection whose peer does not answer pings ends only after a
+        # minute.
         ("grpc.http2.ping_timeout_ms", _milliseconds(deadlines.idle / 2)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(_MIN_PING_SECONDS / 3)),
@@ -59,7 +60,7 @@ def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
 
 
 def client_options(seconds: float) -> Options:
-    """Return the options of a channel. The channel is lost if the server answers no ping for
+    """Return the options of a channel, which is closed if the server answers no ping for
     `seconds`.
     """
     return [

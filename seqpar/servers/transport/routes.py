@@ -8,8 +8,9 @@ from seqpar.servers.transport.addresses import check_keys, is_own, path_of, targ
 from seqpar.servers.transport.loopback import hold_port
 from seqpar.servers.transport.unix_sockets import PinnedSocket
 
-# The options of each channel to a route. A proxy that an environment variable names would get all
-# payloads. Channels that share connections could use a connection to an earlier server.
+# The options of each channel to a route. The first option ignores proxies from environment
+# variables, which would receive all payloads. The second one prevents that a channel uses a
+# connection to an earlier server.
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -18,7 +19,8 @@ class Route:
 
     A process at a Unix socket is trusted if it belongs to this user or root. Without keys, a
     process at a loopback address is trusted if it belongs to this user. With keys, TLS checks the
-    server's certificate. After the server was lost, make a new route and a new channel.
+    server's certificate. After the connection to the server was lost, make a new route and a new
+    channel.
     """
 
     def __init__(self, address: str, has_keys: bool) -> None:
@@ -39,6 +41,6 @@ class Route:
             self._held = hold_port(address)
 
     def close(self) -> None:
-        """Free the address. Close all channels to the route before."""
+        """Free the address. Close all channels to the route first."""
         if self._held is not None:
             self._held.close()

@@ -19,12 +19,10 @@ from seqpar.core.file_owners import fault_of_folder
 
 
 class SocketLock:
-    """The right to bind a path: a lock on the file PATH.lock, which one process at a time can
-    have.
-    """
+    """The right to bind a path: a lock on the file PATH.lock, which only one process can hold."""
 
     def __init__(self, path: str) -> None:
-        """Take the lock, or raise an OSError if a process has the lock."""
+        """Take the lock, or raise an OSError if another process holds it."""
         self._path = f"{path}.lock"
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -34,8 +32,8 @@ class SocketLock:
             except OSError:
                 os.close(self._file)
                 raise OSError("another server listens there") from None
-            # The process that had the lock before may have removed the file meanwhile. Then the
-            # lock is on a file that no longer exists at the path, and must be taken again.
+            # The previous holder can have removed the file meanwhile. The lock is then on a file
+            # that no longer exists at the path, and must be taken again.
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.stat(self._path), os.fstat(self._file)):
                     return
@@ -49,10 +47,10 @@ class SocketLock:
 
 @contextlib.contextmanager
 def binding(path: str) -> Iterator[SocketLock]:
-    """Yield a lock. A socket that is bound to the path in this context can be used only by this
-    user.
+    """Within this context, bind a socket to the path. Only this user will be able to use the
+    socket.
 
-    Free the lock when the server has stopped. Without the lock, gRPC would replace the socket's
+    Yields a lock, to be freed when the server has stopped. Without the lock, gRPC would replace the
     file of a running server, and a server that stops would delete the file of a later server.
 
     Raises:
@@ -69,8 +67,8 @@ def binding(path: str) -> Iterator[SocketLock]:
             yield lock
         finally:
             os.umask(before)
-        # In a folder with a default access control list, the umask has no effect. So the
-        # permissions of the socket are checked.
+        # The permissions of the socket are checked, because the umask has no effect in a folder
+        # with a default access control list.
         if (fault := fault_of_socket(path)) is not None:
             raise OSError(fault)
     except BaseException:
@@ -79,7 +77,9 @@ def binding(path: str) -> Iterator[SocketLock]:
 
 
 def _check_free(path: str) -> None:
-    """Raise an OSError if the path has a file, unless it is a socket at which nobody listens."""
+    """Raise an OSError if there is a file at the path, unless it is a socket at which nobody
+    listens.
+    """
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -111,13 +111,12 @@ def fault_of_socket(path: str, file: int | None = None) -> str | None:
 
 
 class PinnedSocket:
-    """A Unix socket to which a client connects. This user or root listens at it.
+    """A checked Unix socket to which a client connects. A process of this user or of root listens
+    at it.
 
-    `target` is gRPC's name for the open file of the socket, and not for the path of the file. Only
-    one process ever listens at the file of a socket. A channel that connects again therefore
-    reaches the process that was checked, or no process. If the server leaves and another process
-    makes a new file at the path, the channel does not reach the other process. To reach a later
-    server, make a new PinnedSocket.
+    `target` names the open file of the socket, not its path. Only one process ever listens at the
+    file of a socket, so a channel to `target` reaches the checked process or no process, even if
+    another process makes a new file at the path. To reach a later server, make a new PinnedSocket.
     """
 
     def __init__(self, path: str) -> None:
@@ -143,7 +142,7 @@ class PinnedSocket:
         self.target = f"unix:{name}"
 
     def close(self) -> None:
-        """Close the file. Close all channels to `target` before."""
+        """Close the file. Close all channels to `target` first."""
         os.close(self._file)
 
 

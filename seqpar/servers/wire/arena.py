@@ -9,7 +9,7 @@ ALIGNMENT = 64  # bytes
 
 
 def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return an aligned offset for each part, given the sizes of the parts, and the total bytes."""
+    """Return aligned offsets for parts of these sizes, and the total number of bytes."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -22,7 +22,8 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free = [(0, size)] if size else []  # (start, stop) in ascending order, not adjacent
+        # Free ranges (start, stop) in ascending order, no two adjacent.
+        self._free = [(0, size)] if size else []
         self._lent: dict[int, int] = {}  # the end of each allocated range, by its start
 
     def take(self, size: int) -> int | None:

@@ -29,8 +29,10 @@ from seqpar.softmax.compute.partial import OutputGradient
 _NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_CAPS = Limits(tokens=2**40, bytes=2**40)  # the highest limits that a server can have
 _TABLES = 3  # the number of tables
-_MAX_KEPT_TABLE_BYTES = 2**16  # with larger tables, computing takes much longer than reading them
-# An estimate of the data that backends derive from slices and keep: bytes for each 64 query rows.
+# Larger tables are not kept, because computing takes much longer than reading them.
+_MAX_KEPT_TABLE_BYTES = 2**16
+# An estimate of the data that backends derive from slices: `_PIECE_BYTES` for each `_PIECE_ROWS`
+# query rows.
 _PIECE_ROWS, _PIECE_BYTES = 64, 512
 
 
@@ -41,7 +43,7 @@ class Packed:
     task: Task
     step: Step | None  # None unless the request is a step of a cache
     checksum: int
-    parts: list[Bytes]  # the payload's buffers, which share the memory of tensors on the CPU
+    parts: list[Bytes]  # the payload's buffers; they share the memory of tensors on the CPU
 
     @property
     def form(self) -> Form:
@@ -88,7 +90,7 @@ def pack_step(
     seen: Seen,
     scores: CallOptions,
 ) -> Packed:
-    """Pack a decoding step, which stores k and v after the first `start` rows of a cache, and
+    """Pack a decoding step, which writes k and v after the first `start` rows of a cache and
     attends.
 
     `cache` is the number of the cache, and `writes` is the number of its earlier steps. `operands`
@@ -114,7 +116,7 @@ class KeptSlices:
     """The slices of recent tasks, and the data that backends have derived from the slices."""
 
     def __init__(self, most: int = 2**26) -> None:
-        # `nbytes` is an upper bound of the memory in use, and may be at most `most`.
+        # `nbytes` is an upper bound of the memory in use. It never exceeds `most`.
         self.nbytes, self._most = 0, most
         self._slices: OrderedDict[tuple[bytes, ...], tuple[Slices, int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -132,7 +134,8 @@ class KeptSlices:
         pieces = 2 * len(slices) + rows // _PIECE_ROWS
         size = 4 * sum(map(len, tables)) + _PIECE_BYTES * (1 + pieces)
         with self._lock:
-            if tables not in self._slices:  # another thread may have added these tables meanwhile
+            # False if another thread has added these tables meanwhile.
+            if tables not in self._slices:
                 self._slices[tables] = slices, size
                 self.nbytes += size
             while self.nbytes > self._most:
@@ -146,9 +149,9 @@ def unpack(
 ) -> Request:
     """Return the request of a task, given its checked header and its payload.
 
-    `expected` is the checksum of the payload, and `kept` has the slices of earlier tasks. Slices
-    are copied from the payload's buffers. q, k, v and gradients are views of the buffers, so the
-    buffers must not change. A RequestError names the part of the payload that is malformed.
+    `expected` is the checksum of the payload, and `kept` stores the slices of earlier tasks. q, k,
+    v and gradients are views of the payload's buffers, which must not change. Raises a RequestError
+    that names a malformed part of the payload.
     """
     payload = form_of(task).request
     payload.check(buffers, expected)

@@ -1,8 +1,7 @@
-"""The sizes of a payload, which are computed from the header and checked before memory is
-allocated.
+"""The sizes of a payload, computed from the header and checked before memory is allocated.
 
 No size can overflow, because Python's integers are unbounded. The text of an error names the field
-and the allowed values. The text may have numbers of the header, but never data of the payload.
+and the allowed values. The text can contain numbers of the header, but never data of the payload.
 """
 
 from __future__ import annotations
@@ -121,10 +120,9 @@ def check_tables(
 
     Each slice must lie within the rows of q and k, and positions must ascend within each slice.
 
-    A slice has a range of query rows and a range of key rows, and so a number of pairs of rows. All
-    slices together may have at most twice the number of all pairs of a query row and a key row. A
-    causal mask with a prefix needs twice this number. Without the limit, a small request with
-    overlapping slices could cause any amount of work.
+    The number of pairs of a query row and a key row, summed over the slices, is limited to twice
+    the number of all pairs; a causal mask with a prefix needs as many. Without the limit, a small
+    request with overlapping slices could cause any amount of work.
     """
     for name, columns, positions in (
         ("q rows", table[:, 0:2], q_positions),
@@ -135,7 +133,7 @@ def check_tables(
             raise RequestError(f"slices: their {name} must ascend, within {positions.size} rows")
         if (positions < 0).any():
             raise RequestError(f"{name[0]}_positions must not be negative")
-        # The number of rows, up to each row, whose position is not above the position before.
+        # For each row, the number of rows so far whose position is not above the previous position.
         falls = np.zeros(max(1, positions.size), np.int64)
         np.cumsum(np.diff(positions) <= 0, out=falls[1:])
         if (falls[stop - 1] != falls[start]).any():

@@ -1,7 +1,7 @@
 """Host memory for tensors that are copied to or from a GPU.
 
-The memory is pinned, because the host need not wait for copies between pinned memory and a GPU. A
-copy between other memory and a GPU uses a buffer of the driver, and the host waits for the copy.
+The memory is pinned, so that the host does not wait for copies between this memory and a GPU. A
+copy between unpinned memory and a GPU passes through a buffer of the driver, and the host waits.
 """
 
 from __future__ import annotations

@@ -16,19 +16,21 @@ MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 MAX_SLICES = 2**20
 MAX_MESSAGE_BYTES = 2**22  # the largest gRPC message; payloads are sent in smaller messages
-MAX_CALL_SECONDS = 3600.0  # the longest deadline that a call may have; each call must have one
-LEAVING = "the server is about to leave"  # the details of the status UNAVAILABLE of such a server
+# The longest deadline that a call can have; every call must have a deadline.
+MAX_CALL_SECONDS = 3600.0
+# The text with which such a server sends the status UNAVAILABLE.
+LEAVING = "the server is about to leave"
 LEAST_RATE = 2**20  # bytes per second; deadlines assume that the network is at least as fast
 
 
 def _of_memory(parts: int, most: int) -> int:
-    """Return the memory that this process may use divided by `parts`, but at most `most` bytes."""
+    """Return 1/`parts` of the memory that this process may use, but at most `most` bytes."""
     return min(usable_memory() // parts, most)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a server, which are checked before the server allocates memory for a request.
+    """The limits of a server. They are checked before the server allocates memory for a request.
 
     With the defaults, all requests, results and caches together take at most half of the memory
     that the process may use (`usable_memory`).
@@ -39,10 +41,10 @@ class Limits:
     bytes: int = field(default_factory=lambda: _of_memory(8, 2**31))
     # The most bytes of all requests and results that a server has at a time.
     queued_bytes: int = field(default_factory=lambda: _of_memory(4, 2**33))
-    # The most requests that a client may have without a result. If several clients have a
-    # certificate with the same name, the n-th of them gets this number divided by n, at least one.
+    # The most requests without a result that a session can have. If several sessions have the same
+    # name in their certificates, the n-th of them gets this number divided by n, but at least one.
     requests: int = 32
-    clients: int = 256  # the most clients that have a session at a time
+    clients: int = 256  # the most sessions at a time
     # The most bytes of all keys and values that a server stores for clients.
     cache_bytes: int = field(default_factory=lambda: _of_memory(4, 2**33))
 
@@ -60,16 +62,18 @@ class Deadlines:
     measured for this server. A bandwidth below 1 MiB per second counts as 1 MiB per second.
     """
 
-    # The deadline for a handshake. A server also counts as lost if its session has had no event for
-    # this time, and for at least 1 s.
+    # The deadline for a handshake. It is also the longest time without an event of a session, but
+    # this time is at least 1 s; afterwards the server counts as lost.
     connect: float = 5.0
-    # The deadline for a server's answer to a task. The time begins when the task is sent, and again
-    # when the server answers another task. After the deadline, another server gets the task.
+    # The deadline for a server's answer to a task. The time starts when the task is sent, and again
+    # whenever the server answers another task. After the deadline, another server gets the task.
     request: float = 30.0
-    # The deadline for an answer of any server. The time begins when the task is submitted, and
-    # again when the pool has the result of another task. After it, this process computes the task.
+    # The deadline for an answer of any server. The time starts when the task is submitted, and
+    # again whenever the pool gets the result of another task. Afterwards, this process computes the
+    # task.
     hedge: float = 60.0
-    # The deadline for a result. The time begins as for `hedge`. After it, the task's future raises.
+    # The deadline for a result. The time starts as for `hedge`. Afterwards, the task's future
+    # raises.
     give_up: float = 120.0
     # The timeout of the trainers' process group, which should be longer than all deadlines.
     group: float = math.inf
@@ -101,16 +105,16 @@ class PoolOptions:
 class ServerDeadlines:
     """A server's deadlines in seconds."""
 
-    # How long a client may take to answer gRPC's keepalive, and to read an event of its session.
-    # After it, the session ends, and the server frees everything that it stores for the session.
+    # The deadline for a client to answer gRPC's keepalive, and to read an event of its session.
+    # Afterwards, the session ends, and the server frees everything that it stores for the session.
     idle: float = 10.0
-    # How long a request may wait for memory, and then again for its turn to be computed. After it,
-    # the call ends with RESOURCE_EXHAUSTED, and the pool sends the request again.
+    # The deadline for a request to get memory, and again to be computed. Afterwards, the call ends
+    # with RESOURCE_EXHAUSTED, and the pool sends the request again.
     request: float = 120.0
-    # How long a connection may take to authenticate, and a call to send its first message.
+    # The deadline for a connection to authenticate, and for a call to send its first message.
     handshake: float = 5.0
-    transfer: float = 10.0  # how long a payload or a result may take, plus one second per MiB
-    drain: float = 30.0  # how long a server that was told to end waits for its last requests
+    transfer: float = 10.0  # the deadline for a payload or a result, plus one second per MiB
+    drain: float = 30.0  # how long a server that was told to stop waits for its last requests
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -20,7 +20,7 @@ class Task:
     If two tasks are equal, their payloads have the same sizes, and so do their results.
     """
 
-    operation: Operation  # a step appends rows to a cache, and attends to rows of the cache
+    operation: Operation  # "step" for a decoding step
     dtype: DtypeName
     batch: int
     q_rows: int
@@ -46,8 +46,9 @@ class Step(NamedTuple):
     has `start` = 0 and `writes` = 0.
     """
 
-    cache: int  # the number that the client has given to the cache, unique in the session
-    writes: int  # the number of earlier steps of the cache; a server that counts otherwise refuses
+    cache: int  # a number that the client has chosen for the cache, unique in the session
+    # The number of earlier steps of the cache, which the server compares with its own count.
+    writes: int
     start: int
     offset: int  # the position of the first query; the cache's first row has position 0
     left: int
@@ -74,6 +75,7 @@ class RequestHeader(NamedTuple):
 class ReplyHeader(NamedTuple):
     """A result, without the bytes of its tensors."""
 
-    checksum: int  # of the result's tensors, XOR the checksum of the request (`Version.checksum`)
-    seconds: float  # the time that the server has computed
-    open: bool  # whether the client may send another task in the same call
+    # The checksum of the result's tensors, XOR the one of the request (`Version.checksum`).
+    checksum: int
+    seconds: float  # the server's compute time
+    open: bool  # whether the client can send another task in the same call

@@ -24,10 +24,10 @@ from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.decode import by_kv_head, by_query_head
 
-# A new page has as many rows as all pages before it together, within these limits. So 64K tokens
-# take 10 pages, and a short cache uses at least half of its memory.
+# A new page has as many rows as all pages before it together, within these limits. 64K tokens
+# therefore need 10 pages, and a short cache uses at least half of its memory.
 _MIN_PAGE_ROWS, _MAX_PAGE_ROWS = 2**8, 2**14
-# Slices without a mask are kept if they have few query rows. All kept slices take at most 8 MiB.
+# Slices without a mask are kept if they have few query rows. Together they take at most 8 MiB.
 _MAX_KEPT_SLICES, _MAX_KEPT_QUERY_ROWS = 64, 64
 
 
@@ -50,7 +50,7 @@ class RowShape(NamedTuple):
 
     def nbytes(self, rows: int) -> int:
         """Return the bytes of the whole pages that hold this many rows."""
-        if rows <= _MAX_PAGE_ROWS:  # each page after the first doubles the number of rows
+        if rows <= _MAX_PAGE_ROWS:  # each page after the first one doubles the number of rows
             return max(_MIN_PAGE_ROWS, 1 << (rows - 1).bit_length()) * self.row_bytes if rows else 0
         return -(-rows // _MAX_PAGE_ROWS) * _MAX_PAGE_ROWS * self.row_bytes
 
@@ -83,7 +83,7 @@ class Pages:
         if self.shape.nbytes(rows) <= self.nbytes:
             return
         dtype, batch, heads, *dims = self.shape
-        # Tensors that are made in inference mode could not be written to in other modes.
+        # Tensors that are made in inference mode cannot be written to outside of inference mode.
         with torch.inference_mode(False):
             for start, stop in _pages(rows)[len(self._pages) :]:
                 sizes = ((batch, stop - start, heads, dim) for dim in dims)
@@ -98,7 +98,7 @@ class Pages:
                 kept[:, rows].copy_(x[:, places].detach())
 
     def settle(self) -> None:
-        """Do nothing. `RecomputedRows`, which has the same methods, drops rows here."""
+        """Do nothing. `RecomputedRows.settle` drops rows here."""
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of rows start … stop − 1."""
@@ -118,8 +118,8 @@ class Pages:
 
         Returns out (B, T, Hq, Dv) and lse (B, T, Hq), in fp32 (fp64 for fp64) and on q's device.
         """
-        # The query heads that share a KV head become rows of one head. So a kernel reads each key
-        # only once.
+        # The query heads that share a KV head become rows of one head, so that a kernel reads each
+        # key only once.
         tokens, group = q.shape[1], q.shape[2] // self.shape.kv_heads
         exact = accumulator_dtype(q.dtype)
         rows = by_kv_head(q, self.shape.kv_heads).clone(memory_format=torch.contiguous_format)
@@ -158,9 +158,7 @@ def _pages(rows: int) -> list[tuple[int, int]]:
 
 
 def _slices(tokens: int, group: int, start: int, stop: int, seen: Seen) -> Slices:
-    """Return the slices of `tokens` queries over rows start … stop − 1. A query has `group`
-    rows.
-    """
+    """Return the slices of `tokens` queries, with `group` rows each, over rows start … stop − 1."""
     offset, left, right = seen
     if offset + tokens - 1 - left <= start and stop - 1 <= offset + right:
         rows = tokens * group

@@ -1,7 +1,7 @@
 """The conversion of tensors to bytes and back, and the checksum of the bytes.
 
 A *payload* is the bytes of several tensors. Each tensor is a *part* of the payload, and is sent and
-received as one buffer. A payload is sent in *chunks*. A chunk may be larger or smaller than a part.
+received as one buffer. A payload is sent in *chunks*. A chunk can be larger or smaller than a part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from seqpar.servers.wire.host_memory import host_memory
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview | Bytes  # a part of a payload
-# torch warns once that the bytes of a tensor are read-only. This call makes it warn here, unseen.
+# torch warns once per process about read-only buffers. This call triggers the warning where it is
+# suppressed.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
@@ -48,7 +49,7 @@ class Payload:
     def __init__(self, parts: Sequence[PayloadTensor]) -> None:
         self.parts = parts
         self.sizes = [math.prod(part.shape) * part.dtype.itemsize for part in parts]
-        self.room = placed(self.sizes)[1]  # how many bytes all parts take in an arena
+        self.room = placed(self.sizes)[1]  # the bytes that all parts take in an arena
 
     def check(self, buffers: Sequence[Buffer], expected: int) -> None:
         """Raise a RequestError unless the buffers have the right sizes and checksum."""
@@ -81,12 +82,10 @@ class Incoming:
         self.parts = [host_memory([x], torch.uint8, pinned).numpy() for x in payload.sizes]
         self.missing = sum(payload.sizes)  # the number of bytes that have not arrived
         self._filling = iter(self.parts)
-        self._left: Bytes = np.empty(0, np.uint8)  # the rest of the part that is filled now
+        self._left: Bytes = np.empty(0, np.uint8)  # the rest of the part that is being filled
 
     def take(self, data: Buffer) -> None:
-        """Copy the next chunk, or raise a RequestError if the chunk has more bytes than the payload
-        lacks.
-        """
+        """Copy the next chunk. Raises a RequestError if it has more bytes than are missing."""
         chunk: Bytes = np.frombuffer(data, np.uint8)
         if chunk.size > self.missing:
             raise RequestError(f"payload: {self.missing} bytes were missing, {chunk.size} came")
@@ -125,8 +124,8 @@ def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
     on_host = [_begin_copy(x) if x.is_cuda else x.to("cpu").contiguous() for x in tensors]
     for device in {x.device for x in tensors if x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    # A tensor that was made from an empty NumPy array has strides of 0. torch cannot view such a
-    # tensor as bytes.
+    # torch cannot view a tensor that was made from an empty NumPy array as bytes, because its
+    # strides are 0.
     flat = (x.view(-1) if x.numel() else x.new_empty(0) for x in on_host)
     return [x.view(torch.uint8).numpy() for x in flat]
 
@@ -152,9 +151,9 @@ def view_of(buffer: Buffer) -> memoryview:
 def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
     """Return the 64-bit XXH3 checksum of a payload. `before` is the checksum of earlier parts.
 
-    The checksum of a part is the seed for the next part. The result therefore depends on the order
-    and the lengths of the parts. Other threads can run during the computation. The checksum detects
-    accidental damage. Only TLS protects from forgery.
+    The checksum of a part is the seed for the next part, so the result depends on the order and
+    lengths of the parts. The checksum detects accidental damage; only TLS protects from forgery.
+    Other threads can run during the computation.
     """
     result = before
     for part in parts:

@@ -1,6 +1,4 @@
-"""A request: a task of attention that any process can compute, and the error if none computes
-it.
-"""
+"""A request for attention that any process can compute, and the error if none computes it."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from seqpar.softmax.compute.partial import OutputGradient
 class Request:
     """Attention of query rows over key rows, or the backward pass of such an attention.
 
-    A request for a backward pass has all tensors that the backward pass needs. The request can
-    therefore be sent to any server, and not only to the server that computed the forward pass.
+    A request for a backward pass contains all tensors that the backward pass needs. It can
+    therefore be sent to any server, not only to the one that computed the forward pass.
     """
 
     q: Tensor  # (B, Tq, Hq, D)
@@ -36,8 +34,8 @@ class Request:
     # Whether the forward pass returns out in fp32 (fp64 for fp64), so that the caller can merge
     # several partial results. Otherwise out has q's dtype.
     exact_out: bool = False
-    # None for a forward pass. For a backward pass, it has dout, lse, delta and dlse of the query
-    # rows. Its `out` is not sent.
+    # None for a forward pass. For a backward pass: dout, lse, delta and dlse of the query rows. The
+    # field `out` of this object is not sent.
     output: OutputGradient | None = None
 
     def __post_init__(self) -> None:
@@ -97,8 +95,8 @@ class Request:
     def work(self) -> int:
         """The cost of the request, by which the pool balances servers.
 
-        It is the number of pairs of a query and a key, times batch size, times query heads, times
-        (D + Dv). A backward pass counts twice.
+        The cost is pairs of a query and a key · batch size · query heads · (D + Dv). It is twice as
+        large for a backward pass.
         """
         dims = self.q.shape[-1] + self.v.shape[-1]
         passes = 1 if self.output is None else 2
@@ -107,9 +105,8 @@ class Request:
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the task in the order in which they are sent.
 
-        Three tables come first. The first table is int64 (n, 6) and has the q rows, the k rows and
-        the band of each slice. The second and the third are the int32 positions of queries and of
-        keys.
+        Three tables come first: an int64 table (n, 6) of the q rows, k rows and band of each slice,
+        and the int32 positions of queries and of keys.
         """
         tensors = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
         if self.output is not None:
@@ -134,8 +131,8 @@ class ServersError(RuntimeError):
 def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Wait for a result, and make the result usable in the caller's CUDA stream.
 
-    The pool's thread has allocated the result in a different stream. Without `record_stream`, the
-    memory of the result could be reused while the caller's stream still reads the result.
+    The pool's thread has allocated the result in a different stream. `record_stream` keeps the
+    result's memory from being reused while the caller's stream still reads it.
     """
     result = answer.result()
     for x in result:

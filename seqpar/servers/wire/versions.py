@@ -4,7 +4,7 @@ A server offers the newest two versions, and a pool uses the newest version that
 Trainers and servers can therefore be updated one after another, in any order.
 
 A `Version` encodes and decodes the messages of one protobuf package, such as `seqpar.attention.v1`.
-For a new package, write a subclass that overrides what has changed.
+For a new package, write a subclass that overrides the methods that have changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from seqpar.servers.wire import attention_pb2
 from seqpar.servers.wire.messages import Places, ReplyHeader, RequestHeader, Step, Task
 from seqpar.servers.wire.payload import Buffer, RequestError, checksum, view_of
 
-_DATA = 15 << 3 | 2  # protobuf's tag of the field `data`; the length and the data follow it
+_DATA = 15 << 3 | 2  # protobuf's tag of the field `data`, before the length and the data
 _MAX_LENGTH_BYTES = 5  # protobuf encodes a length below 4 GiB in at most 5 bytes
 M = TypeVar("M", bound=Message)
 _TASK_FIELDS = [name for name in Task.__dataclass_fields__ if name not in ("operation", "dtype")]
@@ -46,8 +46,8 @@ class Version:
         return joined(message.SerializeToString(), data)
 
     def checksum(self, header: RequestHeader) -> int:
-        """Return the checksum that is sent with a request. A reply is matched to its request by the
-        checksum.
+        """Return the checksum that is sent with a request, and by which a reply is matched to
+        it.
         """
         return header.checksum ^ digest(self._unplaced(header))
 
