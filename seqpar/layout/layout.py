@@ -1,7 +1,7 @@
 """`Layout`, which assigns each token of a packed batch to a rank.
 
-A packed batch is a sequence of T tokens, which `cu_seqlens` cuts into documents. On a rank, tokens
-are ordered by document, then by position. Only `unshard` and `remap` communicate.
+A packed batch is a sequence of T tokens, which `cu_seqlens` cuts into documents. The tokens on a
+rank are ordered by document, then by position. Only `unshard` and `remap` communicate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from seqpar.layout.spans import PositionIds, Span, cu_seqlens_of, parse_spans
 
 
 class Prepares(Protocol):
-    """A module that builds the tables of a layout ahead of its first call."""
+    """A module that can build the tables of a layout before its first call."""
 
     def preparation(self, **call: Any) -> Callable[[Layout], Layout]:
         """Return a function that builds the tables of a layout for this kind of call."""
@@ -55,18 +55,18 @@ class Layout:
     """The assignment of a packed batch's tokens to ranks.
 
     Create a layout with `contiguous`, `zigzag`, `striped`, `from_position_ids` or `from_spans`.
-    `cu_seqlens` is an int (one document with that number of tokens), or a list, a numpy array or a
-    tensor of any integer dtype, which ascends from 0 to T and may repeat values; a tensor on a GPU
-    costs one synchronisation. For a dense (B, S) batch, describe one row: the layout holds for each
-    row. A wrong argument raises a ValueError that names it.
+    `cu_seqlens` is a list, a numpy array or a tensor of any integer dtype. It ascends from 0 to T,
+    and values may repeat. A tensor on a GPU costs one synchronisation. An int stands for one
+    document with that number of tokens. For a dense (B, S) batch, describe one row. The layout then
+    applies to every row. A ValueError names a wrong argument.
 
     With `equal=True`, each rank holds ⌈T/P⌉ tokens, rounded up to a multiple of `multiple_of`, for
-    any documents. Padding is an additional last document, which exists even if it has no tokens.
-    `tokens`, `documents` and `cu_seqlens` include the padding, and `padding` returns which tokens
-    are padding.
+    any documents. The padding is an additional last document, which exists even if it has no
+    tokens. `tokens`, `documents` and `cu_seqlens` include the padding. The method `padding` returns
+    which tokens are padding.
 
-    A layout is immutable, can be pickled, and stores the tables that attention derives from the
-    layout. Create one layout per batch, use the layout for every layer, and then drop the layout.
+    A layout is immutable and can be pickled. It stores the tables that attention derives from it.
+    Create one layout per batch, use it for every layer, and then drop it.
 
     Attributes:
         ranks: P, the number of ranks.
@@ -80,7 +80,7 @@ class Layout:
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
         self._sizes = handle.make_sizes(cu_seqlens.size - 1, padding, counts)
         self._takes_tables = False  # whether a pickled layout includes its tables
-        self._packed: tuple[Tensor, int] | None = None  # the tables that were pickled with it
+        self._packed: tuple[Tensor, int] | None = None  # the tables with which it was pickled
 
     def __reduce__(self) -> tuple[object, ...]:
         content = self.geometry.cu_seqlens, self.geometry.cut, self._padding
@@ -114,15 +114,15 @@ class Layout:
         multiple_of: int = 1,
         most_documents: int | None = None,
     ) -> Layout:
-        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included.
+        """Give rank c of P ranks the tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included.
 
-        With `most_documents`, which needs `equal`, empty documents are added up to this number.
-        Take two layouts with the same limit and the same number of tokens. Calls with the two
-        layouts run the same kernels and send the same messages, and only the contents of their
-        tables differ. A CUDA graph that was captured with one of the layouts can therefore compute
-        the other (`load_tables`). Messages are planned for one document of all tokens, and GPUs use
-        our Triton kernels. Only ring, all_gather, ulysses and usp take such a layout, with the
-        masks that `causal` and `window_size` make.
+        With `most_documents`, empty documents are added up to this number. This option requires
+        `equal`. If two layouts have the same `most_documents` and the same number of tokens, calls
+        with these layouts run the same kernels and send messages of the same sizes. Only the
+        contents of their tables differ. A CUDA graph that was captured with one layout can
+        therefore compute the other layout (`load_tables`). Messages are planned for one document of
+        all tokens, and GPUs use our Triton kernels. Only ring, all_gather, ulysses and usp accept
+        such a layout, with the masks that `causal` and `window_size` make.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if most_documents is None:
@@ -146,16 +146,18 @@ class Layout:
         multiple_of: int = 1,
         min_chunk: int | None = None,
     ) -> Layout:
-        """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c has chunks c and 2P−1−c.
+        """Cut each document of L tokens at ⌊cL/2P⌋ into 2P chunks. Rank c holds chunks c and 2P − 1
+        − c.
 
-        Each rank then has the same work under a causal mask. With `equal`, the chunks of a document
-        differ by up to two tokens, so that ranks hold the same number of tokens of the pack.
+        Under a causal mask, all ranks then have the same work. With `equal`, the chunks of a
+        document differ by up to two tokens, so that all ranks hold the same number of tokens of the
+        pack.
 
         With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
-        are whole on one rank. Ranks in turn get 2·min_chunk tokens of these documents, beginning
-        with the longest document. All ranks then hold ⌈T/P⌉ tokens, except that fewer than P tokens
-        in total are missing. Ranks have nearly the same work if there are enough such documents for
-        all ranks.
+        are not cut. These documents are dealt to the ranks in parts of 2·min_chunk tokens,
+        beginning with the longest document. All ranks then hold ⌈T/P⌉ tokens, except that fewer
+        than P tokens in total are missing. Ranks have nearly the same work if there are enough of
+        these documents for all ranks.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if min_chunk is not None:
@@ -175,13 +177,14 @@ class Layout:
         equal: bool = False,
         multiple_of: int = 1,
     ) -> Layout:
-        """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s.
+        """Cut each document into stripes of `stripe` tokens. Rank s mod P holds stripe s.
 
-        By default, stripes have 128 tokens. If some ranks would get no tokens, stripes are counted
-        through the pack instead of per document. A stripe then has an eighth of a rank's tokens,
-        but at most 128. The last P stripes are smaller, so that all ranks hold ⌈T/P⌉ tokens, except
-        that fewer than P tokens in total are missing. With `equal`, stripes of any size are counted
-        through the pack.
+        By default, a stripe has 128 tokens. If some ranks would then get no tokens, stripes are
+        counted through the whole pack and not per document. A stripe then has an eighth of a rank's
+        tokens, but at most 128. The last P stripes are smaller, so that all ranks hold ⌈T/P⌉
+        tokens, except that fewer than P tokens in total are missing.
+
+        With `equal`, stripes are counted through the whole pack for any `stripe`.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if stripe is not None:
@@ -201,8 +204,13 @@ class Layout:
 
         The rows of (B, S) follow one another in the pack, so they may hold different documents. A
         document begins at the start of each row, and at each token whose position is not the
-        preceding position plus one. The first position of a document must be 0. `kind` is
-        "contiguous", "zigzag" or "striped", and `options` are the arguments of that method.
+        preceding position plus one. The first position of a document must be 0.
+
+        Args:
+            position_ids: the positions.
+            ranks: the number of ranks.
+            kind: "contiguous", "zigzag" or "striped".
+            options: the arguments of the method `kind`.
         """
         as_choice("kind", kind, ("contiguous", "zigzag", "striped"))
         make: Callable[..., Layout] = getattr(cls, kind)
@@ -213,28 +221,28 @@ class Layout:
     def from_spans(
         cls, spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu_seqlens: CuSeqlens
     ) -> Layout:
-        """Create a layout from a list of (document, start, stop) spans per rank, in any order.
+        """Create a layout from the spans (document, start, stop) of each rank, in any order.
 
-        Together the spans must cover every token once. Otherwise a ValueError names the tokens that
-        are missing or covered twice. Spans of one rank that touch are joined.
+        The spans of all ranks together must cover every token exactly once. Otherwise a ValueError
+        names the tokens that are missing or covered twice. Adjacent spans of one rank are joined.
         """
         cu = parse_cu_seqlens(cu_seqlens)
         return cls(cu, parse_spans(spans_per_rank, cu))
 
     @property
     def tokens(self) -> int:
-        """T: number of tokens of the packed batch."""
+        """T, the number of tokens of the packed batch."""
         return self._tokens_on(slice(0, self.ranks))
 
     @property
     def documents(self) -> int:
-        """Number of documents of the packed batch."""
+        """The number of documents of the packed batch."""
         return handle.sizes_of(self._sizes[0]).documents
 
     @property
     @outside_graphs
     def cu_seqlens(self) -> Ints:
-        """(documents + 1,) int64 array of document boundaries, from 0 to T; a copy."""
+        """A copy of the document boundaries, from 0 to T, (documents + 1,) int64."""
         return self.geometry.cu_seqlens.copy()
 
     @outside_graphs
@@ -249,23 +257,26 @@ class Layout:
         return self._tokens_on(slice(rank, rank + 1))
 
     def token_indices(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return (T_local,) int64: the index in the packed batch of each of a rank's tokens."""
+        """Return the index of each of a rank's tokens in the packed batch, (T_local,) int64."""
         return to_device(self._numbers("token_indices", rank), device)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return (T_local,) int64: each token's position in its document, for RoPE."""
+        """Return the position of each of a rank's tokens in its document, (T_local,) int64, for
+        RoPE.
+        """
         return to_device(self._numbers("position_ids", rank), device)
 
     def padding(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return (T_local,) bool: whether each token of a rank is padding, the end of the pack."""
+        """Return whether each of a rank's tokens is padding, (T_local,) bool."""
         return self.token_indices(rank, device) >= self.tokens - self._padding
 
     def shard(self, x: Tensor, rank: int, dim: int = 0, value: float = 0) -> Tensor:
-        """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
+        """Return a rank's tokens of a packed tensor: (T, …) -> (T_local, …) along `dim`.
 
-        The part is a copy, which is made without communication. `shard` is differentiable, and the
-        gradient reaches only this rank's tokens of `x`. If the layout has padding, `x` may lack the
-        padding. The padding then gets `value`, which should be −100 for labels.
+        The result is a copy, which is made without communication. `shard` is differentiable, and
+        the gradient reaches only this rank's tokens of `x`. If the layout has padding, `x` need not
+        contain the padding. The padding is then filled with `value`, which should be −100 for
+        labels.
         """
         check_tensor("x", x)
         held = self.token_indices(rank, x.device)
@@ -273,11 +284,11 @@ class Layout:
 
     @outside_graphs
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
-        """Return the packed tensor from every rank's part: (T_local, …) -> (T, …), on every rank.
+        """Return the packed tensor on every rank, given each rank's tokens: (T_local, …) -> (T, …).
 
-        Every rank must call `unshard`. Backward adds the gradients of all ranks, in rank order, at
+        Every rank must call `unshard`. Backward adds the gradients of all ranks, in rank order, on
         the rank that holds the token. Each rank sends (P − 1)·T_local rows in forward, and the
-        gradients of T − T_local rows in backward. Padding, if any, is at the end.
+        gradients of T − T_local rows in backward. Padding is at the end of the result.
         """
         return unshard(x_local, self.geometry, group, dim)
 
@@ -285,7 +296,7 @@ class Layout:
     def remap(self, x_local: Tensor, to: Layout, group: Group, dim: int = 0) -> Tensor:
         """Return this rank's tokens in layout `to`: (T_local, …) -> (T_local of `to`, …).
 
-        Only tokens that change ranks are sent, directly to their new rank. Gradients are sent in
+        Only tokens whose rank changes are sent, directly to their new rank. Gradients are sent in
         the reverse direction. `to.remap(…, to=self)` restores every bit.
 
         Raise a ValueError unless both layouts have the same documents and ranks.
@@ -296,12 +307,12 @@ class Layout:
 
     @outside_graphs
     def chunked(self, size: int) -> Layout:
-        """Return the layout in which each document is cut into documents of `size` tokens.
+        """Return a layout in which each document is cut into documents of `size` tokens.
 
-        Every rank holds the same tokens in the same order, so attention takes the same q, k and v.
-        No query attends to a key outside its chunk. The last chunk of a document may be shorter.
-        `position_ids` of the result count from the start of the chunk. The result is cached with
-        this layout.
+        Every rank holds the same tokens in the same order as before, so attention takes the same q,
+        k and v. No query attends to a key outside its chunk. The last chunk of a document may be
+        shorter. `position_ids` of the result count from the start of the chunk. The result is
+        cached in this layout.
         """
         size = min(as_int("size", size, 1), MAX_DOCUMENT_TOKENS)
         if self.geometry.cut.most_documents:
@@ -329,12 +340,14 @@ class Layout:
     def prepare(self, attn: Prepares, **call: object) -> Layout:
         """Build the tables of this layout's first call ahead of time, and return this layout.
 
-        `attn` is an attention module, with the arguments of its `preparation` as `call`:
+        `attn` is an attention module, and `call` are the arguments of its method `preparation`:
         `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
-        causal=True)`. Without `prepare`, the first call builds the tables. A pickled layout
-        includes its prepared tables, so another process may prepare the layout. Call `prepare` once
-        for each kind of call. In a process that uses a GPU, FlashAttention-4 also compiles its
-        kernels for these calls, if it is installed.
+        causal=True)`. Call `prepare` once for each kind of call. Without `prepare`, the first call
+        builds the tables.
+
+        A pickled layout includes its prepared tables, so another process can prepare the layout. If
+        FlashAttention-4 is installed and the process uses a GPU, `prepare` also compiles its
+        kernels for these calls.
 
         Raise a ValueError that names a wrong argument.
         """
@@ -345,19 +358,22 @@ class Layout:
 
     @outside_graphs
     def load_tables(self, other: Layout) -> None:
-        """Let this layout's calls on GPUs compute the documents of another layout.
+        """Make this layout's calls on GPUs compute the documents of another layout.
 
-        The other layout has the same ranks, tokens and `most_documents`. In the current stream, the
-        tables of the other layout are copied over this layout's tables, for all calls that this
-        layout has had in this process. The same calls then compute the other documents, and so do
-        CUDA graphs of these calls that are replayed in this stream. After `load_tables`, calls of a
-        new kind are refused, such as a call with another mask or the first call with a backward.
-        This layout's attributes do not change. To return to its own documents, load a new layout of
-        them. `prepare` builds the other layout's tables ahead of time. Copy position ids and other
-        inputs of a graph yourself.
+        The other layout must have the same ranks, tokens and `most_documents`. For all calls on
+        GPUs that this process has made with this layout, the tables of the other layout are copied
+        over the tables of this layout, in the current stream. From then on, the same calls compute
+        the documents of the other layout, and so do CUDA graphs of these calls that are replayed in
+        this stream.
 
-        Raise a ValueError if the other layout does not fit, or if no call of this layout was on a
-        GPU.
+        After `load_tables`, this layout refuses calls of a new kind, such as a call with a
+        different mask, or the first call with a backward. The attributes of this layout do not
+        change. To return to its own documents, load a new layout of them. Call `prepare` on the
+        other layout to build its tables ahead of time. Copy position ids and other inputs of a
+        graph yourself.
+
+        Raise a ValueError if the other layout does not have the same ranks, tokens and
+        `most_documents`, or if this layout has had no call on a GPU.
         """
         if not isinstance(other, Layout):
             raise ValueError(f"other must be a seqpar.Layout, got {type(other).__name__}")
@@ -376,7 +392,7 @@ class Layout:
     def pin_memory(self) -> Layout:
         """Copy tables that came from another process to pinned memory, and return this layout.
 
-        `DataLoader(pin_memory=True)` calls this method in its own thread. The first call of
+        `DataLoader(pin_memory=True)` calls this method in a separate thread. The first call of
         attention then need not copy the tables on the host.
         """
         if self._packed is not None:
@@ -397,9 +413,9 @@ class Layout:
         return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """Call an operator in a graph of torch.compile, and read the geometry elsewhere.
+        """Call an operator in graphs of torch.compile, and read the geometry outside graphs.
 
-        Outside graphs, an operator would fail under a FakeTensorMode, because it refuses a real
+        Outside graphs, the operator would fail under a FakeTensorMode, because it refuses a real
         handle.
         """
         rank = self._rank(rank)
@@ -412,7 +428,9 @@ class Layout:
         return handle.sizes_of(self._sizes[0]).padding
 
     def _tokens_on(self, ranks: slice) -> int:
-        """torch.compile can trace this method: it reads the shapes of `_sizes`."""
+        """Return the tokens on these ranks. torch.compile can trace this: it reads the shapes of
+        `_sizes`.
+        """
         if not is_traced():
             return sum(self.tokens_per_rank[ranks])
         edges = (self._sizes[min(edge, self.ranks)] for edge in (ranks.start, ranks.stop))

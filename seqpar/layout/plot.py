@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_work", "plot_layouts", "plot_masks"]
 
-MAX_COLUMNS = 1600  # columns of a layout's picture; in longer batches, a column has several tokens
-MAX_MASK_TOKENS = 2000  # a mask's picture has one row and one column per token
-# Paul Tol's "bright", which colour-blind people can tell apart
+# in the picture of a layout; in longer batches, a column stands for several tokens
+MAX_COLUMNS = 1600
+MAX_MASK_TOKENS = 2000  # in the picture of a mask, which has one row and one column per token
+# The palette "bright" by Paul Tol, which is suitable for colour-blind people.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
 
 
 class DrawnLayout(Protocol):
-    """The attributes of `seqpar.Layout` that are drawn. layout.py and mask.py import this file."""
+    """The attributes of `seqpar.Layout` that are drawn. This file cannot import layout.py, because
+    layout.py imports this file.
+    """
 
     @property
     def geometry(self) -> Geometry: ...
@@ -40,12 +43,11 @@ class DrawnMask(Protocol):
     def visible(self, geometry: Geometry) -> NDArray[np.bool_]: ...
 
 
-# The data of pictures comes from separate functions, so that tests can compare numbers and not
-# pixels.
+# Separate functions compute what the pictures show, so that tests can compare numbers.
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
-    """Return (ranks, min(columns, T)): the fraction of a column's tokens that each rank holds.
+    """Return the fraction of each column's tokens that each rank holds, (ranks, columns).
 
-    A batch of at most `columns` tokens has one column per token, so that all fractions are 0 or 1.
+    A batch of at most `columns` tokens has one column per token, so all fractions are 0 or 1.
     """
     geometry = layout.geometry
     columns = min(columns, geometry.tokens)
@@ -57,14 +59,14 @@ def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[n
 
 @outside_graphs
 def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (ranks,): the number of (query, key) pairs of each rank under a causal mask."""
+    """Return the number of (query, key) pairs of each rank under a causal mask, (ranks,)."""
     _check_layout(layout)
     return np.array([(x.positions + 1).sum(dtype=np.int64) for x in layout.geometry.holdings])
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (T, T): the rank that holds the query (row) of each visible pair, and −1 for other
-    pairs.
+    """Return (T, T): the rank that holds the query (row) of each visible pair, and −1 for pairs
+    that are not visible.
     """
     geometry = layout.geometry
     owner = np.empty(geometry.tokens, dtype=np.int64)
@@ -105,7 +107,7 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
     """Draw masks over one layout side by side, with their names, into the file `path`.
 
     A row is a query and a column is a key. A visible pair has the colour of the rank that holds the
-    query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
+    query. If the layout has more than 2,000 tokens, this raises a ValueError that names `layout`.
     """
     _check_names("masks", masks)
     path = _checked(path, layout)

@@ -1,6 +1,6 @@
 """The form in which the tables of a layout are sent to another process.
 
-All arrays are sent in one tensor. Processes can share the memory of this tensor, so unpickling
+All arrays are packed into one tensor. Processes can share the memory of a tensor, so unpickling
 copies nothing.
 """
 
@@ -22,16 +22,16 @@ from seqpar.layout.geometry import Geometry
 
 _ALIGNMENT = 64  # bytes
 _GEOMETRY = -1  # stands for the geometry itself
-# Whether it is a tensor, its first byte, its dtype, its shape.
+# Whether the table is a tensor, its first byte, its dtype, its shape.
 _Place = tuple[bool, int, Any, tuple[int, ...]]
 
 
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
-    """Return the tables of a geometry: a pickle, (n,) uint8 with all arrays, and a number of bytes.
+    """Return the tables of a geometry: a pickle, all arrays as (n,) uint8, and a number of bytes.
 
-    The first bytes belong to tensors, and the returned number is the number of these bytes. The
-    bytes of numpy arrays follow. The result is None if some table cannot be pickled, for example
-    because the table is on a GPU.
+    The arrays of tensors come first. The returned number says how many bytes they have. The arrays
+    of numpy follow. The result is None if a table cannot be pickled, for example because it is on a
+    GPU.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)
@@ -57,9 +57,10 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, geometry: Geometry) -> None:
         super().__init__(file, 5)
         self._geometry, self._numbers = geometry, dict[int, int]()
-        # The bytes of arrays, and the bytes of tensors.
+        # `sizes` has the bytes of numpy arrays, then the bytes of tensors.
         self.places, self.sizes = list[_Place](), [0, 0]
-        self._packed = list[object]()  # kept alive, so that no later object gets the same id
+        # keeps objects alive, so that no later object gets the same id
+        self._packed = list[object]()
         self.arrays: list[NDArray[np.generic]] = []
 
     def persistent_id(self, obj: object) -> int | None:

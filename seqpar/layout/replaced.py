@@ -1,8 +1,8 @@
-"""The replacement of a layout's tables on GPUs by the tables of another layout, for CUDA graphs.
+"""Replace a layout's tables on GPUs with the tables of another layout, for CUDA graphs.
 
 A CUDA graph reads tables at fixed addresses. A layout with `most_documents` therefore remembers its
-calls, and how to find the tables of the same calls for other documents. `Layout.load_tables` calls
-this file.
+calls, with a function that makes the tables of each call for a different layout.
+`Layout.load_tables` calls this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOADED = LOCAL, "tables were replaced"
 
 class _Call(NamedTuple):
     device: torch.device
-    tables: list[Tensor]  # tables on the CPU; their copies on the device live as long as these
+    tables: list[Tensor]  # tables on the CPU; copies on the device live as long as these
     # Returns the tables of this call for another layout.
     tables_of: Callable[[Geometry], list[Tensor]]
 
@@ -30,11 +30,11 @@ class _Call(NamedTuple):
 def remember(
     layout: Geometry, device: torch.device, tables_of: Callable[[Geometry], list[Tensor]]
 ) -> None:
-    """Remember a call whose tables are on a device. `tables_of` returns the call's tables for any
-    layout.
+    """Remember a call whose tables are on a device.
 
-    Raise a ValueError after `load_tables`, because the new call would read the tables of this
-    layout, while earlier calls read the tables of the loaded layout.
+    `tables_of` returns the tables of the call for any layout. After `load_tables`, a new call
+    raises a ValueError, because it would read the tables of this layout, while earlier calls read
+    the tables of the loaded layout.
     """
     if _LOADED in layout.derived:
         raise ValueError(
@@ -52,7 +52,7 @@ def load_tables(layout: Geometry, other: Geometry) -> None:
             "layout must have had a call on a GPU, whose tables load_tables replaces, got none"
         )
     for device in {call.device for call in calls}:
-        pairs = dict[int, tuple[Tensor, Tensor]]()  # calls may share tables
+        pairs = dict[int, tuple[Tensor, Tensor]]()  # by id, because calls may share tables
         for call in (x for x in calls if x.device == device):
             for table, loaded in zip(call.tables, call.tables_of(other), strict=True):
                 if table.shape != loaded.shape:
@@ -61,8 +61,8 @@ def load_tables(layout: Geometry, other: Geometry) -> None:
                 pairs[id(table)] = table, loaded
         layout.derived(_LOADED, lambda: True)
         tables, loaded_tables = zip(*pairs.values(), strict=True)
-        # Copies that the other layout already has on the device are not used, because `load_tables`
-        # may have replaced their contents.
+        # Copies of tables that the other layout already has on the device are not used, because
+        # `load_tables` may have overwritten them.
         copies = new_copies(loaded_tables, device)
         for table, copy in zip(tables, copies, strict=True):
             on_device(table, device).copy_(copy)

@@ -1,4 +1,4 @@
-"""The exchange that moves packed tensors from one layout to another."""
+"""Exchanges that move packed tensors from one layout to another."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ _CPU = torch.device("cpu")
 
 
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
-    """Return the tokens of a rank from a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
+    """Return a rank's tokens of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
 
-    `indices` are the indices of the rank's tokens among `tokens` tokens. All tokens from `real` on
-    are padding.
+    Args:
+        x: the packed tensor, with or without padding.
+        indices: (T_local,). The indices of the rank's tokens in the pack.
+        dim: the dimension of the tokens.
+        tokens: the number of tokens in the pack, with padding.
+        real: the number of tokens without padding. The padding is at the end.
+        value: the value of the padding in the result, if x has no padding.
     """
     dim = as_dim("dim", dim)
     length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1
@@ -55,7 +60,7 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
 
 
 def _as_plain(value: float) -> float:
-    """Return any real number, such as a fraction, as a number that torch accepts."""
+    """Return any real number, such as a Fraction, as a number that torch accepts."""
     if isinstance(value, int | float):
         return value
     return int(value) if value % 1 == 0 else float(value)
@@ -68,9 +73,9 @@ def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> 
 
 
 def check_part(x_local: Tensor, geometry: Geometry, group: Group, dim: int) -> tuple[int, Comm]:
-    """Return `dim` as a number from 0 on, and the Comm of a new call.
+    """Return `dim` as an int, and the Comm of a new call.
 
-    Raise a ValueError unless x_local has as many tokens as this rank.
+    Raise a ValueError unless x_local has as many tokens as this rank holds.
     """
     check_tensor("x_local", x_local)
     dim, comm = as_dim("dim", dim), Comm.of(group)
@@ -119,7 +124,7 @@ class _Unshard(torch.autograd.Function):
 def _exchange(
     comm: Comm, parts: Sequence[Tensor], received: Sequence[Tensor], label: str, step: int = 0
 ) -> None:
-    """Send one tensor to each rank and receive one from each rank, including this one."""
+    """Send one tensor to each rank and receive one from each rank, including this rank."""
     sends = [(peer, parts[peer]) for peer in comm.peers]
     recvs = [(peer, received[peer]) for peer in comm.peers]
     pending = comm.exchange(sends, recvs, label=label, step=step)
@@ -128,7 +133,7 @@ def _exchange(
 
 
 def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
-    """Return (T,): the index in the packed batch of each token, ordered by rank, then by row."""
+    """Return the index in the pack of each token, (T,). Tokens are ordered by rank, then by row."""
 
     def build() -> Tensor:
         indices = [geometry.token_indices(rank) for rank in range(geometry.ranks)]
@@ -175,10 +180,12 @@ def move(
 def share(
     rank: int, own: Geometry, other: Geometry, device: torch.device = _CPU
 ) -> tuple[Tensor, list[int]]:
-    """Return the rows of a rank in `own`, sorted by the rank that holds them in `other`, and the
-    number of rows for each rank.
+    """Return which of a rank's rows go to which rank when tokens move from layout `own` to layout
+    `other`.
 
-    The rows (T_local,) are on `device`. Rows for the same rank are in the order of the pack.
+    The first result has the rank's rows in `own`, (T_local,) on `device`. They are sorted by the
+    rank that holds the token in `other`, and then in the order of the packed batch. The second
+    result is how many of these rows each rank holds in `other`.
     """
 
     def build() -> tuple[Tensor, list[int]]:
@@ -193,8 +200,9 @@ def share(
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
-    """Return the start of each span in the pack, ascending and followed by T (n + 1,), and the rank
-    of each span.
+    """Return the start of each span in the pack, and the rank of each span.
+
+    The starts ascend, and T follows as the last element (n + 1,).
     """
 
     def build() -> tuple[Ints, Ints]:

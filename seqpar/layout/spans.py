@@ -1,6 +1,4 @@
-"""The two forms in which users describe a layout: a list of spans for each rank, or token
-positions.
-"""
+"""Parse the two forms in which users describe layouts: spans for each rank, or token positions."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from seqpar.layout.cuts.cut import Spans
 
 
 class Span(NamedTuple):
-    """Positions start … stop − 1 of one document."""
+    """The positions start … stop − 1 of one document."""
 
     document: int
     start: int
@@ -77,7 +75,9 @@ PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[np.generic] | Te
 
 
 def cu_seqlens_of(position_ids: PositionIds) -> Ints:
-    """Return cu_seqlens as `Layout.from_position_ids` describes, from (T,) or (B, S) positions."""
+    """Return the cu_seqlens of positions (T,) or (B, S), as `Layout.from_position_ids`
+    describes.
+    """
     ids = _as_rows(position_ids)
     begins = np.ones(ids.shape, dtype=bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
@@ -92,7 +92,7 @@ def cu_seqlens_of(position_ids: PositionIds) -> Ints:
 
 
 def _as_rows(position_ids: PositionIds) -> Ints:
-    """Return `position_ids` as a 2-D int64 array; a CUDA tensor costs one synchronisation."""
+    """Return `position_ids` as a 2-D int64 array. A tensor on a GPU costs one synchronisation."""
     try:
         on_cpu = position_ids.detach().cpu() if isinstance(position_ids, Tensor) else position_ids
         array = np.asarray(on_cpu)

@@ -1,15 +1,14 @@
 """`Mask` and `Slices`: which query attends to which key.
 
 A *slice* is a range of query rows and a range of key rows of one document, with a *band* lo ≤ k_pos
-− q_pos ≤ hi: a query attends to the keys of the slice whose positions lie in the band.
-`slices_between` makes the slices of a mask between the queries of one rank and the keys of another.
-Slices do not overlap.
+− q_pos ≤ hi. A query of the slice attends to the keys of the slice whose positions lie in the band.
+`slices_between` makes the slices of a mask between the queries of one rank and the keys of another
+rank. Slices do not overlap.
 
 A *run* is all tokens of a document on one rank. Positions ascend within a run. The keys of a run to
 which a query attends are therefore consecutive rows, which are found by bisection. The number of
-slices is proportional to the number of pairs of a document and a rank. If the mask has ranges, the
-number of slices is proportional to the number of pairs of a range and a rank. The number of slices
-does not depend on the number of spans.
+slices is proportional to the number of pairs of a document and a rank, or of a mask's range and a
+rank. It does not depend on the number of spans.
 """
 
 from __future__ import annotations
@@ -44,11 +43,12 @@ class Mask:
     """Which keys of its document a query attends to.
 
     A query at position i attends to the keys at the positions i − left … i + right, and to the
-    first `prefix` keys. `left` and `right` may be `UNLIMITED`. `prefix` has one number for each
-    document, or is None. With a `kv_layout`, a document may have L_q queries and a different number
-    of keys, L_kv. The last query and the last key of a document are then aligned: query i is
-    treated as if its position were i + L_kv − L_q. If the mask has `ranges`, only the ranges decide
-    the pairs.
+    first `prefix` keys. `left` and `right` may be `UNLIMITED`. `prefix` is None, or has one number
+    for each document. If the mask has `ranges`, only these determine the pairs.
+
+    With a `kv_layout`, a document has L_q queries, and may have a different number of keys, L_kv.
+    The last query and the last key of the document are then aligned: query i is treated as if its
+    position were i + L_kv − L_q.
     """
 
     left: int
@@ -61,19 +61,18 @@ class Mask:
         return hash((self.left, self.right, self.prefix or (), self.ranges))
 
     def __getstate__(self) -> dict[str, object]:
-        # `_hash` is left out, because hashes of strings differ between processes.
+        # `_hash` is not pickled, because hashes of strings differ between processes.
         return {name: x for name, x in vars(self).items() if name != "_hash"}
 
     def __hash__(self) -> int:
-        return self._hash  # cached, because tables are looked up by it and a prefix may be long
+        return self._hash  # cached, because masks are keys of tables, and a prefix may be long
 
     @classmethod
     def of(
         cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry
     ) -> Mask:
-        """Return the mask for the arguments of a call.
-
-        Raise a ValueError that names a wrong argument.
+        """Return the mask for the arguments of a call. Raise a ValueError that names a wrong
+        argument.
         """
         bounds = parse_window(window_size)
         left, right = (UNLIMITED if bound == -1 else bound for bound in bounds)
@@ -98,14 +97,16 @@ class Mask:
 
         In a range (document, q_start, q_stop, k_start, k_stop, low, high), the queries q_start …
         q_stop − 1 of a document attend to its keys k_start … k_stop − 1 for which low ≤ k_pos −
-        q_pos ≤ high. None is unlimited. Positions of queries count among the document's queries,
-        and positions of keys among its keys. With a `kv_layout` of other lengths than the layout's,
-        the ends are not aligned. Ranges are tuples in any order, or (n, 7) integers. Ranges without
-        any pair are dropped. A query that is in no range attends to no key: its out is 0.
+        q_pos ≤ high. For `low` and `high`, None means no limit. Positions of queries are counted
+        among the queries of the document, and positions of keys among its keys. If a `kv_layout`
+        has documents of different lengths, their ends are not aligned.
 
-        Takes time n log n for n ranges; docs/guides/masks.md has the exception. Raises a ValueError
-        that names a wrong range, or two ranges that both have the same pair, which would count
-        twice.
+        `ranges` is a list of tuples in any order, or (n, 7) integers. Ranges without any pair are
+        dropped. A query that is in no range attends to no key, and its out is 0.
+
+        This takes time n log n for n ranges. docs/guides/masks.md describes an exception. A
+        ValueError names a wrong range, or two ranges that contain the same pair, because this pair
+        would count twice.
         """
         return cls(UNLIMITED, UNLIMITED, ranges=MaskRanges.of(ranges))
 
@@ -118,8 +119,8 @@ class Mask:
 
     @outside_graphs
     def visible(self, geometry: Geometry) -> NDArray[np.bool_]:
-        """Return (T, T), for a small batch: whether each query (row) attends to each key
-        (column).
+        """Return whether each query (row) attends to each key (column), (T, T), for a small
+        batch.
         """
         cu = geometry.cu_seqlens
         document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
@@ -140,9 +141,9 @@ class Mask:
     def plot(self, path: str | Path, layout: DrawnLayout) -> None:
         """Draw which query attends to which key of a packed batch into the file `path`.
 
-        Visible pairs have the colour of the query's rank. The layout has at most 2,000 tokens.
-        `seqpar.layout.plot.plot_masks({name: mask}, layout, path)` draws several masks side by
-        side. Requires matplotlib.
+        Each visible pair has the colour of the query's rank. The layout may have at most 2,000
+        tokens. `seqpar.layout.plot.plot_masks({name: mask}, layout, path)` draws several masks side
+        by side. Requires matplotlib.
         """
         plot_masks({"": self}, layout, path)
 
@@ -151,10 +152,10 @@ class Mask:
 class Slices:
     """The slices between a block of query rows and a block of key rows.
 
-    If different ranks hold the queries and the keys, one of the two blocks is sent to the rank of
-    the other block, and this rank computes. The computing rank's own block has all rows of the
-    rank. The block that is sent has only rows that belong to some pair. If one rank holds both
-    blocks, both blocks have all rows.
+    If different ranks hold the queries and the keys, one of the two blocks is sent to the rank that
+    holds the other block. This rank computes. The block that is sent has only rows that belong to
+    some pair. The block that is not sent has all rows of its rank. If one rank holds both blocks,
+    both have all rows.
     """
 
     q_rows: Ints  # (n, 2): the range of query rows of each slice
@@ -162,11 +163,11 @@ class Slices:
     bands: Ints  # (n, 2): lo and hi of each slice
     q_positions: Positions  # (T_q,): the position of each query row
     k_positions: Positions  # (T_k,): the position of each key row
-    sent_rows: Ints  # (m, 2): the local rows of the block that is sent; of the keys if none is sent
+    sent_rows: Ints  # (m, 2): local rows of the block that is sent; of the keys if none is sent
     derived: Memo = field(default_factory=Memo, repr=False)  # tables of backends
     q_aligned: Positions | None = None  # `aligned`, or None if it equals `q_positions`
     # 0, or a limit for the number of runs (`most_documents`). Kernels pad their tables to this
-    # number, so that launches are the same for all documents.
+    # number, so that the same kernels are launched for all documents.
     most_runs: int = 0
 
     def __len__(self) -> int:
@@ -174,9 +175,8 @@ class Slices:
 
     @cached_property
     def are_computed(self) -> bool:
-        """Whether kernels are launched.
-
-        With padded tables, kernels are launched even if there is no pair.
+        """Whether kernels are launched. With padded tables, they are launched even if there is no
+        pair.
         """
         return len(self) > 0 or (self.most_runs > 0 and self.key_rows > 0)
 
@@ -190,12 +190,12 @@ class Slices:
 
     @property
     def aligned(self) -> Positions:
-        """(T_q,): the position of each query row, counted among the keys of its document."""
+        """The position of each query row, counted among the keys of its document, (T_q,)."""
         return self.q_positions if self.q_aligned is None else self.q_aligned
 
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
-        """Return for slice i the starts and stops, (rows,), of the keys to which each row
-        attends.
+        """Return the range of keys to which each query row of slice i attends: starts and stops,
+        (rows,).
         """
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]
@@ -205,7 +205,10 @@ class Slices:
 
     @cached_property
     def full(self) -> NDArray[np.bool_]:
-        """(n,): whether a slice has all of its pairs. Most slices between different ranks do."""
+        """Whether all queries of a slice attend to all of its keys, (n,).
+
+        This is true of most slices between different ranks.
+        """
         full = np.zeros(len(self), dtype=bool)
         has_pairs = (np.diff(self.q_rows) > 0)[:, 0] & (np.diff(self.k_rows) > 0)[:, 0]
         q_rows, k_rows = self.q_rows[has_pairs], self.k_rows[has_pairs]
@@ -230,8 +233,8 @@ class Slices:
         return pairs
 
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
-        """Return (n, m) bool: whether each of n query rows attends to each of m key rows under a
-        band.
+        """Return whether each query row attends to each key row under a band, (queries, keys)
+        bool.
         """
         q_positions, k_positions = self.positions_on(device)
         distance = k_positions[keys] - q_positions[rows, None]
@@ -249,15 +252,16 @@ class Slices:
 
     @property
     def seeing(self) -> Ints:
-        """(m, 2): ranges of the query rows that attend to some key."""
-        seeing = np.zeros(self.query_rows + 2, dtype=bool)  # a False at each end gives edges there
+        """Ranges of the query rows that attend to some key, (m, 2)."""
+        # False at both ends, so that all ranges have edges
+        seeing = np.zeros(self.query_rows + 2, dtype=bool)
         for i, (start, stop) in enumerate(self.q_rows.tolist()):
             first, last = self.key_intervals(i)
             seeing[1 + start : 1 + stop] |= last > first
         return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
 
     def of_queries(self, rows: Ints) -> Slices:
-        """Return the slices over a part of the query rows, with all rows that attend to a key."""
+        """Return the slices of a part of the query rows. `rows` must contain all rows of slices."""
         return replace(
             self,
             q_rows=rows_before(rows, self.q_rows),
@@ -268,7 +272,9 @@ class Slices:
         )
 
     def of_keys(self, rows: Ints) -> Slices:
-        """Return these slices with only some key rows, which include all rows of slices."""
+        """Return these slices over a part of the key rows. `rows` must contain all rows of
+        slices.
+        """
         k_rows, positions = rows_before(rows, self.k_rows), take_ranges(self.k_positions, rows)
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
 
@@ -276,7 +282,7 @@ class Slices:
     def of(cls, table: Ints, q: Holding, k: Holding, shift: Ints, sent_rows: Ints) -> Slices:
         """Return slices from an array (6, n) of q start and stop, k start and stop, lo and hi.
 
-        `shift` (documents of q,) is added to the positions of queries to align them with the keys.
+        `shift` (documents,) is added to the positions of queries to align them with the keys.
         """
         table = table[:, np.argsort(table[2], kind="stable")]
         q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
@@ -285,7 +291,7 @@ class Slices:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
-        """Join slices of the same query rows over several blocks of keys to slices over one
+        """Join the slices of the same query rows over several blocks of keys, as if these were one
         block.
         """
         if not parts:
@@ -310,8 +316,8 @@ def slices_between(
 ) -> Slices:
     """Return the slices of one rank's queries over another rank's keys.
 
-    The slices are cached with both geometries. By default, keys are sent, and the block of keys has
-    only the keys to which some query attends. With `queries_travel`, queries are sent, and the
+    The slices are cached in the two geometries. By default, keys are sent, and the block of keys
+    has only the keys to which some query attends. With `queries_travel`, queries are sent, and the
     block of queries has only the queries that attend to some key.
     """
     queries_travel = queries_travel and q_rank != k_rank
@@ -372,17 +378,18 @@ class Blocks:
     derived: Memo = field(default_factory=Memo, repr=False)
 
 
-# Long slices are cut at multiples of this number of rows, so that tiles of kernels stay whole.
+# Long slices are cut at multiples of this number of rows, so that kernels have full tiles.
 _TILE_ROWS = 128
-# Slices of at most this many rows are not cut. Libraries for matrix products add the terms of a
-# score in another order if there are few keys (8 for MKL on an AMD EPYC). The scores of a half in
-# backward would then differ from those of the whole slice in forward.
+# Slices of at most this number of rows are not cut. With few keys, libraries for matrix products
+# add the terms of a score in a different order (with 8 keys in MKL on an AMD EPYC). The scores that
+# backward computes for half a slice would then differ from the scores that forward computed for the
+# whole slice.
 _WHOLE_ROWS = 32
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
-    """Cut each slice in half. Return the first halves, and the second halves."""
-    # Each slice is cut at half of its own pairs. If the whole list was cut in half, the result of a
+    """Cut each slice in half. Return the first halves and the second halves."""
+    # Each slice is cut in half separately. If the list of slices was cut in half, the result of a
     # document would depend on the other documents of the batch.
     lengths = np.diff(slices.q_rows)[:, 0]
     queries, keys = (np.stack([x, x], axis=1) for x in (slices.q_rows, slices.k_rows))
@@ -403,7 +410,7 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _middle(lengths: Ints) -> Ints:
-    """Return the same as `_row`, for slices that have all of their pairs."""
+    """Return the result of `_row` for slices in which all queries attend to all keys."""
     step = np.clip(lengths // 2, 1, _TILE_ROWS)
     below = lengths // (2 * step)
     above_is_closer = 2 * step * (below + 1) - lengths < lengths - 2 * step * below
@@ -413,7 +420,7 @@ def _middle(lengths: Ints) -> Ints:
 def _row(start: Ints, stop: Ints) -> int:
     """Return the row that divides the pairs of a slice in half.
 
-    In long slices, the row is a multiple of a tile.
+    In long slices, the row is a multiple of the tile size.
     """
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]

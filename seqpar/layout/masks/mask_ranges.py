@@ -1,6 +1,6 @@
-"""`MaskRanges`: a mask as a list of rectangles, each with a band (`Mask.of_ranges`).
+"""`MaskRanges`: a mask that is a list of rectangles, each with a band (`Mask.of_ranges`).
 
-Torch's operators receive such a list as a tensor, in the same way as a layout (`handle.py`).
+Torch operators receive the list as a tensor, in the same way as a layout (`handle.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RangeList = Sequence[Range] | NDArray[np.generic] | Tensor
 
 
 class Ranges(NamedTuple):
-    """Ranges as (n,) arrays. An unlimited bound is ±`UNLIMITED`."""
+    """Ranges as arrays (n,). An unlimited bound is ±`UNLIMITED`."""
 
     documents: Ints
     q_starts: Ints
@@ -50,9 +50,8 @@ class Ranges(NamedTuple):
     def trimmed(self) -> tuple[Ranges, Ints]:
         """Shrink each range to the rows that have pairs.
 
-        Drop ranges without pairs, and bounds without effect.
-
-        Returns the remaining ranges, and the index of each remaining range in `self`.
+        Ranges without pairs are dropped, and so are bounds without effect. Returns the remaining
+        ranges, and the index of each remaining range in `self`.
         """
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
@@ -79,10 +78,10 @@ class Ranges(NamedTuple):
 
 
 class MaskRanges:
-    """The ranges of a mask. They are trimmed, do not overlap, and are sorted.
+    """The ranges of a mask, trimmed, without overlap, and sorted by document, queries, keys and
+    band.
 
-    They are sorted by document, queries, keys and band. `handle` is a 1-D int64 tensor on the CPU:
-    a digest (`key`), then the ranges.
+    `handle` is a 1-D int64 tensor on the CPU. It contains a digest (`key`), then the ranges.
     """
 
     def __init__(self, columns: Ranges) -> None:
@@ -122,8 +121,8 @@ class MaskRanges:
 
     @cached_property
     def _ends(self) -> tuple[int, Ints, Ints]:
-        """The number of documents for which there are ranges, and how many queries and keys each
-        must have.
+        """The number of documents that have ranges, and the least number of queries and keys of
+        each.
         """
         documents = int(self.columns.documents.max(initial=-1)) + 1
         queries, keys = np.zeros(documents, np.int64), np.zeros(documents, np.int64)
@@ -145,9 +144,8 @@ class MaskRanges:
 
 
 def described(handle: Tensor, canonical: bool) -> object:
-    """Return a value by which ranks compare their masks.
-
-    With `canonical`, the value is a text for errors.
+    """Return a value by which ranks compare their masks. With `canonical`, it is a text for
+    errors.
     """
     digest = key_of_handle(handle).hex()[:16]
     if not canonical:
@@ -217,10 +215,10 @@ def _columns(ranges: RangeList) -> list[Ints]:
 
 
 def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
-    """Return (2,), the indices of two ranges that overlap, with a query and a key of both, or None.
+    """Return the indices of two overlapping ranges, (2,), and a query and a key of both, or None.
 
-    The ranges are sorted by document, then by `q_starts`. The search compares ranges about n log n
-    times. In addition, each range that begins moves the entries of a list for ranges with later
+    The ranges must be sorted by document, then by `q_starts`. The search compares ranges about n
+    log n times. In addition, each range that begins moves the list entries of ranges with later
     keys.
     """
     pairs = _neighbours(ranges)
@@ -240,21 +238,21 @@ def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
 
 
 def _neighbours(ranges: Ranges) -> Ints:
-    """Return (2, n): all pairs of ranges that are neighbours at some query, up to the first
+    """Return all pairs of ranges that are neighbours at some query, (2, n), up to the first
     overlap.
     """
-    # The search goes through the queries. At each query, a range has an interval of keys. As long
-    # as ranges do not overlap, their intervals stay in the same order: from one query to the next,
-    # an edge of an interval moves by one key or not at all. As in the sweep of Shamos and Hoey
-    # ("Geometric intersection problems", 1976), the first two intervals that overlap were therefore
-    # neighbours before.
+    # The search goes through the queries in order. At each query, a range has an interval of keys.
+    # From one query to the next, an edge of an interval moves by one key or not at all, so
+    # intervals keep their order as long as they do not overlap. The first two intervals that
+    # overlap were therefore neighbours before, as in the sweep of Shamos and Hoey ("Geometric
+    # intersection problems", 1976).
     begins, ends = (sort_keys(ranges.documents, edges) for edges in ranges[1:3])
     shares = begins[1:] < np.maximum.accumulate(ends)[:-1]
     index = np.flatnonzero(np.r_[False, shares] | np.r_[shares, False])
     begins, ends, ranges = begins[index], ends[index], ranges.take(index)
     count, pairs = index.size, list[tuple[int, int]]()
-    # If several ranges end at the same query, the last one is removed first, which is fast in a
-    # list.
+    # If several ranges end at the same query, the last one in the list is removed first, because
+    # removing the end of a list is fast.
     ties = np.r_[np.arange(count), -np.arange(count)]
     order = np.lexsort((ties, np.repeat([1, 0], count), np.r_[begins, ends])).tolist()
     firsts, offsets = ranges.k_starts.tolist(), ranges.lows.tolist()

@@ -1,12 +1,12 @@
-"""The numbers of rows that a rank sends to each rank, and receives from each rank, under a mask.
+"""Count the rows that a rank sends to each rank, and receives from each rank, under a mask.
 
-Before a call, a rank must know these numbers. This file counts the rows for one rank, called the
+A rank must know these numbers before a call. This file counts them for one rank, called the
 *asking* rank. Attention has two *sides*, queries and keys. The *reach* of some rows is the set of
-positions on the other side with which these rows have a pair.
+positions on the other side that form a pair with at least one of these rows.
 
 Only documents of the asking rank are processed, a few documents at a time. For each document, only
-ranks in the reach of the asking rank are processed. No array has an element for each pair of a
-document and a rank.
+ranks in the reach of the asking rank are processed. Memory therefore does not grow with the number
+of documents times the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from seqpar.layout.cuts.cut import HeldSpans
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.mask import Mask
 
-# Limit for the spans, on all ranks, of the documents that are processed at a time.
+# This number limits the spans, on all ranks, of the documents that are processed at a time.
 _BLOCK_SPANS = 2**17
 _BLOCK_DOCUMENTS = 2**14
-# Limit for the edges of mirrored chunks that are processed at a time, to stay in a core's cache.
+# This number limits the edges of mirrored chunks that are processed at a time. They should fit into
+# a core's cache.
 _BLOCK_EDGES = 2**16
 # With mirrored chunks, the largest number of spans of a document on the asking rank.
 _MAX_MIRRORED_SPANS = 2
 
 
 class Intervals(NamedTuple):
-    """Intervals of positions, as arrays (n,). Each interval is part of the reach of one span."""
+    """Intervals of positions, as arrays (n,). Each interval is in the reach of one span."""
 
     spans: Ints
     starts: Ints
@@ -43,13 +44,13 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """Finds the reach of spans: the positions on the other side of the mask."""
+    """Finds the reach of spans: the positions on the other side that form pairs with them."""
 
     lows: Ints  # (documents,): a row at position p reaches the positions p + low … p + high
     highs: Ints
     lengths: Ints  # (documents,): the lengths of documents on the other side
-    mask: Mask  # the mask, for its prefix and its ranges
-    to_keys: bool  # whether the rows are queries, and the other side is keys
+    mask: Mask  # used for its prefix and its ranges
+    to_keys: bool  # whether the rows are queries, so that the other side is keys
 
     @classmethod
     def both(cls, queries: Geometry, keys: Geometry, mask: Mask) -> tuple[Reach, Reach]:
@@ -68,8 +69,8 @@ class Reach:
         index = np.arange(documents.size)
         if self.mask.prefix is not None:
             prefix = np.array(self.mask.prefix, dtype=np.int64)[documents]
-            # Every query attends to the keys of the prefix. All queries therefore reach them, and a
-            # span of keys that begins in the prefix reaches all queries.
+            # All queries attend to the keys of the prefix. All queries therefore reach the prefix,
+            # and a span of keys that begins in the prefix reaches all queries.
             more = index if self.to_keys else np.flatnonzero(starts < prefix)
             reached = prefix if self.to_keys else lengths
             index = np.concatenate([index, more])
@@ -100,8 +101,9 @@ class Reach:
 
 
 class ReachedRows(NamedTuple):
-    """The rows of one rank that are in the reach of other ranks, as arrays (ranks,) or
-    (groups,).
+    """The rows of one rank that are in the reach of other ranks.
+
+    The arrays have one entry for each other rank, or one for each group of other ranks.
     """
 
     counts: Ints  # the number of rows
@@ -115,12 +117,12 @@ class ReachedRows(NamedTuple):
 
     @property
     def are_ranges(self) -> NDArray[np.bool_]:
-        """Whether the rows of each entry are a single range without gaps."""
+        """Whether the rows of each entry are consecutive."""
         return (self.counts > 0) & (self.counts == self.behind - self.firsts)
 
 
 class AttentionSide(NamedTuple):
-    """The other ranks' rows on one side of attention, with the reach in both directions."""
+    """The rows of other ranks on one side of attention, and the reach in both directions."""
 
     others: Geometry  # the geometry of the other ranks' rows
     own_reach: Reach  # from the asking rank's rows to rows of other ranks
@@ -128,18 +130,19 @@ class AttentionSide(NamedTuple):
 
     @classmethod
     def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the side of the keys, for a rank that asks for its queries."""
+        """Return the side of the keys, for the queries of the asking rank."""
         return cls(keys, *Reach.both(queries, keys, mask))
 
     @classmethod
     def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the side of the queries, for a rank that asks for its keys."""
+        """Return the side of the queries, for the keys of the asking rank."""
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
         """Return the rows of the asking rank that are in the reach of each other rank.
 
-        If `groups` (ranks,) has a group for each rank, return the rows in the reach of each group.
+        If `groups` (ranks,) assigns each rank to a group, return the rows in the reach of each
+        group.
         """
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
@@ -162,7 +165,9 @@ class AttentionSide(NamedTuple):
         return reached
 
     def their_rows(self, own: Holding) -> Ints:
-        """Return (ranks,): the number of rows of each rank in the reach of the asking rank."""
+        """Return the number of rows of each rank that are in the reach of the asking rank,
+        (ranks,).
+        """
         reached = self.own_reach.union_of(own)
         has_mirrored_chunks = self.others.cut.mirrored_edges(reached.offsets[:0]) is not None
         if has_mirrored_chunks and (np.diff(reached.documents) > 0).all():
@@ -174,10 +179,10 @@ class AttentionSide(NamedTuple):
         return counts
 
     def own_ranges(self, own: Holding, peers: Sequence[Holding]) -> Ints:
-        """Return (m, 2): ranges of those rows of the asking rank that rows of some of the peers
-        reach.
+        """Return the asking rank's rows that are in the reach of at least one peer, as ranges (m,
+        2).
 
-        The ranges do not touch.
+        There is at least one row between two ranges.
         """
         parts = []
         for peer in peers:
@@ -190,7 +195,7 @@ class AttentionSide(NamedTuple):
         return union(starts[order], stops[order])
 
     def _spans_within(self, reached: Holding) -> Iterator[tuple[Ints, HeldSpans]]:
-        """Yield some documents at a time, with the spans of all ranks near the reached
+        """Yield a few documents at a time, with the spans of all ranks near the reached
         positions.
         """
         documents, first, behind = reached.runs
@@ -210,10 +215,10 @@ class AttentionSide(NamedTuple):
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
-        """Count the asking rank's rows that ranks with mirrored chunks reach.
+        """Count the asking rank's rows that are in the reach of each rank, for mirrored chunks.
 
-        If a mask is unlimited to the left, the two chunks of a rank together reach all positions on
-        one side of one position. A list of spans is therefore not needed.
+        If a mask is unlimited to the left, the two chunks of a rank together reach all positions
+        before or after a single position. A list of spans is therefore not needed.
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
@@ -221,7 +226,8 @@ class AttentionSide(NamedTuple):
         reached = ReachedRows.none(ranks)
         are_long = int(own.stops.max(initial=0)) >= 2**28
         for block, edges in self._mirrored(documents):
-            # The dtype of edges must suffice for the other side's documents, which may be shorter.
+            # The dtype of edges is large enough for documents of the other side. Documents of the
+            # asking rank may be longer.
             if are_long:
                 edges = edges.astype(np.int64)
             far = 2**30 if edges.dtype == np.int32 else 2**50
@@ -270,11 +276,11 @@ class AttentionSide(NamedTuple):
 
 
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
-    """Return (documents, ranks): the one position of each rank's chunks that decides their reach.
+    """Return the position that determines the reach of each rank's two chunks, (documents, ranks).
 
-    For queries, the position is the end of the rank's last chunk of the document. For keys, the
-    position is the start of the rank's first chunk. For ranks without tokens of the document, the
-    position is −far for queries and far for keys.
+    If the chunks are queries, this is the end of the rank's last chunk of the document. If they are
+    keys, it is the start of the rank's first chunk. If a rank has no tokens of the document, it is
+    −far for queries and far for keys.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
@@ -298,7 +304,8 @@ def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
 
 
 def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Move `starts` behind all earlier intervals of the same run, so that no position counts twice.
+    """Move each start behind all earlier intervals of the same run, so that no position counts
+    twice.
 
     Intervals are sorted by run, then by start.
     """
@@ -308,9 +315,9 @@ def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
 
 
 def _blocks(limits: Ints) -> Iterator[slice]:
-    """Yield slices of documents so that the `limits` of each slice sum to at most `_BLOCK_SPANS`.
+    """Yield slices of documents whose `limits` sum to at most `_BLOCK_SPANS`.
 
-    A document with a larger limit is a slice by itself.
+    A document with a larger limit is alone in its slice.
     """
     ends, first = np.cumsum(limits), 0
     while first < limits.size:

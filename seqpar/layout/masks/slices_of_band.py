@@ -1,6 +1,4 @@
-"""The slices of a band lo ≤ k_pos − q_pos ≤ hi: the query rows and key rows that have pairs in the
-band.
-"""
+"""Find the query rows and key rows that have pairs in a band lo ≤ k_pos − q_pos ≤ hi."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ Bounds = tuple[Ints, Ints]
 
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
-    """Return the clusters of query rows: the run of each cluster, its first row, and its last row +
-    1.
+    """Return the run, the first row and the row after the last row of each cluster of query rows.
 
-    A *cluster* is a group of spans of a run in which no gap between spans is wider than the band,
-    hi − lo. The queries of a cluster therefore attend to one range of keys without gaps. No query
-    attends to the keys between the ranges of two clusters, so these keys need not be sent.
+    A *cluster* is a group of neighbouring spans of a run. A run is cut into clusters at each gap
+    between spans that is wider than the band, hi − lo. The queries of a cluster therefore attend to
+    a range of keys without gaps. No query attends to the keys between the ranges of two clusters,
+    so these keys need not be sent.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -33,8 +31,8 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
     """Cut ranges of query rows, each within a run, at the gaps between clusters.
 
-    `widths` are hi − lo of the band of each range. Returns three arrays with an entry for each
-    cluster: the index of its range, its start, and its stop. Empty ranges have no cluster.
+    `widths` is hi − lo of each range's band. Returns three arrays with an entry for each cluster:
+    the index of its range, its start, and its stop. Empty ranges have no cluster.
     """
     # Ranges with a gap wider than their band are cut together, at all gaps that are wider than the
     # narrowest of their bands.
@@ -70,12 +68,15 @@ def in_reach(
 ) -> Ints:
     """Return slices as an array (6, n) of q start and stop, k start and stop, lo and hi.
 
-    There is one slice for each cluster of query rows that attends to some key of its run of keys.
+    There is one slice for each cluster of query rows that attends to at least one key of its run of
+    keys.
 
     Args:
+        q: the holding of the queries.
+        k: the holding of the keys.
+        runs: for each cluster, its run of queries, and the run of keys with which it is compared.
         q_rows: the starts and stops of the clusters' rows.
-        runs: for each cluster, the run of queries to which it belongs, and the run of keys with
-            which it is compared. These are the numbers that both holdings have as "documents".
+        band: lo and hi of each cluster.
         keys: the range of key positions to which each cluster may attend.
     """
     (q_start, q_stop), (low, high), (first_key, key_limit) = q_rows, band, keys
@@ -116,5 +117,7 @@ def of_band(
 
 
 def _nonempty(table: Ints, start: int) -> Ints:
-    """Return the columns in which the range of the rows `start` and `start` + 1 is not empty."""
+    """Return the columns of `table` whose range, in the rows `start` and `start` + 1, is not
+    empty.
+    """
     return table[:, table[start + 1] > table[start]]

@@ -1,12 +1,14 @@
 """The rows that are sent for tasks: between which ranks, and in which stage.
 
 A *task* is a rectangle of query positions and key positions (`tasks.py`). The *server* of a task is
-the rank that computes the task. The *owner* of a row is the rank that holds the row. The queries
-that a server needs from other ranks are divided into stages. While the server computes one stage,
-the results of the preceding stage return. A key is sent to a server once. The key arrives no later
-than the first foreign query that attends to the key, where a foreign query is a query of another
-rank. The gradient of the key can return after the last foreign query that attends to the key. The
-work of the server's own queries over keys of other ranks is spread over all stages.
+the rank that computes it. The *owner* of a row is the rank that holds it. A row that a server
+receives from a different rank is *foreign*.
+
+A server receives its foreign queries in several stages. While the server computes one stage, it
+returns the results of the preceding stage. A key is sent to a server only once. It arrives no later
+than the first foreign query that attends to it. Its gradient can be returned after the last foreign
+query that attends to it. The work of the server's own queries over foreign keys is spread over all
+stages.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ class Segments(NamedTuple):
     """
 
     servers: Ints  # (n,) the server that needs the range
-    starts: Ints  # (n,) positions
+    starts: Ints  # (n,) indices of the pack
     stops: Ints
-    # (n,): stages, of which there are `count`. `firsts` and `lasts` consider only queries of other
-    # ranks, until `staged` has assigned a stage to the server's own queries.
+    # (n,): stages, of which there are `count`. `firsts` and `lasts` consider only foreign queries,
+    # until `staged` has assigned a stage to the server's own queries.
     owns: Ints  # −1 if no own query needs the range; otherwise `count`, or the stage after `staged`
-    firsts: Ints  # the first stage whose queries need the range, or `count` if there is none
-    lasts: Ints  # the last stage whose queries need the range, or −1 if there is none
+    firsts: Ints  # the first stage whose queries need the range, or `count` if no stage needs it
+    lasts: Ints  # the last stage whose queries need the range, or −1 if no stage needs it
 
     @classmethod
     def covering(
@@ -47,8 +49,8 @@ class Segments(NamedTuple):
     ) -> Segments:
         """Return the segments that some ranges cover.
 
-        `stages[i]` is one of `count` stages in which range i is needed, or −1 if the server's own
-        queries need it.
+        `stages[i]` is the stage, of `count` stages, in which range i is needed. It is −1 if the
+        server's own queries need the range.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
         edges = np.unique(np.r_[begins, ends])
@@ -82,7 +84,7 @@ class Segments(NamedTuple):
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
-        """Return the number of rows of each segment that the server receives."""
+        """Return the number of foreign rows in each segment, which the server receives."""
         coming = self.stops - self.starts
         for server in np.flatnonzero(np.bincount(self.servers)).tolist():
             own = self._slice(server)
@@ -91,12 +93,12 @@ class Segments(NamedTuple):
         return coming
 
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
-        """Return (servers, count + 1): the indices in the pack at which each server's stages begin
-        and end.
+        """Return the edges of each server's stages, (servers, count + 1), as indices of the
+        pack.
         """
-        # A server receives the same number of rows in each stage. In the first stage it receives
-        # only half as many, because there is less work that can hide their arrival. The rows that
-        # it receives are assumed to be spread evenly within a segment.
+        # A server receives the same number of rows in each stage, except that it receives half as
+        # many rows in the first stage, because there is less work during which they can arrive. The
+        # rows are assumed to be spread evenly within a segment.
         edges = np.zeros((geometry.ranks, count + 1), np.int64)
         edges[:, 1:] = geometry.tokens
         for server in np.flatnonzero(np.bincount(self.servers)).tolist() if count > 1 else ():
@@ -117,10 +119,10 @@ class Segments(NamedTuple):
         return Segments(*(column[own] for column in self))
 
     def staged(self, count: int) -> Segments:
-        """Assign a stage to each row of a rank that its server's own queries need."""
+        """Assign a stage to each foreign row that a server's own queries need."""
         # In each stage, a server's own queries use the same number of these rows, and half as many
-        # in the first stage. Keys then arrive early, gradients return early, and queries of other
-        # ranks wait for only a fraction of the server's own work.
+        # in the first stage. Keys then arrive early, gradients return early, and foreign queries
+        # wait for only a fraction of the server's own work.
         ready, some = self.take(self.owns < 0), self.take(self.owns >= 0)
         columns = np.stack([some.servers, some.firsts, some.lasts])
         alike = np.unique(columns, axis=1, return_inverse=True)[1].ravel()
@@ -152,10 +154,7 @@ class Segments(NamedTuple):
 
 
 def _edges(totals: Ints, count: int) -> Ints:
-    """Return (n, count + 1): the edges of stages of equal length.
-
-    The first stage has half of the length.
-    """
+    """Return the edges of stages, (n, count + 1). The first stage is half as long as the others."""
     reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
     return totals[:, None] * reached // (2 * count - 1)
 
@@ -171,17 +170,18 @@ def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
 
 
 class Stages(NamedTuple):
-    """The stages in which a server needs rows of other ranks."""
+    """The stages in which a server needs some foreign rows."""
 
-    own: int  # the stage in which the server's own queries need the rows, or −1 if they do not
+    # the stage in which the server's own queries need the rows, or −1 if they do not need them
+    own: int
     first: int  # the first stage in which any queries need the rows
     last: int  # the last stage in which any queries need the rows
 
 
 class ServerRows(NamedTuple):
-    """Rows of some ranks, one rank after another, as a server stores them."""
+    """The rows of some ranks, one rank after another, as a server stores them."""
 
-    holding: Holding  # the positions of the rows; as "documents" it has the indices of runs
+    holding: Holding  # the positions of the rows; its "documents" are indices of runs
     documents: Ints  # (runs,) the document of each run
     ranks: list[int]  # (m,) the ranks that own the rows
     counts: list[int]  # (m,) the number of rows of each rank
@@ -225,7 +225,8 @@ class TaskRows:
         self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int
     ) -> None:
         """Divide the work into stages in which each server receives about `stage_rows` rows."""
-        self.described = described(tasks, queries.ranks)  # for errors, if the tasks of ranks differ
+        # shown in errors if the tasks of ranks differ
+        self.described = described(tasks, queries.ranks)
         parts = Parts.of(tasks, queries, keys, mask)
         stage_zero = np.zeros_like(parts.servers)
         of_queries = Segments.of_queries(parts, queries, stage_zero, 1)
@@ -236,7 +237,7 @@ class TaskRows:
         count = self.stages = min(_MAX_STAGES, max(1, -(-most // stage_rows)))
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
-        # The rows that servers need, with rows that they own.
+        # The rows that servers need, including rows that the servers own.
         self.queries = Segments.of_queries(self.parts, queries, stages, count)
         held = _held(self.parts, queries)
         of_others = np.flatnonzero(self.parts.q_stops - self.parts.q_starts > held)
@@ -279,7 +280,7 @@ def arriving_at(
 
 
 def _held(parts: Parts, queries: Geometry) -> Ints:
-    """Return the number of queries of each part that the server itself holds."""
+    """Return how many queries of each part its server owns."""
     found = np.zeros_like(parts.servers)
     order = np.argsort(parts.servers, kind="stable")
     edges = np.searchsorted(parts.servers[order], np.arange(queries.ranks + 1))
@@ -294,8 +295,9 @@ def _held(parts: Parts, queries: Geometry) -> Ints:
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
     """Return the slices of these parts between the query rows and key rows of a server.
 
-    There is one slice for each part, cluster of query rows and run of key rows that have pairs.
-    `shift` (documents,) is added to the positions of queries to align them with the keys.
+    There is one slice for each combination of a part, a cluster of query rows and a run of key
+    rows, if it has pairs. `shift` (documents,) is added to the positions of queries to align them
+    with the keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)
@@ -312,7 +314,9 @@ def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints
 
 
 def _runs_of(documents: Ints, block: ServerRows) -> tuple[Ints, Ints]:
-    """Return all pairs of the index of a document and a run of this document in the block."""
+    """Return all pairs (index into `documents`, run of this document in the block), as two
+    arrays.
+    """
     runs = block.holding.runs.documents
     order = np.argsort(block.documents[runs], kind="stable")
     found = block.documents[runs][order]

@@ -1,7 +1,7 @@
 """Tasks: rectangles of query positions and key positions, which any rank may compute.
 
-Under a mask, a *task* consists of one or more *parts*. A part is a rectangle with one *band*, which
-is a range of the difference between key position and query position.
+Under a mask, a *task* consists of one or more *parts*. A part is a rectangle with one *band*, a
+range of the difference between key position and query position.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from seqpar.layout.masks.slices_of_band import trim
 
 
 class TaskRectangles(NamedTuple):
-    """Rectangles of query and key positions, and the rank that computes each, as (n,) arrays.
+    """Rectangles of query and key positions, and the rank that computes each, as arrays (n,).
 
     A task is the visible pairs in its rectangle. If the task has a band, it is only the visible
-    pairs in that band. Every visible pair must be in exactly one task; hidden pairs may be in
-    several tasks or in none. Positions of queries count among a document's queries, and positions
-    of keys among its keys (`kv_layout` may have more).
+    pairs in that band. Every visible pair must be in exactly one task. Hidden pairs may be in any
+    number of tasks. Positions of queries are counted among the document's queries, and positions of
+    keys among its keys. The two differ if `kv_layout` has more keys than queries.
 
     Attributes:
         documents: the document of the queries and keys.
         q_starts, q_stops: the range of queries.
         k_starts, k_stops: the range of keys.
         servers: the rank that computes the task.
-        lows, highs: a band low ≤ k_pos − q_pos ≤ high, or None for both if no task has one. If
-            several ranges of a mask share a rectangle, several tasks may share this rectangle too.
+        lows, highs: a band low ≤ k_pos − q_pos ≤ high. Both are None if no task has a band. Several
+            tasks may have the same rectangle with different bands, for a mask with several ranges
+            in one rectangle.
     """
 
     documents: Ints
@@ -93,7 +94,7 @@ def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: 
 
 
 def described(tasks: TaskRectangles, ranks: int) -> dict[str, str]:
-    """Return tasks in words, for errors that show how the plans of ranks differ."""
+    """Return tasks as texts, for errors that show how the plans of ranks differ."""
     of_ranks = np.bincount(tasks.servers, minlength=ranks).tolist()
     return {
         "tasks": f"{len(tasks.documents)} tasks",
@@ -103,17 +104,18 @@ def described(tasks: TaskRectangles, ranks: int) -> dict[str, str]:
 
 
 def digest_of(tasks: TaskRectangles) -> str:
-    """Return 16 hexadecimal digits that are the same for equal tasks."""
+    """Return 16 hexadecimal digits, which are the same for equal tasks."""
     content = np.concatenate([[len(tasks.documents)], *tasks[:6], *tasks.bands]).astype("<i8")
     return hashlib.sha256(content.tobytes()).hexdigest()[:16]
 
 
 class Parts(NamedTuple):
-    """Rectangles of positions with one band each, as arrays (n,), as small as their pairs allow.
+    """Rectangles of positions with one band each, as arrays (n,). They are as small as their pairs
+    allow.
 
     The last query and the last key of a document are aligned (`Mask`). The bands include this
-    alignment. They therefore apply to query positions that are counted from the document's first
-    query, and to key positions that are counted from the document's first key.
+    alignment. They apply to query positions that are counted from the document's first query, and
+    to key positions that are counted from its first key.
     """
 
     documents: Ints  # the document of the queries and keys
@@ -127,7 +129,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-        """Cut tasks into parts: the pairs with keys in the prefix, and the other pairs in the
+        """Cut tasks into parts: the pairs with keys of the prefix, and the other pairs in the
         mask's band.
         """
         if mask.ranges is not None:
@@ -173,7 +175,7 @@ class Parts(NamedTuple):
     def _below(self, bounds: Ints) -> Ints:
         """Count the pairs with k_pos − q_pos ≤ bound.
 
-        Of w keys, query i has clip(i + c, 0, w) such pairs.
+        If there are w keys, query i has clip(i + c, 0, w) such pairs.
         """
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
@@ -185,9 +187,11 @@ class Parts(NamedTuple):
         return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
-        """Cut parts at the edges of their servers. Return the cut parts, and the interval of each.
+        """Cut parts at the edges of their servers.
 
-        `edges` (servers, n + 1) are indices in the pack, in which document d begins at `starts[d]`.
+        `edges` (servers, n + 1) are indices of the pack, in which document d begins at `starts[d]`.
+        Returns the cut parts, and for each of them the index of the interval between edges that
+        contains it.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
@@ -198,8 +202,8 @@ class Parts(NamedTuple):
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut ranges at edges (ranges, n + 1).
 
-    Returns four arrays with an entry for each nonempty piece: its range, its start, its stop, and
-    the index of its interval between edges.
+    Returns four arrays with an entry for each nonempty piece of a range: the index of its range,
+    its start, its stop, and the index of the interval between edges that contains it.
     """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     index, between = enumerated(first, (edges[:, 1:-1] < stops[:, None]).sum(1))
@@ -209,7 +213,7 @@ def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints
     return index[kept], starts[kept], stops[kept], between[kept]
 
 
-_ROWS_PER_CHECK = 2**22  # rows that a check hashes at a time, which limits memory
+_ROWS_PER_CHECK = 2**22  # rows that are hashed at a time, which limits memory
 
 
 def check_tasks(
@@ -217,7 +221,7 @@ def check_tasks(
 ) -> None:
     """Raise a ValueError that names the argument unless every visible pair is in exactly one task.
 
-    The check takes time linear in the number of the tasks' queries.
+    The time of the check is linear in the number of the tasks' queries.
     """
     check_rectangles(name, tasks, queries, keys)
     documents = np.arange(queries.lengths.size)
