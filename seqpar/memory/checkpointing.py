@@ -39,9 +39,9 @@ def save_attention(
 ) -> CheckpointPolicy:
     """Return torch's policy for an operator: save results of attention, recompute everything else.
 
-    This is a policy function for `torch.utils.checkpoint.create_selective_checkpoint_contexts`. If
-    you save more, call it from your policy function: `return CheckpointPolicy.MUST_SAVE if op in
-    mine else save_attention(ctx, op, *args, **kwargs)`.
+    This is a policy function for `torch.utils.checkpoint.create_selective_checkpoint_contexts`. To
+    save the results of further operators, call it from your own policy function: `return
+    CheckpointPolicy.MUST_SAVE if op in mine else save_attention(ctx, op, *args, **kwargs)`.
     """
     # `in` would also compare objects that are not operators.
     kept = any(op is saved for saved in SAVED_OPS)
@@ -49,25 +49,30 @@ def save_attention(
 
 
 def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
-    """Return `function(*args, **kwargs)`; backward recomputes all but its attention.
+    """Return `function(*args, **kwargs)`. Backward recomputes everything in it except attention.
 
-    On a long sequence, attention is the most expensive part to recompute, and on several ranks it
-    would send the bytes of forward again, as plain `torch.utils.checkpoint.checkpoint` does. Here,
-    attention in backward sends and computes the same as without checkpointing, and gradients have
-    the same bits: recomputation produces q, k and v again and takes the results of attention from
-    forward. This is the rematerialisation-aware checkpointing of Li et al., "DistFlashAttn:
-    Distributed Memory-efficient Attention for Long-context LLMs Training" (2023).
+    Plain `torch.utils.checkpoint.checkpoint` also recomputes attention. On a long sequence,
+    attention is the most expensive part of a block, and on several ranks its recomputation sends
+    the bytes of forward again. Here, backward computes q, k and v again, and reuses the results of
+    attention from forward. Attention then sends and computes as much as without checkpointing, and
+    gradients have the same bits. This is the rematerialisation-aware checkpointing of Li et al.,
+    "DistFlashAttn: Distributed Memory-efficient Attention for Long-context LLMs Training" (2023).
 
-    Each attention call in `function` keeps out and lse, T·Hq·(Dv·b + 4) bytes, where b is the bytes
-    of an element and T the rank's tokens (times the batch). With fp64, lse takes 8 bytes instead of
-    4. Ulysses also keeps q, k, v, out and lse of the rank's heads over all tokens, as without
-    checkpointing, unless it has `keep="tokens"`. The arguments of `function` are kept as well.
+    These tensors are kept for backward:
+
+    * the arguments of `function`;
+    * out and lse of each attention call. They take T·Hq·(Dv·b + 4) bytes, where T is the rank's
+      number of tokens times the batch size, and b is the number of bytes of an element. With fp64,
+      the number 4, for lse, becomes 8;
+    * with Ulysses, unless it has `keep="tokens"`: q, k, v, out and lse of the rank's heads over all
+      tokens, as without checkpointing.
+
     Within `seqpar.offload`, all of these tensors are kept in host memory.
 
-    This is torch's non-reentrant selective checkpoint with `save_attention`, and its rules hold:
-    all ranks make the same calls; `function` must run again in the same way (its random numbers are
-    restored); a second backward over the same graph, or an `out` changed in place, raises a
-    RuntimeError. `torch.compile(fullgraph=True)` supports it.
+    The implementation is torch's non-reentrant selective checkpoint with `save_attention`. All
+    ranks must make the same calls. `function` must do the same when it runs again; random numbers
+    are restored. A second backward over the same graph raises a RuntimeError, and so does a change
+    of `out` in place. `torch.compile(fullgraph=True)` is supported.
     """
     check_function("function", function)
     return torch.utils.checkpoint.checkpoint(
@@ -76,7 +81,6 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a block's forward and of its recomputation."""
     hooks = None if is_traced() else hooks_of_context()
     if hooks is None:
         return create_selective_checkpoint_contexts(save_attention)
@@ -85,8 +89,6 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 
 class _Keeping(dispatch_mode()):  # type: ignore[misc]
-    """Keeps the results of attention in a block's forward."""
-
     def __init__(self, kept: dict[object, list[Any]], pack: Pack) -> None:
         super().__init__()
         self._kept, self._pack = kept, pack
@@ -100,13 +102,11 @@ class _Keeping(dispatch_mode()):  # type: ignore[misc]
         return out
 
     def _keep(self, x: Tensor) -> object:
-        # The result itself would keep alive the graph that keeps this object alive.
+        # The result is detached, because it refers to a graph that refers to this object.
         return self._pack(x.detach())
 
 
 class _Returning(dispatch_mode()):  # type: ignore[misc]
-    """Returns the kept results in place of computing attention again."""
-
     def __init__(self, kept: dict[object, list[Any]], unpack: Unpack) -> None:
         super().__init__()
         self._kept, self._unpack = kept, unpack
@@ -125,7 +125,6 @@ class _Returning(dispatch_mode()):  # type: ignore[misc]
 
 
 def _map(function: Callable[[Any], object], results: Any) -> Any:
-    """Return an operator's results with `function(x)` in place of each tensor x."""
     if isinstance(results, Tensor):
         return function(results)
     return [function(x) for x in results]

@@ -1,9 +1,10 @@
-"""Losses and log-probabilities of a language model's head that never hold tokens × vocabulary.
+"""Losses and log-probabilities of a language model's head, computed for one chunk of tokens at a
+time.
 
-The logits of a million tokens over 152,000 words take 637 GB in fp32. Here they exist for one chunk
-of tokens at a time, in forward and again in backward. A loss needs four numbers of a token's logits
-z: log Σ exp(z), the label's logit, Σ z, and Σ softmax(z)·z. `_LogitStatistics` computes these
-numbers and their derivatives. Every loss is plain arithmetic on them.
+The logits of a million tokens over 152,000 words would take 637 GB in fp32. Here, only the logits
+of one chunk exist at a time, in forward and again in backward. A loss needs four numbers for each
+token's logits z: log Σ exp(z), the label's logit, Σ z, and Σ softmax(z)·z. `_LogitStatistics`
+computes these numbers and their derivatives. Every loss is computed from these four numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class LogProbabilities(NamedTuple):
-    """What the head's distribution over words says about each token, in fp32, or fp64 for fp64."""
+    """Statistics of the head's distribution over words, in fp32 (fp64 for fp64)."""
 
     log_probability: Tensor  # the label's log-probability, with the labels' shape
     entropy: Tensor  # the entropy of the distribution in nats, with the labels' shape
@@ -49,56 +50,61 @@ def chunked_cross_entropy(
     logit_scale: float = 1.0,
     group: Group | None = None,
 ) -> Tensor:
-    """Return the sum of the tokens' cross-entropies, and never hold tokens × vocabulary.
+    """Return the sum of the tokens' cross-entropies, without holding the logits of all tokens.
 
-    This equals `torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")`. The
-    logits, the losses and the sums of gradients are fp32, or fp64 for fp64. Labels are not shifted:
-    `labels[i]` belongs to `hidden[i]`. Divide the sum by the number of labels of the whole batch.
+    This equals `torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
+    Logits, losses and sums of gradients are fp32 (fp64 for fp64). Labels are not shifted:
+    `labels[i]` belongs to `hidden[i]`. For a mean, divide the sum by the number of labels of the
+    whole batch.
 
-    Backward recomputes each chunk's logits: with C channels and V words, a token takes 8·C·V FLOPs
-    instead of 6·C·V. Between the passes, `hidden` and a few numbers per token are kept. Both passes
-    hold at most four copies of one chunk's logits, 4·chunk·V bytes each. Backward also holds the
-    gradient of the weight in fp32, and the part of this gradient that one chunk adds.
+    Backward recomputes each chunk's logits. With C channels and V words, a token takes 8·C·V FLOPs
+    in both passes together, instead of 6·C·V. Between the passes, `hidden` and a few numbers per
+    token are kept. Each pass holds at most four copies of one chunk's logits, each of 4·chunk·V
+    bytes. Backward also holds the gradient of the weight in fp32, and one chunk's summand of this
+    gradient.
 
-    With `group`, the vocabulary is sharded by tensor parallelism: each rank of the group passes its
+    With `group`, the vocabulary is sharded by tensor parallelism. Each rank of the group passes its
     rows of the weight, and all ranks pass the same `hidden`, `labels` and `token_weights`. Every
     rank returns the whole loss. Backward sums the gradient of `hidden` over the ranks, with the
-    same bits on every rank. Ranks first compare their arguments. Then each of P ranks sends
-    20·(P − 1) bytes per token in forward, or 24·(P − 1) with `token_weights`, and 8·C·(P − 1)/P
-    bytes per token in backward. With fp64, it sends twice as many.
+    same bits on every rank.
+
+    With `group`, ranks first compare their arguments. Then each of the P ranks sends 20·(P − 1)
+    bytes per token in forward, or 24·(P − 1) bytes with `token_weights`. In backward, it sends
+    8·C·(P − 1)/P bytes per token. All these numbers are twice as large for fp64.
 
     Args:
-        hidden: (..., C), fp64, fp32, bf16 or fp16; under autocast it is cast like arguments of
+        hidden: (..., C), fp64, fp32, bf16 or fp16. Autocast casts it as it casts the arguments of
             `torch.nn.functional.linear`.
-        weight: (V, C), the head's weight, in hidden's dtype. It may be tied to the embedding. With
-            `group`, the rows of this rank's words: ranks hold the words in rank order, and may hold
-            different numbers of words.
-        labels: (...), int32 or int64, from 0 to V − 1, or `ignore_index`. A label out of this range
-            raises an error on a CPU. On a GPU it makes the loss NaN, because an error would have to
-            wait for the GPU.
+        weight: (V, C), in hidden's dtype. The head's weight, which can be tied to the embedding.
+            With `group`, the rows of this rank's words. The words are divided in rank order, and
+            ranks can have different numbers of words.
+        labels: (...), int32 or int64, from 0 to V − 1, or `ignore_index`. A label outside this
+            range raises an error on a CPU. On a GPU, it makes the loss NaN, because checking for an
+            error would have to wait for the GPU.
         chunk: the number of tokens whose logits are held at a time.
         bias: (V,), added to the logits. With `group`, the bias of this rank's words.
         ignore_index: the label of tokens that are left out of the loss.
-        token_weights: (...), the factor of each token's loss; it may have a gradient.
-        softcap: a logit x becomes softcap·tanh(x/softcap), as in Gemma 2; 0 means none.
+        token_weights: (...), the factor of each token's loss. Gradients are computed if it requires
+            them.
+        softcap: if above 0, a logit x becomes softcap·tanh(x/softcap), as in Gemma 2.
         label_smoothing: the fraction of the target that is spread evenly over all words, 0 to 1, as
             in `torch.nn.functional.cross_entropy`.
         z_loss: the factor of (log Σ exp(logits))², which is added to each token's loss, as in PaLM
             (Chowdhery et al., 2022, section 5).
         logit_scale: the factor of the logits, bias included, before the softcap.
-        group: the ranks that share the vocabulary, a process group or a mesh; None: this rank has
-            all words.
+        group: the ranks among which the vocabulary is divided, as a process group or a mesh. None
+            if this rank has all words.
 
     Returns:
-        A tensor of shape (), fp32, or fp64 for fp64. Gradients flow to `hidden`, `weight`, `bias`
-        and `token_weights`; a second derivative raises a RuntimeError.
+        A tensor of shape () in fp32 (fp64 for fp64). Gradients flow to `hidden`, `weight`, `bias`
+        and `token_weights`. A second derivative raises a RuntimeError.
 
     Raises:
-        ValueError: a shape, dtype, label or number does not fit, or a tensor is a DTensor. The
-            message names the argument. With `group`, also if the arguments differ between ranks;
-            all ranks then raise the same error. Numbers in `labels` or `token_weights` that differ
-            between ranks raise the error on a CPU, and make the loss NaN on a GPU. The numbers in
-            `hidden` are not compared.
+        ValueError: if a shape, dtype, label or number is wrong, or a tensor is a DTensor. The
+            message names the argument. With `group`, also if arguments differ between ranks; all
+            ranks then raise the same error. If the contents of `labels` or `token_weights` differ
+            between ranks, this raises the error on a CPU, and makes the loss NaN on a GPU. The
+            contents of `hidden` are not compared.
     """
     head = _Head(hidden, weight, bias, labels, token_weights)
     given = _Options(ignore_index, chunk, softcap, logit_scale, label_smoothing, z_loss)
@@ -128,7 +134,8 @@ def chunked_log_probabilities(
     logit_scale: float = 1.0,
     group: Group | None = None,
 ) -> LogProbabilities:
-    """Return each label's log-probability and each token's entropy, as losses of RL need them.
+    """Return each label's log-probability and each token's entropy, for losses of reinforcement
+    learning.
 
     Arguments, memory, gradients, messages and errors are those of `chunked_cross_entropy`. Both
     results are 0 for tokens whose label is `ignore_index`.
@@ -144,8 +151,6 @@ def chunked_log_probabilities(
 
 
 class _Head(NamedTuple):
-    """The tensors of a head, as the user gave them."""
-
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -153,7 +158,9 @@ class _Head(NamedTuple):
     token_weights: Tensor | None = None
 
     def check(self, words: int, ignore_index: int) -> None:
-        """Raise a ValueError unless the tensors fit together and to a vocabulary of `words`."""
+        """Raise a ValueError unless the tensors fit each other and a vocabulary of `words`
+        words.
+        """
         hidden, weight, bias, labels, token_weights = self
         others = {"weight": weight, "labels": labels, "bias": bias, "token_weights": token_weights}
         _check_tensors(hidden, **others)
@@ -181,7 +188,7 @@ class _Head(NamedTuple):
             raise ValueError(f"labels must be from 0 to {words - 1} or ignore_index, got {wrong}")
 
     def known(self, words: int, ignore_index: int) -> Tensor:
-        """Return for each label whether it is a word or is ignored."""
+        """Return for each label whether it is valid: a word, or `ignore_index`."""
         is_word = (self.labels >= 0) & (self.labels < words)
         return is_word | (self.labels == ignore_index)
 
@@ -212,8 +219,8 @@ class _Statistics(NamedTuple):
     def over_ranks(self, shared: dict[str, Tensor], comm: Comm) -> _Statistics:
         """Return the statistics of all ranks' words, from those of this rank's words.
 
-        `shared` has the arguments, by name, whose numbers must be the same on all ranks. The
-        statistics are NaN for a token whose numbers differ.
+        The tensors in `shared`, by name, must be equal on all ranks. If they differ for a token,
+        the token's statistics are NaN.
         """
         dtype = self.log_sum_exp.dtype
         own = torch.stack([*self, *(x.to(dtype) for x in shared.values())])
@@ -237,7 +244,7 @@ class _Statistics(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """The numbers of a call, and whether it wants the entropy."""
+    """The numbers among a call's arguments, and whether the call needs the entropy."""
 
     ignore_index: int
     chunk: int  # tokens
@@ -248,7 +255,7 @@ class _Options(NamedTuple):
     entropy: bool = False
 
     def checked(self) -> _Options:
-        """Return the options as numbers, or raise a ValueError that names a wrong one."""
+        """Return the options as numbers, or raise a ValueError that names a wrong option."""
         options = self._replace(
             ignore_index=as_int("ignore_index", self.ignore_index),
             chunk=as_int("chunk", self.chunk, 1),
@@ -270,9 +277,8 @@ class _Options(NamedTuple):
 def _statistics(
     head: _Head, given: _Options, group: Group | None
 ) -> tuple[_Statistics, _Options, int]:
-    """Check the arguments.
-
-    Return the statistics of all tokens' logits, the options, and the number of words.
+    """Check the arguments, and return the statistics of all logits, the options and the number of
+    words.
     """
     head = head.in_dtype_of_autocast()
     comm = None if group is None else Comm.of(group)
@@ -314,11 +320,11 @@ def _statistics(
 
 
 def _described(head: _Head, options: _Options | None) -> dict[str, object]:
-    """Return what must be the same on all ranks; the options are None if one is wrong."""
+    """Return what must be the same on all ranks. The options are None if one of them is wrong."""
     hidden, known = head.hidden, isinstance(head.hidden, Tensor)
     described: dict[str, object] = {} if options is None else options._asdict()
     described["hidden"] = (list(hidden.shape), str(hidden.dtype)) if known else None
-    # If so, the gradients of hidden are sent in backward.
+    # Ranks must agree on this, because gradients of `hidden` are sent in backward.
     described["hidden.requires_grad"] = known and torch.is_grad_enabled() and hidden.requires_grad
     for name in ("bias", "token_weights"):
         described[name] = None if getattr(head, name) is None else "given"
@@ -326,7 +332,6 @@ def _described(head: _Head, options: _Options | None) -> dict[str, object]:
 
 
 def _first_word(weight: Tensor, comm: Comm | None) -> tuple[int, int]:
-    """Return the number of this rank's first word, and the number of words of all ranks."""
     words = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() else 0
     if comm is None:
         return 0, words
@@ -336,7 +341,9 @@ def _first_word(weight: Tensor, comm: Comm | None) -> tuple[int, int]:
 
 
 class _LogitStatistics(torch.autograd.Function):
-    """The statistics of the logits z = cap(hidden @ weight.T + bias), a chunk at a time."""
+    """The statistics of the logits z = cap(hidden @ weight.T + bias), computed one chunk at a
+    time.
+    """
 
     @staticmethod
     def forward(
@@ -348,7 +355,8 @@ class _LogitStatistics(torch.autograd.Function):
         options: _Options,
         comm: Comm | None,
     ) -> tuple[Tensor, ...]:
-        # Rows of the weight, whether the rank has them, and what must be the same on all ranks
+        # The labels as rows of this rank's weight, whether this rank has these rows, and the
+        # tensors that must be equal on all ranks.
         own_labels, owned, shared = labels
         tokens, dtype = len(hidden), accumulator_dtype(hidden.dtype)
         found = _Statistics(*(hidden.new_zeros(tokens, dtype=dtype) for _ in range(4)))
@@ -383,9 +391,8 @@ class _LogitStatistics(torch.autograd.Function):
         for rows in _chunks(len(hidden), options.chunk):
             d_lse, d_label, d_sum, d_expected = (x[rows, None] for x in gradients)
             z = _logits(hidden[rows], wide, bias, options)
-            # The derivative of log Σ exp(z) by z is softmax(z), that of the label's logit is 1 at
-            # the label, that of Σ z is 1, and that of E = Σ softmax(z)·z is
-            # softmax(z)·(1 + z − E).
+            # Derivatives by z: softmax(z) for log Σ exp(z); 1 at the label for the label's logit; 1
+            # for Σ z; and softmax(z)·(1 + z − E) for E = Σ softmax(z)·z.
             reads_z = options.entropy or options.softcap
             dz = (
                 z - log_sum_exp[rows, None] if reads_z else z.sub_(log_sum_exp[rows, None])
@@ -413,7 +420,7 @@ class _LogitStatistics(torch.autograd.Function):
                 d_weight += _product(narrow.T, hidden[rows].to(wide.dtype))
             if d_bias is not None:
                 d_bias += dz.sum(0)
-            del z, dz, narrow  # before the next chunk's logits
+            del z, dz, narrow  # frees memory before the next chunk's logits are computed
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None
@@ -424,12 +431,11 @@ def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
 
 
 def _for_products(weight: Tensor) -> Tensor:
-    """Return the weight in the dtype in which `_product` multiplies."""
     return weight if weight.is_cuda else weight.to(accumulator_dtype(weight.dtype))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in fp32, or fp64 for fp64. On a CPU, the operands are not bf16 or fp16."""
+    """Return a @ b in fp32 (fp64 for fp64). On a CPU, the operands must not be bf16 or fp16."""
     with without_autocast(a):
         return torch.mm(a, b, out_dtype=torch.float32) if a.dtype in _HALF else a @ b
 
@@ -448,7 +454,7 @@ def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, options: _Options
 
 
 def _expected(z: Tensor, probabilities: Tensor) -> Tensor:
-    """Return Σ p·z, where words of probability 0 may have the logit −inf."""
+    """Return Σ p·z. Words with the logit −inf, whose probability is 0, contribute 0."""
     return torch.where(probabilities > 0, probabilities * z, 0).sum(1)
 
 

@@ -1,4 +1,4 @@
-"""Keep a fraction of the tensors that autograd saves in host memory, copied during computation.
+"""Keep a fraction of the tensors that autograd saves in host memory, and copy during computation.
 
 As in ByteScale (2025), the activations of a long document then fit on fewer devices.
 """
@@ -31,23 +31,25 @@ class offload:
     loss.backward()
     ```
 
-    Gradients keep their bits. Parameters, integers, sparse tensors, small tensors and tensors on
-    the host stay where they are. On a GPU, copies use pinned memory and separate streams. Tensors
-    are copied to the host while forward computes. In backward, each tensor is copied back while the
-    `ahead` tensors before it are used. As with `torch.autograd.graph.save_on_cpu`, saved tensors
-    must not be changed in place. Around `seqpar.checkpoint`, this covers the tensors that the
-    checkpoint keeps: its arguments, and the results of attention.
+    Gradients have the same bits as without `offload`. Parameters, integers, sparse tensors, small
+    tensors and tensors on the host are not copied. On a GPU, copies use pinned memory and separate
+    streams. Tensors are copied to the host while forward computes. In backward, the copy of a
+    tensor back to the device starts `ahead` tensors before the tensor is needed. As with
+    `torch.autograd.graph.save_on_cpu`, saved tensors must not be changed in place. Around
+    `seqpar.checkpoint`, this context covers the tensors that the checkpoint keeps: its arguments,
+    and the results of attention.
 
     Args:
-        ratio: the fraction of saved bytes to copy, from 0 to 1. A tensor is copied when it is
-            saved, if the copied bytes then stay within this fraction of the bytes saved until then.
+        ratio: the fraction of saved bytes to copy, from 0 to 1. When autograd saves a tensor, the
+            tensor is copied if the copied bytes then are at most this fraction of all bytes saved
+            so far.
         least: the size in bytes of the smallest tensor that is copied.
         ahead: the number of tensors that are copied back before backward needs them.
-        simulate: also copy tensors on the host, to try offloading without a GPU.
+        simulate: whether to copy tensors on the host too, to try offloading without a GPU.
 
     Attributes:
-        saved_bytes: the bytes that autograd has saved so far, of tensors that could be copied.
-        copied_bytes: the bytes of them that were copied to host memory.
+        saved_bytes: the bytes of all saved tensors that could be copied.
+        copied_bytes: the bytes of the saved tensors that were copied to host memory.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class offload:
         self.saved_bytes = self.copied_bytes = 0
         self._order: list[
             weakref.ref[_Copied]
-        ] = []  # in the order of saving, which backward reverses
+        ] = []  # in the order of saving; backward needs the reverse order
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> offload:
@@ -75,7 +77,7 @@ class offload:
 
     def _pack(self, x: Tensor) -> Tensor | _Copied:
         on_host = x.device.type == "cpu" and not self._simulate
-        # Only strided tensors have a storage to copy.
+        # Only strided tensors have a storage that can be copied.
         numbers = x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
         if on_host or not numbers or x.nbytes < self._least or _is_parameter(x):
             return x
@@ -88,7 +90,9 @@ class offload:
         return copied
 
     def _unpack(self, packed: object) -> Tensor:
-        """Return the saved tensor, and start to copy back tensors that were saved before it."""
+        """Return a saved tensor, and start to copy back the tensors that were saved just before
+        it.
+        """
         if not isinstance(packed, _Copied):
             assert isinstance(packed, Tensor)
             return packed
@@ -105,13 +109,13 @@ class offload:
 
 
 class _Copied:
-    """A tensor in host memory, or being copied there or back."""
+    """A saved tensor that is in host memory, or is being copied there or back."""
 
     def __init__(self, x: Tensor, number: int) -> None:
         self.number, self._device, self.was_used = number, x.device, False
         self._back: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        if x.is_meta:  # no bytes are copied, but the device's are free until they come back
+        if x.is_meta:  # a simulation of memory: the tensor's bytes on the device count as free
             self._host = torch.empty(0, device="meta")
             self._like = tuple(x.shape), x.stride(), x.dtype
             return
@@ -144,7 +148,8 @@ class _Copied:
     def wait(self) -> Tensor:
         """Return the tensor on its device, ready for the current stream."""
         assert self._back is not None
-        back, self._back = self._back, None  # a second backward copies the tensor again
+        # Not kept, so a second backward copies the tensor again.
+        back, self._back = self._back, None
         self.was_used = True
         if self._arrived is not None:
             current = torch.cuda.current_stream(self._device)
@@ -154,8 +159,6 @@ class _Copied:
 
 
 class _Contexts(threading.local):
-    """The contexts of `offload` in which this thread is, the innermost last."""
-
     def __init__(self) -> None:
         self.entered: list[offload] = []
 
@@ -164,7 +167,7 @@ _contexts = _Contexts()
 
 
 def hooks_of_context() -> tuple[Pack, Unpack] | None:
-    """Return the functions with which the innermost `offload` keeps a tensor and returns it."""
+    """Return the pack and unpack hooks of the innermost `offload` context, or None."""
     if not _contexts.entered:
         return None
     innermost = _contexts.entered[-1]
@@ -177,9 +180,9 @@ def _is_parameter(x: Tensor) -> bool:
     owner = x if base is None else base
     if isinstance(owner, nn.Parameter):
         return True
-    if type(owner) is not Tensor or owner.grad_fn is None:  # a subclass may have no address
+    if type(owner) is not Tensor or owner.grad_fn is None:  # a subclass can have no address
         return False
-    # Autograd functions may return an alias of a parameter, which torch does not mark as a view.
+    # An autograd function can return an alias of a parameter that torch does not mark as a view.
     leaves = [getattr(node, "variable", None) for node, _ in owner.grad_fn.next_functions]
     plain = [x for x in leaves if type(x) is nn.Parameter and x.layout == torch.strided]
     return any(x.data_ptr() == owner.data_ptr() for x in plain)

@@ -1,8 +1,8 @@
-"""The memory of a step of training, by module and tensor, without computing the step.
+"""The memory of a training step, by module and tensor, without computing the step.
 
-The step runs on the meta device, where tensors have shapes but no numbers. `_Watch` sees each
-operator, and notes when the memory of its results is made and freed. The profile lists the tensors
-that are alive at the moment at which they take the most bytes together.
+The step runs on the meta device, where tensors have shapes but no data. `_Watch` observes each
+operator, and records when the memory of its results is allocated and freed. The profile lists the
+tensors that are held at the peak, the moment at which the step holds the most bytes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Holding:
-    """Tensors of one module, operator and shape that are held when a step holds the most bytes.
+    """Tensors with the same module, operator and shape that a step holds at its peak.
 
     Attributes:
-        module: the name of the module that made them, or that has the parameter.
-        tensor: a parameter's name, or the operator that made the tensors, and their shape.
+        module: the name of the module that made the tensors, or that has the parameter.
+        tensor: a parameter's name; or the operator that made the tensors, and the shape of the
+            tensors.
         kind: "parameters", "buffers", "gradients" (of parameters), "activations" (made in forward)
             or "temporary" (made in backward).
-        bytes: the bytes of all of them.
-        count: their number.
-        grows: whether their size grows with the number of tokens.
+        bytes: the bytes of all these tensors together.
+        count: the number of tensors.
+        grows: whether the tensors grow with the number of tokens.
     """
 
     module: str
@@ -51,12 +52,12 @@ class Holding:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What a step of training holds at its peak; str() is a table, and `save` draws a picture.
+    """The memory of a training step. `str(profile)` is a table, and `save` draws a picture.
 
     Attributes:
         tokens: the number of tokens of the batch.
         peak_bytes: the most bytes that the step holds at once, parameters included.
-        held: the tensors that it holds at the peak, the largest first.
+        held: the tensors that the step holds at the peak, the largest first.
         timeline: the bytes that are held after each operator.
         backward_begins: the index in `timeline` at which backward begins.
     """
@@ -69,7 +70,7 @@ class MemoryProfile:
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of the held tensors that grow with the batch, divided by the tokens."""
+        """The bytes of held tensors that grow with the batch, divided by the number of tokens."""
         return sum(x.bytes for x in self.held if x.grows) / max(1, self.tokens)
 
     def by_kind(self) -> dict[str, int]:
@@ -102,9 +103,11 @@ class MemoryProfile:
         return "\n".join([head, kinds, *lines])
 
     def save(self, path: str | Path) -> None:
-        """Draw the bytes held over the step, and the largest modules at the peak, as a picture.
+        """Draw a picture of the bytes that the step holds over time, and of the largest modules at
+        the peak.
 
-        The suffix of the path chooses the format, such as .png or .svg. It needs the extra `bench`.
+        The suffix of the path chooses the format, such as .png or .svg. Drawing needs the extra
+        `bench`.
         """
         path = as_path("path", path)
         try:
@@ -126,17 +129,17 @@ class MemoryProfile:
 
 
 def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
-    """Return which modules and tensors hold memory when a step of training holds the most.
+    """Return the modules and tensors that hold memory at the peak of a training step.
 
-    The step is `model(**batch)`, and the backward of its loss if the model returns one. It runs on
-    the meta device, in the model's training or evaluation mode. Its tensors take no memory, so a
-    model that fits on no device can be profiled. Parameters may be on the meta device already. The
-    model is unchanged afterwards.
+    The step is `model(**batch)` and, if the model returns a loss, the loss's backward. The step
+    runs on the meta device, in the mode (training or evaluation) that the model has. It allocates
+    no memory, so a model that is too large for any device can be profiled. The model's parameters
+    can be on the meta device. The model is unchanged afterwards.
 
     A model of `seqpar.integrations.huggingface.enable` must be enabled on a group of one rank; pass
-    the batch that `sp.shard` returned. Its attention counts as one operator, without the operator's
-    temporary tensors. Neither an optimizer's state nor fragmentation of the allocator is counted.
-    Tensors that `seqpar.offload` copies to the host count as freed.
+    the batch that `sp.shard` returned. Each of its attention calls counts as one operator, whose
+    temporary tensors are not counted. Also not counted are the state of an optimizer and
+    fragmentation of the allocator. Tensors that `seqpar.offload` copies to the host count as freed.
 
     Args:
         model: the module, in the dtype of the step.
@@ -156,7 +159,8 @@ def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
         raise ValueError("batch must have a tensor of integers, such as input_ids")
     inputs = {name: x if _is_integer(x) else _on_meta(x) for name, x in batch.items()}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        # Models of transformers would read the numbers in positions that they make themselves.
+        # Models of transformers would otherwise make positions and read their numbers, which is
+        # impossible on the meta device.
         inputs.setdefault("position_ids", torch.arange(ids.shape[-1])[None])
     sizes = {ids.numel(), *([ids.shape[1]] if ids.dim() == 2 else [])}
     with _parameters_on_meta(model):
@@ -200,7 +204,7 @@ def _all_on_meta(x: Any) -> Any:
 
 @contextmanager
 def _parameters_on_meta(model: nn.Module) -> Iterator[None]:
-    """Put the parameters and buffers of a model on the meta device, in this context."""
+    """Within this context, a model's parameters and buffers are on the meta device."""
     made: dict[Tensor, Tensor] = {}
     replaced: list[tuple[nn.Module, str, Tensor]] = []
 
@@ -229,7 +233,7 @@ def _parameters_on_meta(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Memory:
-    """The memory of a tensor: its bytes, who made it, and from when to when it was alive."""
+    """The memory of a tensor: its size, what made it, and when it was allocated and freed."""
 
     size: int
     shape: tuple[int, ...]
@@ -241,7 +245,7 @@ class _Memory:
 
 
 class _Watch(dispatch_mode()):  # type: ignore[misc]
-    """Notes the memory of the results of all operators in its context."""
+    """Records the memory of the results of all operators in its context."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -262,7 +266,7 @@ class _Watch(dispatch_mode()):  # type: ignore[misc]
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Follow which module runs, in this context."""
+        """Within this context, keep track of the module that is running."""
         handles: list[Any] = []
         for name, x in model.named_modules():
             enter, leave = partial(self._enter, name), partial(self._leave, name)
@@ -291,7 +295,7 @@ class _Watch(dispatch_mode()):  # type: ignore[misc]
         self._kind, self._backward_begins = "temporary", self._time
 
     def note_gradient(self, x: Tensor) -> None:
-        """Count the memory of a parameter's gradient as such."""
+        """Record that a tensor is a parameter's gradient."""
         if x.grad is None:
             return
         gradient, parameter = (self._alive.get(memory_of(y)) for y in (x.grad, x))
@@ -303,7 +307,8 @@ class _Watch(dispatch_mode()):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(_is_meta(x) for x in args):  # some operators refuse integers on another device
+        # Needed because some operators refuse integers on a different device.
+        if any(_is_meta(x) for x in args):
             args = tuple(map(_all_on_meta, args))
         results = func(*args, **(kwargs or {}))
         self._time += 1

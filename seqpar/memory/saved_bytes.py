@@ -13,7 +13,7 @@ from seqpar.core.torch_private import memory_of, saving_hooks
 
 
 class SavedBytes:
-    """The bytes of the tensors that autograd saved in a context, each memory once."""
+    """The bytes of the tensors that autograd saved in a context. Shared memory is counted once."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -23,7 +23,7 @@ class SavedBytes:
             self._sizes[memory_of(x)] = x.untyped_storage().nbytes()
 
     def leave_out(self, tensors: Iterable[object]) -> None:
-        """Count the memory of these tensors as nothing."""
+        """Do not count the memory of these tensors."""
         for x in tensors:
             if type(x) is Tensor:
                 self._sizes.pop(memory_of(x), None)
@@ -35,7 +35,9 @@ class SavedBytes:
 
 @contextmanager
 def counting_saved_bytes() -> Iterator[SavedBytes]:
-    """Count what autograd saves in this context. Hooks of saved tensors around it still apply."""
+    """Count what autograd saves in this context. Saved-tensor hooks of outer contexts still
+    apply.
+    """
     counted, around = SavedBytes(), saving_hooks()
     pack: Callable[[Tensor], Any] = (lambda x: x) if around is None else around[0]
     unpack: Callable[[Any], Tensor] = (lambda x: x) if around is None else around[1]

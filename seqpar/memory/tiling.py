@@ -1,4 +1,4 @@
-"""Run a module that computes each token by itself on a chunk of tokens at a time."""
+"""Run a module that computes each token separately on one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from seqpar.memory.saved_bytes import counting_saved_bytes
 
 M = TypeVar("M", bound=nn.Module)
 Autocast = tuple[str, torch.dtype, bool]  # type of device, dtype, whether autocast is enabled
-Versions = dict[str, tuple[Tensor, int | None]]  # by name, a tensor and its version
+Versions = dict[str, tuple[Tensor, int | None]]  # name -> (tensor, its version counter)
 
 
 def tiled(module: M, chunk: int = 4096) -> M:
-    """Let a module compute at most `chunk` tokens at a time, forward and backward.
+    """Make a module compute at most `chunk` tokens at a time, in forward and in backward.
 
     The intermediate tensors of an MLP then take the memory of one chunk. Backward recomputes each
     chunk's forward. The gradients of parameters are summed over the chunks in fp32 (fp64 for fp64)
-    and rounded once. Results and gradients equal those of the plain module up to rounding. Dropout
-    draws other numbers than in the plain module, and backward draws them again, from torch's
-    default generators.
+    and rounded once. Results and gradients equal those of the unchanged module up to rounding. An
+    exception is dropout: its random numbers, from torch's default generators, differ from those of
+    the unchanged module. Backward draws the same numbers as forward.
 
-    The module must compute each token by itself: an MLP, a norm, or experts without a limit of
-    tokens. It must take one tensor (..., T, C) as its only tensor argument, return one tensor (...,
-    T, C′), and change nothing in place. Hooks of parameters, DDP, FSDP2 and autocast see the
-    parameters' gradients once, as without chunks.
+    The module must compute each token separately, such as an MLP, a norm, or experts without a
+    limit of tokens. It must take one tensor (..., T, C) as its only tensor argument, return one
+    tensor (..., T, C′), and change nothing in place. Hooks of parameters, DDP and FSDP2 see each
+    parameter's gradient once, as without chunks.
 
     Args:
         module: the module, whose `forward` is replaced. Its parameters keep their names.
@@ -45,10 +45,11 @@ def tiled(module: M, chunk: int = 4096) -> M:
         The same module.
 
     Raises:
-        ValueError: `module` is not a module, or something has replaced its forward already, or
-            `chunk` is below 1. A call raises one if the input is not one floating-point tensor with
-            at least two dimensions, if the result is not one tensor with the input's tokens, or if
-            the module changes its input, a parameter or a buffer in place.
+        ValueError: if `module` is not a module, if its forward was already replaced, or if `chunk`
+            is below 1. Calls of the module raise a ValueError if the input is not a single
+            floating-point tensor with at least two dimensions, if the result is not a single tensor
+            with as many tokens, or if the module changes its input, a parameter or a buffer in
+            place.
         RuntimeError: in backward, if the module computes with a tensor that requires a gradient and
             is not one of its parameters, because the gradient of this tensor would be lost.
     """
@@ -63,11 +64,11 @@ def tiled(module: M, chunk: int = 4096) -> M:
 
 
 class _TiledForward:
-    """A module's `forward`, which calls its class's forward on chunks; copied with the module."""
+    """A module's `forward`, which calls the forward of the module's class on chunks."""
 
     def __init__(self, module: nn.Module, chunk: int) -> None:
         self._module, self._chunk = module, chunk
-        self.saved_bytes = 0  # not held between forward and backward, in the last backward
+        self.saved_bytes = 0  # bytes that were not held between forward and backward
 
     def __call__(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         module = self._module
@@ -99,8 +100,6 @@ class _TiledForward:
 
 
 class _Work(NamedTuple):
-    """What a call of a tiled module computes, apart from its input."""
-
     tiled: _TiledForward
     module: nn.Module
     call: Callable[[Tensor], Tensor]
@@ -109,7 +108,7 @@ class _Work(NamedTuple):
 
 
 class _Tiled(torch.autograd.Function):
-    """A module's calls on chunks of its input; backward makes each call again."""
+    """Calls a module on chunks of its input. Backward repeats the call of each chunk."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -132,8 +131,8 @@ class _Tiled(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         work: _Work = ctx.work
         d_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
-        # Hooks of a parameter must see its whole gradient once, so chunks are computed with other
-        # leaves.
+        # A parameter's hooks must run once, with the whole gradient. Chunks are therefore computed
+        # with copies of the parameters.
         leaves: list[Tensor] = [nn.Parameter(p.detach()) for p in parameters]
         sums: list[Tensor | None] = [None] * len(parameters)
         start = 0
@@ -169,8 +168,8 @@ class _Tiled(torch.autograd.Function):
                     d_x[..., rows, :] = 0 if d_part is None else d_part
                 for i, (own, total) in enumerate(zip(found, sums, strict=True)):
                     if own is not None:
-                        # The sum begins with a copy, because a gradient may be a view of the
-                        # result's gradient.
+                        # The first gradient is copied, because it can be a view of the result's
+                        # gradient.
                         kind = accumulator_dtype(own.dtype)
                         sums[i] = own.to(kind, copy=True) if total is None else total.add_(own)
                 start += part.shape[-2]
@@ -182,7 +181,6 @@ class _Tiled(torch.autograd.Function):
 
 
 def _holds_tensor(value: object) -> bool:
-    """Return whether a value is a tensor, or a collection that contains one."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple | set):
@@ -201,7 +199,9 @@ def _names_of_parameters(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 class _Caller(nn.Module):
-    """Calls a function of a module, whose parameters `functional_call` can then replace."""
+    """A module that only calls a function. `functional_call` needs a module, to replace its
+    parameters.
+    """
 
     def __init__(self, work: _Work) -> None:
         super().__init__()
@@ -213,14 +213,13 @@ class _Caller(nn.Module):
 
 @never_compiled
 def _versions(module: nn.Module, x: Tensor) -> Versions:
-    """Return a module's input, parameters and buffers, each with a number that writes increase."""
+    """Return a module's input, parameters and buffers, each with its version counter."""
     named = {"its input": x, **dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: (y, None if y.is_inference() else version_of(y)) for name, y in named.items()}
 
 
 @never_compiled
 def _refuse_changes(before: Versions, after: Versions) -> None:
-    """Raise a ValueError that names a tensor that was replaced or written to."""
     for name, (x, version) in after.items():
         old, old_version = before.get(name, (None, None))
         if old is not x or old_version != version:
@@ -231,13 +230,12 @@ def _refuse_changes(before: Versions, after: Versions) -> None:
 
 @never_compiled
 def _random_states(x: Tensor) -> list[Tensor]:
-    """Return the states of the default generators of the CPU and of a tensor's device."""
     return [torch.get_rng_state(), *get_device_states(x)[1]]
 
 
 @contextmanager
 def _drawing_again(states: list[Tensor] | None, x: Tensor) -> Iterator[None]:
-    """Draw random numbers from earlier states in this context, if there are any."""
+    """Within this context, random numbers begin from `states`, unless `states` is None."""
     if states is None:
         yield
         return

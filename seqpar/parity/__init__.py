@@ -1,10 +1,10 @@
-"""Find the first place where two runs of a model differ, whatever computes their attention.
+"""Find the first place where two runs of a model differ.
 
 A run is one training step, or one call of a model, on one or several ranks. `record` writes a
 recording of a run: short summaries of each module's output at each token, of the gradients of
 outputs, and of the parameters. `compare` reads two recordings. Start with `recording.py`;
-`compare.py` finds the first difference, `bounds.py` says how large a difference may be, and
-`diagnosis.py` names the fault.
+`compare.py` finds the first difference, `bounds.py` computes how large a difference rounding
+explains, and `diagnosis.py` names the fault.
 """
 
 from seqpar.parity.compare import compare

@@ -1,15 +1,15 @@
-"""How far two correct runs of a model can differ: rounding, from dtype and depth.
+"""How far two correct runs of a model can differ because of rounding.
 
 An operation that sums K products in an accumulator of unit roundoff a, and rounds its result to a
 dtype of unit roundoff u, has a relative error of about u + a·√K, because its roundings are
-independent and add like a random walk. Two runs that do the same operations in different orders
-therefore differ by about this error. Later operations pass the difference on and add their own
-errors, so the n-th operation of a step differs by about √n·(u + a·√K). The bound is `MARGIN` times
-this difference.
+independent and add like a random walk. Two runs that do the same operation with different orders of
+summation therefore differ by about this error. Later operations keep the difference and add errors
+of the same size, so the results of the n-th operation of a step differ by about √n·(u + a·√K). The
+bound is `MARGIN` times this number.
 
-The derivation assumes that an operation does not enlarge relative differences, on average over a
-token's features. A model that does, such as one with very large attention scores, exceeds the
-bound. For such a model, a second recording of the first run measures the bound.
+The derivation assumes that operations do not enlarge relative differences, on average over a
+token's features. A model whose operations do, for example because of very large attention scores,
+exceeds the bound. For such a model, a second recording of the first run measures the bound.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from seqpar.parity.summaries import size_edges
 
-MARGIN = 4.0  # a few projections only estimate the largest error of many tokens
-REPEATED_MARGIN = 4.0  # factor from the difference of two recordings of one run to the bound
+MARGIN = 4.0  # allows for the error of estimating a difference from a few projections
+REPEATED_MARGIN = 4.0  # bound / difference between two recordings of one run
 
 
 def unit_roundoff(dtype: str) -> float:
-    """Return the largest relative error of rounding to a dtype, by the dtype's name."""
+    """Return the largest relative error of rounding to the dtype with this name."""
     return torch.finfo(getattr(torch, dtype)).eps / 2
 
 
@@ -48,10 +48,11 @@ def update_bound(
     """Return the relative difference that rounding explains in the update of a weight.
 
     The update is what a step of the optimizer adds to the weight. An optimizer such as Adam divides
-    the gradient of an element by the gradient's own size. If the gradient is smaller than its error
-    `noise`, the element's update may have any sign, so the updates of two runs differ by up to
-    twice their size. If the gradient is m times as large as its error, the element's update changes
-    by up to 2/m. After the update the weight is rounded once.
+    an element's gradient by the typical size of this gradient, so the update of an element depends
+    on the relative error of its gradient. If the gradient is smaller than its error `noise`, the
+    update can have any sign, and the updates of two runs differ by up to twice their size. If the
+    gradient is m times as large as its error, the update changes by up to 2/m of its size. Finally,
+    the weight is rounded once.
 
     `sizes` (SIZE_BINS,) counts the elements by the sizes of their gradients. `relative_update` is
     the norm of the update divided by the norm of the weight.

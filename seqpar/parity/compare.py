@@ -1,8 +1,8 @@
 """Compare two recordings, and list what differs by more than rounding, in order of execution.
 
 The first recording is the reference. Each token of the reference has one summary. In the second
-recording, several ranks may hold copies of a token, and each copy is compared with the reference.
-Each comparison of one thing, such as the output of a module or the gradient of a parameter, gives a
+recording, several ranks can hold copies of a token, and each copy is compared with the reference.
+The comparison of one thing, such as the output of a module or the gradient of a parameter, is a
 `Finding`.
 """
 
@@ -32,7 +32,7 @@ from seqpar.parity.joining import (
 )
 from seqpar.parity.report import Report
 
-_SAME = 1e-12  # fp64 sums of the same numbers in different orders differ by less, relatively
+_SAME = 1e-12  # relative; fp64 sums of the same numbers in different orders differ by less
 
 
 def compare(
@@ -46,21 +46,22 @@ def compare(
     Args:
         first: the folder of the reference, such as the recording of a run on one rank.
         second: the folder of the run that may be wrong.
-        again: the folder of a second recording of the first run that adds in a different order,
-            for example with another number of threads, another kernel or other padding. A
-            difference between `first` and `second` is then real if it exceeds two bounds: 4 times
-            the difference between `first` and `again`, and the bound of one operation. Default:
-            the bound follows from dtype and depth.
+        again: the folder of a second recording of the first run, in which sums have a different
+            order, for example because of a different number of threads, kernel or padding. A
+            difference between `first` and `second` is then real if it exceeds both 4 times the
+            difference between `first` and `again`, and the bound of one operation. By default, the
+            bound is computed from dtype and depth.
         progress: a function that is called with a line of text for each file that is read and for
             each output that is compared.
 
     Returns:
-        The report: `report.first` (None if the runs agree), `report.diagnosis`, `str(report)`.
+        The report. `report.first` is None if the runs agree, and otherwise the first difference.
+        `report.diagnosis` names the fault, and `str(report)` is a table.
 
     Raises:
-        ValueError: the recordings are of different models, batches, steps or dtypes, or a folder
-            has no complete recording.
-        ImportError: safetensors is missing.
+        ValueError: if the recordings are of different models, batches, steps or dtypes, or if a
+            folder has no complete recording.
+        ImportError: if safetensors is not installed.
     """
     require_safetensors()
     if progress is not None:
@@ -74,7 +75,6 @@ def compare(
 
 
 def compared(first: str | Path, second: str | Path, say: Progress) -> Evidence:
-    """Return all findings about two recordings, including the findings in which they agree."""
     a, b = read(first, say), read(second, say)
     _check_same_run(a, b)
     _place_both(a, b)
@@ -104,8 +104,8 @@ def compared(first: str | Path, second: str | Path, say: Progress) -> Evidence:
 def _place_both(a: Recording, b: Recording) -> None:
     """Find the places of all tokens, first in a recording whose order of tokens is known.
 
-    If one recording has several rows and the other has one row, the several rows are packed into
-    one row before they are compared.
+    If one recording has several rows and the other one has a single row, the rows of the former are
+    packed into one row.
     """
     known = [x for x in (a, b) if len(x.ranks) == 1 or x.content["order"] != "unknown"]
     first = known[0] if known else a
@@ -174,7 +174,7 @@ def _check_same_batch(a: Recording, b: Recording) -> None:
             raise ValueError(f"{what} {where} is {found[0]} in {a.name} and {found[1]} in {b.name}")
         return
     names = a.content["inputs"][0] if a.content["inputs"] else []
-    for name in names:  # a model without token ids may get rows of features
+    for name in names:  # a model without token ids can get rows of features
         old, new = a.joined_rows(name), b.joined_rows(name)
         if old is None or new is None:
             continue
@@ -257,8 +257,8 @@ class _Depths:
 def distances(reference: Floats, values: Floats) -> Floats:
     """Return the estimated norm of the difference between the two rows of each pair of summaries.
 
-    The root mean square of the projections' differences estimates this norm. The difference between
-    the norms of the two rows is a lower limit of it.
+    The root mean square of the differences of the projections estimates this norm. The difference
+    between the norms of the two rows is a lower bound of it.
     """
     difference = values - reference
     with np.errstate(invalid="ignore"):
@@ -267,7 +267,7 @@ def distances(reference: Floats, values: Floats) -> Floats:
 
 
 def _errors(reference: Floats, parts: list[Part]) -> tuple[Floats, Ints]:
-    """Return the relative error of each token, and the rank that has this error; both (tokens,).
+    """Return the relative error of each token, and the rank with this error; both (tokens,).
 
     An error is relative to the token's norm in the reference, or to the median norm of the tokens
     if the median is larger. If several ranks hold a token, its error is the largest of their
@@ -280,7 +280,8 @@ def _errors(reference: Floats, parts: list[Part]) -> tuple[Floats, Ints]:
     for part in parts:
         old, at = reference[part.places], part.places
         error = distances(old, part.values)
-        size = np.where(scale[at] > 0, scale[at], part.values[:, 0])  # the median is 0 if most are
+        # The median is 0 if most tokens are 0.
+        size = np.where(scale[at] > 0, scale[at], part.values[:, 0])
         with np.errstate(invalid="ignore", divide="ignore"):
             error = np.where(error == 0, 0.0, error / size)
         finite = np.isfinite(old[:, 0]), np.isfinite(part.values[:, 0])
@@ -312,13 +313,14 @@ def _of_tokens(evidence: Evidence, key: Key, kind: str, depths: _Depths) -> Find
 
 
 def _scale_of_losses(evidence: Evidence, depths: _Depths) -> float:
-    """Return the ratio of the second run's output gradients to the first's, if ranks explain it.
+    """Return the ratio of the runs' output gradients if the numbers of ranks explain it, and else
+    1.
 
     A run that averages gradients over ranks multiplies each rank's loss by the number of ranks, or
-    by the number of ranks that share a sequence. The function returns the ratio of two such
-    numbers, one from each run. The comparison divides by this ratio, so it is not reported as a
-    difference. Any other ratio is a difference, for which the function returns 1. The comparison of
-    the parameters' gradients shows later whether the ratio fits the average.
+    by the number of ranks that share a sequence. If the ratio of the second run's output gradients
+    to those of the first run is the ratio of two such numbers, it is no fault: the second run's
+    output gradients are divided by the ratio before they are compared. Whether the ratio fits the
+    average is found later, from the parameters' gradients.
     """
     a, b = evidence.a, evidence.b
     for key in reversed(depths.order):
@@ -348,7 +350,6 @@ def _named(key: Key) -> str:
 
 
 def _of_positions(evidence: Evidence) -> list[Finding]:
-    """Compare `position_ids`, if the models of both runs were called with them."""
     x, y = (run.joined_input("position_ids") for run in (evidence.a, evidence.b))
     if x is None or y is None:
         return []
@@ -360,7 +361,9 @@ def _of_positions(evidence: Evidence) -> list[Finding]:
 
 
 def _of_labels(evidence: Evidence) -> list[Finding]:
-    """Compare the labels of all tokens, or only their numbers if a rank's labels are unknown."""
+    """Compare the labels of all tokens, or only the numbers of labels if a rank's labels are
+    unknown.
+    """
     a, b = evidence.a, evidence.b
     x, y = a.labels(), b.labels()
     if len(x) == len(a.ranks) and len(y) == len(b.ranks):
@@ -386,8 +389,9 @@ def _of_labels(evidence: Evidence) -> list[Finding]:
 def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
     """Compare the losses of the batch, and the numbers by which the runs divided them.
 
-    The loss of the batch may be the sum or the mean of the ranks' losses. The two closest of these
-    values are compared, or the two means if no values agree.
+    A run does not say whether the loss of the batch is the sum or the mean of the ranks' losses.
+    The pair of values, one from each run, that are closest is compared, or the two means if no pair
+    agrees.
     """
     x, y = evidence.losses(evidence.a), evidence.losses(evidence.b)
     if not x or not y:
@@ -409,23 +413,25 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
         totals = sum(sums[0]) / a.copies_of_tokens, sum(sums[1]) / b.copies_of_tokens
         divisors = totals[0] / old, totals[1] / new
         other = abs(divisors[1] / divisors[0] - 1) if divisors[0] else 0.0
-        other = other if other > 2 * limit else 0.0  # a divisor is not rounded, losses are
+        other = other if other > 2 * limit else 0.0  # losses are rounded, but a divisor is not
         found.append(Finding("loss", "number that divides it", other, 2 * limit, values=divisors))
     return found
 
 
 def _totals(losses: list[float], run: Recording) -> list[float]:
-    """Return the values that the loss of the batch may have, given the losses of the ranks.
+    """Return the values that the loss of the batch can have, given the losses of the ranks.
 
-    They are the mean of the losses, their sum divided by the number of copies of a token, and this
-    quotient divided by the number of groups.
+    These are the mean of the losses; the sum of the losses divided by the number of copies of a
+    token; and this quotient divided by the number of groups.
     """
     mean, total = sum(losses) / len(losses), sum(losses) / run.copies_of_tokens
     return [mean, total, total / len(run.groups)]
 
 
 def _as_token(summary: Floats) -> Floats:
-    """Return a block's summary with its norm in place of its sum of squares, as tokens have it."""
+    """Return a block's summary as a token's summary, with the norm in place of the sum of
+    squares.
+    """
     return np.concatenate([[np.sqrt(summary[0])], summary[1:]])
 
 
@@ -469,8 +475,8 @@ def _median_rms(
 ) -> float:
     """Return the median of the root mean squares of all gradients.
 
-    Some gradients are zero apart from rounding, such as the gradient of the keys' bias, which
-    softmax ignores. The error of a gradient below this median is therefore relative to the median.
+    Errors of smaller gradients are relative to this median, because some gradients are zero apart
+    from rounding. An example is the gradient of the keys' bias, which softmax ignores.
     """
     rms = [
         np.sqrt(found[0][1][0] / max(1, np.prod(shapes[name])))
@@ -515,7 +521,8 @@ def _of_updates(evidence: Evidence, depths: _Depths) -> list[Finding]:
         relative = length / np.sqrt(olds[0][1][0]) if olds[0][1][0] else 0.0
         rms = np.sqrt(gradients[name][0][1][0] / max(1, np.prod(shapes[0][name])))
         noise = depths.last_bound() * np.fmax(rms, floor)
-        counted = np.nan_to_num(sizes[name][0][1])  # NaN without a gradient: only decay
+        # NaN for a weight without a gradient, which only decays.
+        counted = np.nan_to_num(sizes[name][0][1])
         limit = update_bound(counted, float(noise), depths.coarsest, float(relative))
         found.append(Finding("weight after", name, worst, limit))
     return found

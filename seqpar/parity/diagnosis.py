@@ -1,10 +1,10 @@
-"""Name the fault that explains a first difference: one small rule for each known fault.
+"""Name the fault that explains a first difference, by one small rule for each known fault.
 
 A rule looks at which tokens, ranks or parameters differ. It returns a sentence, or None if the
-differences have a different pattern. `RULES` lists each rule with the stages of a first difference
-that the rule can explain, and `diagnose` tries the rules in this order: first those with direct
-evidence, such as unequal weights, then those that judge by the tokens that differ. The first
-recording is assumed to be right.
+differences have a different pattern. `RULES` lists the rules, each with the stages of a first
+difference that the rule can explain, and `diagnose` tries the rules in this order. Rules with
+direct evidence, such as unequal weights, come before rules that judge by the tokens that differ.
+The first recording is assumed to be right.
 
 The docstring of a rule describes the pattern that the rule recognises. A rank border is a position
 in a row where a token is on another rank than the token before it.
@@ -22,7 +22,8 @@ from seqpar.parity.evidence import Bools, Evidence, Finding
 from seqpar.parity.joining import Floats
 from seqpar.parity.losses import IGNORED
 
-_NEARLY_ALL = 0.9  # fraction of the affected tokens that must differ; rounding hides the rest
+# Fraction of the affected tokens that must differ; rounding can hide some differences.
+_NEARLY_ALL = 0.9
 
 
 def diagnose(evidence: Evidence) -> str | None:
@@ -48,7 +49,9 @@ def weights_at_the_start(evidence: Evidence, first: Finding) -> str | None:
 
 
 def positions(evidence: Evidence, first: Finding) -> str | None:
-    """The `position_ids` differ, or each rank's output is that of the first tokens."""
+    """The `position_ids` differ, or each rank has computed its tokens as if they were the first
+    ones.
+    """
     assert first.first_token is not None
     token = first.first_token % evidence.shape[1]
     where = "at" if _from_a_border(evidence, first.differing) is None else "from a rank border on"
@@ -100,7 +103,9 @@ def documents(evidence: Evidence, first: Finding) -> str | None:
 
 
 def window(evidence: Evidence, first: Finding) -> str | None:
-    """From some position of their document on, all tokens differ, and no rank border is there."""
+    """All tokens from some position of their document on differ, and this position is no rank
+    border.
+    """
     differing = _by_row(evidence, first)
     position = _positions_in_documents(evidence)
     size = int(position[differing].min())
@@ -173,7 +178,7 @@ def routing(evidence: Evidence, first: Finding) -> str | None:
 
 
 def _tie(old: Floats, new: Floats) -> Bools:
-    """Return (tokens,): whether rounding may have changed the order of a token's best scores."""
+    """Return (tokens,): whether rounding can have changed the order of a token's best scores."""
     noise = 4 * np.abs(new - old).max(1)
     order = np.argsort(-old, 1)
     gaps = -np.diff(np.take_along_axis(old, order, 1), axis=1)
@@ -241,8 +246,8 @@ def border(evidence: Evidence, first: Finding) -> str | None:
 def label_shift(evidence: Evidence, first: Finding) -> str | None:
     """Labels differ only where the next token of the sequence is not the rank's next token.
 
-    If only the numbers of labels are known, the second run lacks at most as many labels as there
-    are tokens of this kind.
+    If only the numbers of labels are known, the second run must lack no more labels than there are
+    such tokens.
     """
     if first.errors is None:
         assert first.values is not None
@@ -285,7 +290,7 @@ def local_divisor(evidence: Evidence, first: Finding) -> str | None:
     if not counts or not losses or not sum(counts) or run.copies:
         return None
     labelled = [i for i, n in enumerate(counts) if n]
-    limit = max(1e-5, 4 * evidence.coarsest)  # of the relative error of a loss
+    limit = max(1e-5, 4 * evidence.coarsest)  # limit of the relative error of a loss
     numbers = [counts[i] for i in labelled]
     if 0 not in counts and max(numbers) / min(numbers) - 1 <= 4 * limit:
         return None
@@ -354,7 +359,9 @@ def tied_weights(evidence: Evidence, first: Finding) -> str | None:
 
 
 def own_tokens(evidence: Evidence, first: Finding) -> str | None:
-    """The ranks' gradients differ, and their sum is right up to a factor that ranks explain."""
+    """The ranks' gradients differ, and their sum is right up to a factor that numbers of ranks
+    explain.
+    """
     gradients = evidence.b.parameters("gradients")
     ranks = len(evidence.b.ranks)
     if ranks == 1 or any(len(x) < ranks for x in gradients.values()):
@@ -422,7 +429,9 @@ def _number_of_ranks(evidence: Evidence, factor: float, limit: float) -> _Factor
 
 
 def _sharing(evidence: Evidence) -> dict[str, int]:
-    """Return {name: number of ranks that hold a row}, or {} if rows differ in this number."""
+    """Return {name: the number of ranks that hold a row}, or {} if this number differs between
+    rows.
+    """
     rows = evidence.shape[0]
     holders = {tuple(np.unique(evidence.b.rank_of[row])) for row in range(rows)}
     sizes = {len(x) for x in holders}
@@ -464,7 +473,8 @@ def remote_queries(evidence: Evidence, first: Finding) -> str | None:
     borders = _borders(evidence)
     if not borders.any():
         return None
-    last = np.maximum.accumulate(borders[:, ::-1], 1)[:, ::-1]  # whether a border is here or behind
+    # Whether there is a border at this token or behind it.
+    last = np.maximum.accumulate(borders[:, ::-1], 1)[:, ::-1]
     last[:, :-1] = last[:, 1:]
     last[:, -1] = False
     if differing[~last].any() or not differing[last].any():

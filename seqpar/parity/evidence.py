@@ -1,8 +1,4 @@
-"""What a comparison has found out about two runs, for diagnoses and reports.
-
-A `Finding` is the comparison of one thing that both runs have. The `Evidence` holds the two
-recordings and all findings about them.
-"""
+"""The result of comparing two runs, as the input of diagnoses and reports."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ class Finding:
         bound: the largest relative difference that rounding explains.
         errors: (rows · tokens,) the relative difference of each token, NaN if the token was not
             compared. None if the finding is not about tokens.
-        ranks: (rows · tokens,) the rank of the second run that has each token's difference.
+        ranks: (rows · tokens,) for each token, the rank of the second run that has the difference.
         rank: the rank with the largest difference, if the finding is not about tokens.
         values: the values of both runs, if the finding is about a loss, a count or a learning rate.
         key: the key of the output in the recordings, if the finding is about an output.
@@ -84,7 +80,7 @@ class Evidence:
         coarsest: the unit roundoff of the least precise dtype of the runs.
         scale: the factor by which the second run's output gradients are divided before they are
             compared; see `compare._scale_of_losses`.
-        notes: sentences that say what was found out and what could not be seen.
+        notes: sentences about what was found out and what could not be observed.
     """
 
     a: Recording

@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor
 
 FORMAT = 1
-FIELDS = (  # that a rank's JSON file must have
+FIELDS = (  # fields that a rank's JSON file must have
     "rank", "group", "torch", "order", "batch", "training", "evaluated", "forwards", "inputs",
     "outputs", "unseen", "cross_entropy", "backwards", "model_loss", "stated_loss", "parameters",
     "optimizer", "random", "notes",
 )  # fmt: skip
 _AGAIN = "record the run again with this version of seqpar"
 _NAME = re.compile(r"rank-(\d+)\.(json|safetensors)")
-_BEGAN = time.time()  # start of this process; files that other ranks of this run write are newer
+_BEGAN = time.time()  # start of this process; older files belong to an earlier run
 
 
 def require_safetensors() -> ModuleType:
@@ -55,7 +55,7 @@ def write_rank(
     folder.mkdir(parents=True, exist_ok=True)
     name = folder / f"rank-{rank:05d}"
     require_safetensors().save_file(tensors, name.with_suffix(".safetensors"))
-    text = json.dumps({"format": FORMAT, **content})  # json is slow with indentation
+    text = json.dumps({"format": FORMAT, **content})  # without indentation, with which json is slow
     name.with_suffix(".json").write_text(text, encoding="utf-8")
 
 

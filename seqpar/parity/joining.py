@@ -1,9 +1,10 @@
 """Read a recording, and put the tokens of its ranks into one sequence.
 
-The whole batch of a run is (rows, tokens). The place of a token is its index in the flattened
+The whole batch of a run is (rows, tokens). The *place* of a token is its index in the flattened
 batch, and −1 is the place of padding. Each rank has recorded only its local tokens, so
-`place_tokens` finds their places: from the order that `record` was told, or by comparing token ids.
-A group is the ranks that share each sequence. A part holds what one rank recorded of one output.
+`place_tokens` finds their places: from the argument `layout` or `tokens` of `record`, or by
+comparing token ids. A *group* is the ranks that share each sequence. A *part* is what one rank
+recorded of one output.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ Progress = Callable[[str], None]
 
 
 class Part(NamedTuple):
-    """The summaries that one rank recorded of an output, and the places of their tokens."""
-
     rank: int
     places: Ints
     values: Floats
@@ -38,10 +37,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Rank:
-    """What one rank recorded.
-
-    `places` is (rows, tokens): the place of each local token.
-    """
+    """What one rank recorded. `places` (rows, tokens) are the places of its local tokens."""
 
     content: dict[str, Any]
     tensors: dict[str, NDArray[Any]]
@@ -71,7 +67,7 @@ class Rank:
 
     @property
     def ids(self) -> Ints | None:
-        """The rank's token ids: its first integer input that has a value for each token."""
+        """The rank's token ids, which are its first integer input with a value for each token."""
         names = self.content["inputs"][0] if self.content["inputs"] else []
         first = [x for x in ("input_ids", "tokens", "ids", "input", "x") if x in names]
         others = ("position_ids", "attention_mask", "labels")
@@ -87,7 +83,8 @@ class Recording:
 
     Attributes:
         shape: (rows, tokens) of the whole batch.
-        copies: whether two groups hold the same row, or all ranks of a group have the same tokens.
+        copies: whether several groups hold the same rows, or all ranks of a group hold the same
+            tokens.
         row_starts: the places of the first tokens of rows, if `pack_rows` put the rows into one.
     """
 
@@ -130,7 +127,8 @@ class Recording:
         return {key: x for rank in self.ranks for key, x in rank.outputs.items()}
 
     def parts(self, key: Key, kind: str = "summary") -> list[Part]:
-        """Return the parts of an output, one for each rank; none if its rows are no tokens.
+        """Return the parts of an output, one for each rank, or an empty list if its rows are not
+        tokens.
 
         `kind` is "summary", "gradient" for summaries of the output's gradient, or "full" for all
         features.
@@ -155,7 +153,7 @@ class Recording:
         """
         width = parts[0].values.shape[1] if parts else COLUMNS
         whole = np.full((self.tokens, width), np.nan)
-        for part in reversed(parts):  # of several copies of a token, the first rank's remains
+        for part in reversed(parts):  # the first rank's copy of a token remains
             whole[part.places] = part.values
         return whole
 
@@ -255,7 +253,7 @@ def _without_padding(part: Part) -> Part:
 
 
 def read(folder: str | Path, progress: Progress) -> Recording:
-    """Read the files of all ranks; `place_tokens` then gives the tokens their places."""
+    """Read the files of all ranks. The places of tokens are found later, by `place_tokens`."""
     path = as_path("folder", folder)
     ranks = []
     files = rank_files(path)
@@ -275,11 +273,11 @@ def read(folder: str | Path, progress: Progress) -> Recording:
 
 
 def place_tokens(recording: Recording, reference: Recording | None) -> None:
-    """Find the places of all ranks' tokens; the places in `reference` must be known.
+    """Find the places of all ranks' tokens. The places in `reference` must be known.
 
-    Groups with different tokens hold different rows of the batch (data parallelism). The token ids
-    of `reference` say which rows a group holds. Groups with the same tokens hold copies of the rows
-    (tensor parallelism).
+    Groups with different tokens hold different rows of the batch (data parallelism); the token ids
+    of `reference` show which rows a group holds. Groups with the same tokens hold copies of the
+    same rows (tensor parallelism).
     """
     ids = None if reference is None else reference.joined_ids
     sequences = [_place_in_group(recording, group, ids) for group in recording.groups]
@@ -311,7 +309,9 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a group: their number and length, and (rows, tokens) of ids or None."""
+    """The sequences of a group: their number, their length, and their token ids (rows, tokens) or
+    None.
+    """
 
     rows: int
     tokens: int
@@ -324,7 +324,7 @@ class _Sequences(NamedTuple):
 
 
 def separate_whole_rows(recording: Recording, reference: Recording) -> None:
-    """Make each rank a separate group if the ranks hold different, whole rows of the reference."""
+    """If the ranks hold different, whole rows of the reference, make each rank a separate group."""
     ids = reference.joined_ids
     own = [rank.ids for rank in recording.ranks]
     known = [x for x in own if x is not None]
@@ -340,7 +340,6 @@ def separate_whole_rows(recording: Recording, reference: Recording) -> None:
 
 
 def _place_in_group(recording: Recording, group: list[Rank], ids: Ints | None) -> _Sequences:
-    """Find the places of a group's tokens, counted within the sequences of this group."""
     order = {x: i for i, x in enumerate(group[0].content["group"])}
     group.sort(key=lambda rank: order[rank.number])
     positions = _positions(recording, group, ids)

@@ -1,7 +1,7 @@
 """Observe the loss of a step, its labels, and the optimizer, whichever code computes them.
 
-Within a recording, functions that take notes replace PyTorch's `cross_entropy` and `backward`. They
-call the original functions and return their results.
+During a recording, PyTorch's `cross_entropy` and `backward` are replaced by functions that call the
+original ones and record the calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from seqpar.core.compiling import is_traced
 from seqpar.core.torch_private import in_backward, without_function_modes
 from seqpar.parity.sharding import Batch
 
-IGNORED = -1  # stands for the label of a token without a label
+IGNORED = -1  # the label that is recorded for a token without a label
 # The arguments of `cross_entropy` after the target, in the order of its signature.
 _OPTIONS = "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
 
@@ -66,7 +66,7 @@ class Losses:
             hidden = is_traced() or in_backward() or is_dtensor(input)
             if hidden or self._observes:
                 return cross_entropy(input, target, *arguments, **options)
-            self._observes = True  # a function mode may call this function again
+            self._observes = True  # a function mode can call this function again
             try:
                 loss = cross_entropy(input, target, *arguments, **options)
                 with without_function_modes(), torch.no_grad():

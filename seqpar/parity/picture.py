@@ -1,7 +1,7 @@
 """Draw a comparison: which tokens differ in the output of which module.
 
-A picture has a row for each finding about tokens. Its columns are the tokens; in a long batch, a
-column is several tokens.
+A picture has a row for each finding about tokens, and a column for each token. In a long batch, a
+column stands for several tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from seqpar.parity.joining import Floats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_COLUMNS = 1600  # in a longer batch, a column has several tokens
+MAX_COLUMNS = 1600  # in a longer batch, a column stands for several tokens
 MAX_ROWS = 240  # the most findings that are drawn
-_MOST = 3.0  # errors this many decades above the bound have the darkest colour
+_MOST = 3.0  # errors at least this many decades above the bound have the darkest colour
 _AGREES, _NOT_COMPARED, _INK, _GREY = "#e4e9e4", "#ffffff", "#333333", "#777777"
 
 

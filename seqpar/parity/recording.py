@@ -1,10 +1,10 @@
 """Record one step of a model: its inputs, outputs, losses, gradients and weights.
 
-Hooks on the modules observe their outputs and the gradients of the outputs. They keep summaries
-(`summaries.py`) on the device, and the end of the context copies the summaries to the host, so
-forward and backward are not synchronised. Each rank writes its own files and sends nothing.
+Hooks on the modules observe outputs and the gradients of outputs. They keep summaries
+(`summaries.py`) on the device until the end of the context, so that forward and backward never wait
+for the device. Each rank writes its own files and sends nothing.
 
-A forward is a call of the whole model, and a call is a call of one module within a forward.
+A *forward* is a call of the whole model. A *call* is a call of one module within a forward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from seqpar.parity.summaries import (
     summarise_block,
 )
 
-MODEL = "(model)"  # the name of the whole model among its modules
+MODEL = "(model)"  # the name of the whole model in recordings
 _MAX_ROUTER_FEATURES = 512
 _ROUTER_NAMES = ("router", "gate")
 
@@ -68,23 +68,26 @@ def record(
 
     Args:
         folder: the folder to write, which must not exist. All ranks name the same folder.
-        model: any module. It may be compiled, or wrapped in DDP or FSDP2.
-        group: the process group or mesh of the ranks that share one sequence; None: all ranks.
-        layout: which tokens each of the P ranks holds: a `Layout`; "head_tail" (the sequence is cut
-            into 2P chunks, and rank c holds chunks c and 2P − 1 − c); "contiguous"; "striped"
-            (token i is on rank i mod P); or a function of (rank, ranks, tokens) that returns
-            positions. Default: the comparison finds the order from `input_ids` and `position_ids`.
-        tokens: instead of `layout`, the position in the whole sequence of each local token,
-            (T_local,) or (rows, T_local); −1 is padding, which is not compared.
-        full: patterns of module names, such as "layers.3.*". The outputs of these modules are
-            stored whole.
+        model: any module, also if it is compiled, or wrapped in DDP or FSDP2.
+        group: the process group or mesh of the ranks that share one sequence. None stands for all
+            ranks.
+        layout: which tokens each of the P ranks holds. One of these: a `Layout`; "head_tail" (the
+            sequence is cut into 2P chunks, and rank c holds chunks c and 2P − 1 − c); "contiguous";
+            "striped" (token i is on rank i mod P); or a function of (rank, ranks, tokens) that
+            returns positions. By default, `compare` finds the order of tokens from `input_ids` and
+            `position_ids`.
+        tokens: (T_local,) or (rows, T_local), in place of `layout`. The position of each local
+            token in the whole sequence. −1 marks padding, which is not compared.
+        full: patterns of module names, such as "layers.3.*". For these modules, complete outputs
+            are stored instead of summaries.
 
     Yields:
-        The recorder. Its method `loss` states the loss if nothing calls `backward` on it.
+        The recorder. Call its method `loss` to state the loss if your code never calls `backward`
+        on it.
 
     Raises:
-        ValueError: an argument is wrong, or the folder exists.
-        ImportError: safetensors is missing.
+        ValueError: if an argument is wrong, or if the folder exists.
+        ImportError: if safetensors is not installed.
     """
     require_safetensors()
     check_type("model", model, nn.Module)
@@ -104,8 +107,6 @@ def record(
 
 @dataclass
 class _Output:
-    """One output of one call of a module."""
-
     description: dict[str, Any]
     summary: Tensor
     gradient: Tensor | None = None
@@ -115,7 +116,7 @@ class _Output:
 
 @dataclass
 class Recorder:
-    """Observes the model of a recording with hooks, and keeps what the hooks have seen."""
+    """Observes a model with hooks, and keeps what they have recorded."""
 
     model: nn.Module
     order: Order
@@ -129,7 +130,8 @@ class Recorder:
     _calls: Counter[tuple[int, str, bool]] = field(default_factory=Counter)
     _inputs: list[dict[str, Tensor]] = field(default_factory=list)  # one entry for each forward
     _batch: Batch | None = None
-    _random: list[str] = field(default_factory=list)  # digests: at the start, after each call
+    # Digests of the random state: at the start, and after each call.
+    _random: list[str] = field(default_factory=list)
     _gradients: Tensor | None = None
     _gradient_sizes: Tensor | None = None
     _optimizer: dict[str, Any] = field(default_factory=dict)
@@ -156,7 +158,7 @@ class Recorder:
             stack.callback(self._remove_hooks_of_outputs)
             for name, module in self._observed_modules():
                 if name in self._hooked:
-                    continue  # a module inside a wrapper, which returns what the wrapper returns
+                    continue  # a wrapped module returns the same as its wrapper
                 self._hooked[name] = type(module).__name__, _drop_probability(module)
                 observe = _eager(self._observer(name))
                 if is_compiled(module) and type(module) is not compiled_modules():
@@ -182,13 +184,13 @@ class Recorder:
     def _remove_hooks_of_outputs(self) -> None:
         """Remove the hooks of outputs.
 
-        An output may be a parameter or an input, which outlives the step.
+        An output can be a parameter or an input, which exists longer than the step.
         """
         for handle in self._hook_handles:
             handle.remove()
 
     def _observed_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that can be observed, which excludes those inside a compiled module."""
+        """Yield the modules that can be observed. Modules inside a compiled module cannot."""
         inside: list[str] = []
         for name, module in self.model.named_modules():
             is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
@@ -222,7 +224,7 @@ class Recorder:
         self, observe: Callable[[object], None]
     ) -> Callable[[nn.Module, tuple[Any, ...], object], None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], result: object) -> None:
-            if not self._inputs:  # the loop calls modules inside the model, not the model
+            if not self._inputs:  # the training loop calls inner modules instead of the model
                 self._see_inputs(_named_tensors(module, arguments, {}))
             observe(result)
 
@@ -230,7 +232,7 @@ class Recorder:
 
     def _observer(self, name: str) -> Callable[[object], None]:
         def observe(result: object) -> None:
-            again = in_backward()  # a checkpointed module is computed again in backward
+            again = in_backward()  # a checkpoint computes its module again in backward
             if not again:
                 self._random.append(_random_state())
             forward = max(0, len(self._inputs) - 1)
@@ -280,8 +282,8 @@ class Recorder:
     def _rows(self, x: Tensor) -> tuple[Tensor, bool]:
         """Return `x` as (rows, tokens, features), and True.
 
-        If no dimensions of `x` are the tokens, return `x` itself and False; a DTensor becomes its
-        local tensor.
+        If no dimension of `x` is the tokens, return `x`, or the local tensor of a DTensor, and
+        False.
         """
         if is_dtensor(x):
             block = local_block(x)
@@ -367,7 +369,6 @@ class Recorder:
 
     @without_function_modes()
     def content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what the rank's files hold: the JSON and the tensors."""
         tensors: dict[str, Tensor] = {}
         assert self._before is not None and self._gradients is not None
         assert self._gradient_sizes is not None
@@ -445,7 +446,9 @@ def _summary(rows: Tensor, by_token: bool) -> Tensor:
 
 
 def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that torch.compile does not trace it, outside the caller's modes."""
+    """Wrap a function so that torch.compile does not trace it, and the caller's modes do not
+    apply.
+    """
     disabled: Callable[..., Any] = torch.compiler.disable(without_function_modes()(function))
     return disabled
 
@@ -461,7 +464,7 @@ def _named_tensors(
     names += [f"argument{i}" for i in range(len(names), len(arguments))]
     named = dict(zip(names, arguments, strict=False)) | dict(options)
     for x in list(named.values()):
-        if isinstance(x, Mapping):  # one argument may hold the whole batch
+        if isinstance(x, Mapping):  # one argument can contain the whole batch
             named |= {str(key): y for key, y in x.items() if str(key) not in named}
     return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 

@@ -16,7 +16,7 @@ from seqpar.parity.picture import column_edges, draw, label, shown_findings
 _WIDTH = 100
 _NAME = 36  # characters of a name in the table
 _ROWS_BEFORE, _ROWS_AFTER = 3, 8  # findings shown around the first difference
-_CELLS = 56  # characters for the tokens in a row of the picture
+_CELLS = 56  # the number of characters that show tokens in a row of the picture
 _PICTURE_ROWS = 24
 
 
@@ -28,8 +28,8 @@ class Report:
         diagnosis: one sentence that names the fault; None if the runs agree or no known fault
             explains the pattern.
         findings: all findings in the order of execution, including those in which the runs agree.
-        notes: sentences that say what was found out about the recordings, and what could not be
-            seen.
+        notes: sentences about what was found out about the recordings, and what could not be
+            observed.
     """
 
     def __init__(self, evidence: Evidence, diagnosis: str | None) -> None:
@@ -57,9 +57,9 @@ class Report:
             path: the file; its suffix is the format, such as .png, .svg or .pdf.
 
         Raises:
-            ValueError: `path` is not a path, its suffix is not a format of pictures, or the
-                recordings have no output of tokens in common.
-            ImportError: matplotlib is missing.
+            ValueError: if `path` is not a path, if its suffix is not a format of pictures, or if
+                the recordings have no output of tokens in common.
+            ImportError: if matplotlib is not installed.
         """
         draw(self._evidence, "\n".join(self._end()[1:]), as_path("path", path))
 
@@ -92,7 +92,6 @@ class Report:
         return [f"{ranks[0]} and {ranks[1]}, {batch}", *notes]
 
     def _table(self) -> list[str]:
-        """Return a line for each shown finding, and lines that count the findings in between."""
         lines = [f" {'stage':<19}{'name':<{_NAME}} {'error':>8} {'bound':>8}  where"]
         shown = self._shown()
         hidden: list[Finding] = []
@@ -106,7 +105,7 @@ class Report:
         return lines + _counted(hidden)
 
     def _shown(self) -> set[int]:
-        """Return the indices of the findings that have a line; the table only counts the others."""
+        """Return the indices of the findings that have a line. The table only counts all others."""
         real = [i for i, x in enumerate(self.findings) if x.is_real]
         if not real:
             return {i for i, x in enumerate(self.findings) if x.stage in ("label", "loss")}
@@ -124,7 +123,6 @@ class Report:
         return f"{mark}{x.stage:<19}{name} {numbers}  {self._where(x)}".rstrip()
 
     def _where(self, x: Finding) -> str:
-        """Return the values of both runs, or the row, token and rank of the first difference."""
         if x.values is not None:
             return f"{x.values[0]:.7g}, {x.values[1]:.7g}"
         row, token = self._place(x)
@@ -134,7 +132,6 @@ class Report:
         return f"{row_of}token {token}, rank {x.first_rank}"
 
     def _picture(self) -> list[str]:
-        """Return lines that show which tokens differ, with a row of characters for each module."""
         shown = shown_findings(self._evidence, _PICTURE_ROWS)
         first = next((x for x in shown if x.is_real), None)
         if first is None:
@@ -169,7 +166,6 @@ class Report:
 
 
 def _counted(hidden: list[Finding]) -> list[str]:
-    """Return one line for each stage of the hidden findings."""
     lines = []
     for stage in dict.fromkeys(x.stage for x in hidden):
         of_stage = [x for x in hidden if x.stage == stage]

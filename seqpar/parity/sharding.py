@@ -1,7 +1,7 @@
 """Find which dimensions of a tensor are tokens, and the position of each local token.
 
-A position is the index of a token in its whole sequence; −1 is padding. An order says which
-positions each rank holds: a name in `ORDERS`, a `Layout`, or a function.
+A *position* is the index of a token in its whole sequence, or −1 for padding. An *order* describes
+which positions each rank holds. It is a name in `ORDERS`, a `Layout`, or a function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from seqpar.layout.layout import Layout
 
 ORDERS = ("head_tail", "contiguous", "striped")
 Order = Layout | str | Callable[[int, int, int], CuSeqlens] | None
-_IDS = ("input_ids", "tokens", "ids")  # arguments of a model, tried first for the shape of tokens
+# The model's arguments that are tried first to find the shape of tokens.
+_IDS = ("input_ids", "tokens", "ids")
 
 
 class Batch(NamedTuple):
@@ -32,8 +33,8 @@ class Batch(NamedTuple):
 def batch_of(inputs: Mapping[str, Tensor], known: int | None) -> Batch | None:
     """Return the shape of a rank's tokens, from the tensors that its model was called with.
 
-    `known` is the number of local tokens that `layout=` or `tokens=` states. Integer tensors are
-    (rows, tokens) or (tokens,). Floating-point tensors have a last dimension of features besides.
+    `known` is the number of local tokens according to `layout=` or `tokens=`. Integer tensors are
+    (rows, tokens) or (tokens,). Floating-point tensors also have a last dimension of features.
     """
     found = [inputs[name] for name in _IDS if name in inputs]
     found += [x for x in inputs.values() if _is_integer(x)]
@@ -58,10 +59,10 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def token_rows(x: Tensor, batch: Batch) -> Tensor | None:
-    """Return `x` as (rows, tokens, features), or None if no dimensions of `x` are the tokens.
+    """Return `x` as (rows, tokens, features), or None if no dimension of `x` is the tokens.
 
-    The dimension of tokens may be the first one, as in Megatron, or follow the heads. A tensor with
-    a single row, such as the cosines of RoPE, counts as the first row of the batch.
+    The dimension of tokens can also be the first one, as in Megatron, or follow the heads. A tensor
+    with a single row, such as the cosines of RoPE, counts as the first row of the batch.
     """
     rows, tokens = batch
     shape = tuple(x.shape)
@@ -79,13 +80,13 @@ def token_rows(x: Tensor, batch: Batch) -> Tensor | None:
 
 
 def _with_features(x: Tensor, rows: int, tokens: int) -> Tensor:
-    # A rank may have no tokens, so reshape(rows, tokens, -1) would fail.
+    # reshape(rows, tokens, -1) would fail on a rank without tokens.
     first = 2 if x.shape[0] != rows * tokens or x.shape[:2] == (rows, tokens) else 1
     return x.reshape(rows, tokens, math.prod(x.shape[first:]))
 
 
 def as_order(layout: object, tokens: object) -> Order:
-    """Return `layout`; raise a ValueError if it is wrong, or if `tokens` is given besides."""
+    """Return `layout`. Raises a ValueError if it is wrong, or if `tokens` is given too."""
     if layout is not None and tokens is not None:
         raise ValueError(
             "tokens must be None with layout=: pass one of them to state the positions"
@@ -103,8 +104,8 @@ def stated_positions(
 ) -> tuple[str, Ints | None]:
     """Return the name of an order and this rank's positions.
 
-    The positions are None if no order is stated, or if they depend on the numbers of tokens of
-    other ranks.
+    The positions are None if there is no order, or if the positions depend on the numbers of tokens
+    of other ranks.
     """
     if tokens is not None:
         return "tokens", tokens.detach().cpu().numpy().astype(np.int64).reshape(-1)
@@ -151,8 +152,8 @@ def found_order(
     """Return an order that explains the ranks' tokens, with each rank's positions, or None.
 
     `ids` are the token ids of each rank, (rows, tokens). `reference` are the token ids of the other
-    recording, (rows, all tokens). If the `position_ids` of all ranks together are 0 … T − 1, their
-    order is tried first. Without a reference, it is the only order that can be found.
+    recording, (rows, all tokens). If the `position_ids` of all ranks together are 0 … T − 1, the
+    order that they define is tried first. Without a reference, no other order can be found.
     """
     counts = [x.shape[1] for x in ids]
     candidates: list[tuple[str, list[Ints]]] = []

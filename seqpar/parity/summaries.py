@@ -1,10 +1,10 @@
 """Summaries of rows of a tensor: a norm, a mean and a few random projections, in fp64.
 
-A projection multiplies a row by a vector of random signs. The signs depend only on the position in
-the row, so equal rows have equal projections in every run and on every rank. If two rows differ by
-a vector d, their projections differ by the sum of d's elements with random signs. The square of
-this sum is |d|² on average. `compare.py` therefore estimates |d| from the differences of
-projections, and does not need the rows.
+A projection is the dot product of a row and a vector of random signs. A sign depends only on the
+position in the row, so equal rows have equal projections in every run and on every rank. If two
+rows differ by a vector d, their projections differ by the dot product of d and the signs, whose
+square is |d|² on average. `compare.py` therefore estimates |d| from the differences of projections,
+and does not need the rows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 PROJECTIONS = 4
-COLUMNS = 2 + PROJECTIONS  # of a summary: norm (or sum of squares), mean (or sum), projections
+# Columns of a summary: norm (or sum of squares), mean (or sum), projections.
+COLUMNS = 2 + PROJECTIONS
 SIZE_BINS = 256  # bin i counts magnitudes from 2^(i − 127) up to 2^(i − 126), as exponents of fp32
-_MAX_ELEMENTS = 2**24  # converted to fp64 at once: 128 MiB
+_MAX_ELEMENTS = 2**24  # most elements that are converted to fp64 at a time: 128 MiB
 
 
 @functools.lru_cache(maxsize=256)
 def signs(start: int, count: int, salt: int, device: torch.device) -> Tensor:
-    """Return (count, PROJECTIONS) random signs in fp64, of the positions from `start` on.
+    """Return random signs (count, PROJECTIONS) in fp64 for positions start … start + count − 1.
 
-    A sign is one bit of a hash of the position and `salt`. A part of a row therefore has the signs
-    that its positions have in the whole row.
+    A sign is one bit of a hash of the position and `salt`. It does not depend on which part of a
+    row is being summarised.
     """
     index = np.arange(start, start + count, dtype=np.uint64)[:, None] * np.uint64(PROJECTIONS)
     mixed: Any = index + np.arange(PROJECTIONS, dtype=np.uint64) + np.uint64(1 + (salt << 48))
