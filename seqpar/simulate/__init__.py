@@ -4,9 +4,11 @@
     outcome = simulate.play(programs, cluster)  # when each rank computes, sends and waits
     outcome = simulate.step("ring", layout, cluster, model)
 
-A *program* is the list of what one rank computes, sends and waits for. `recording/` turns code into
-programs. `playback/` plays programs on a cluster. `steps/` simulates training steps.
-`recommendations/` ranks training configurations. Start with `recording/recording.py`.
+A *program* is the list of a rank's actions: computations, messages and waits. To *play* programs is
+to find out, in virtual time, when a cluster would carry out these actions.
+
+`recording/` turns code into programs, and `playback/` plays programs. `steps/` simulates training
+steps, and `recommendations/` ranks training configurations. Start with `recording/recording.py`.
 """
 
 from seqpar.auto.choosing import Choice, choose

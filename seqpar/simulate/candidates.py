@@ -11,7 +11,7 @@ from seqpar.costs.cluster import Cluster
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
 
-# Simplest first: equally fast strategies are ranked in this order.
+# Strategies that are equally fast are ranked in this order, the simplest first.
 STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring", "disaggregated", "mesh", "usp")
 
 
@@ -26,7 +26,9 @@ class Candidate(NamedTuple):
         return " ".join([self.strategy, *mesh])
 
     def make(self, comm: Comm, **options: Any) -> Attention:
-        """Return the strategy's module on a group, whose ranks fill the mesh row by row."""
+        """Return the strategy's module on a group. The ranks of the group fill the mesh row by
+        row.
+        """
         shape = (comm.size,) if self.mesh is None else self.mesh
         return SOFTMAX[self.strategy](as_mesh(comm, *shape), **options)
 
@@ -36,9 +38,9 @@ def candidates(
 ) -> list[Candidate]:
     """Return the candidates among these strategies, simplest first.
 
-    A row of a USP mesh lies within a node. The length of the row divides the number of devices per
-    node or, on a single node, the number of ranks. A row of a "mesh" has at most about as many
-    ranks as a column, because a query has at least as many bytes as a key.
+    A row of a USP mesh lies within a node: its length divides the number of devices per node or, on
+    a single node, the number of ranks. A row of a "mesh" is at most about as long as a column,
+    because a query has at least as many bytes as a key.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     made = []
@@ -57,7 +59,7 @@ def candidates(
 
 
 def as_strategies(strategies: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of strategies, by default all; refuse unknown names with a ValueError."""
+    """Return the names of strategies, by default all. Raises a ValueError for an unknown name."""
     if strategies is None:
         return STRATEGIES
     if isinstance(strategies, str):

@@ -15,13 +15,12 @@ FILE = "validated.json"  # written by `benchmarks.simulate.validation`
 
 
 def error_of(cluster: Cluster) -> float:
-    """Return the relative error of simulated seconds on a cluster, one standard deviation.
+    """Return the standard deviation of the relative error of simulated seconds on a cluster.
 
-    The error is the root of the sum of two squares. The first term is the RMS error of simulated
-    steps against measured steps: on cores, or on links whose messages are sent while devices
-    compute. The second term is the RMS error of the cluster's costs for measured calls that the
-    costs were not fitted to. Presets have no measurements, so the error of a preset does not
-    include what its data sheet leaves out.
+    Two errors are combined by the root of the sum of their squares. The first one is the RMS error
+    of simulated steps against measured steps, on machines of the cluster's kind. The second one is
+    the RMS error of the cluster's costs against measured calls to which the costs were not fitted.
+    Presets have no measurements, so their second error is 0.
     """
     steps = validated()["links" if cluster.overlaps else "cores"]
     return float(np.hypot(steps, _error_of_costs(cluster)))
@@ -29,16 +28,15 @@ def error_of(cluster: Cluster) -> float:
 
 @cache
 def validated() -> dict[str, float]:
-    """Return the RMS errors of simulated steps, by the kind of machine that measured them."""
     return json.loads((files("seqpar.simulate") / FILE).read_text())
 
 
 def _error_of_costs(cluster: Cluster) -> float:
     samples = [] if cluster.measured is None else cluster.measured.get("samples", [])
     try:
-        # Causal calls are measured too, but are not nodes of the grid.
+        # Causal calls are measured too, but the costs are not fitted to them.
         causal = [errors(cluster.device.attention, x) for x in samples if x["kind"] == "causal"]
-    except (KeyError, TypeError, ValueError) as error:  # the file was edited
+    except (KeyError, TypeError, ValueError) as error:  # somebody edited the file
         wrong = "cluster.measured has samples that are not a profile's"
         raise ValueError(f"{wrong}: {type(error).__name__}: {error}") from None
     return float(np.sqrt(np.mean(np.square(causal)))) if causal else 0.0

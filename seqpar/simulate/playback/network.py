@@ -16,27 +16,26 @@ from seqpar.simulate.recording.program import Post, ShardExchange
 if TYPE_CHECKING:
     import simpy
 
-# The size of the buffer of a connection on Linux (tcp_wmem), measured. A sender on gloo is done
-# when this buffer holds the rest of the message.
+# The measured size of a connection's buffer on Linux (tcp_wmem). A sender on gloo is done when the
+# rest of its message is in this buffer.
 _SOCKET_BUFFER_BYTES = 2**22
 
 
 class Hardware:
     """The cores, ports and NICs of a cluster that run a number of ranks.
 
-    If messages are sent while devices compute, each device has one port to the other devices of its
-    node. Each NIC of a node carries one message at full rate in each direction. Each link of a
-    torus does the same. The uplinks of a leaf switch carry messages up to the sum of their rates.
+    If devices send messages while they compute, each device has one port to the other devices of
+    its node. Each NIC of a node and each link of a torus carries one message at full rate in each
+    direction. The uplinks of a leaf switch carry messages up to the sum of their rates.
 
-    Otherwise one core of the sender and one core of the receiver are busy for the whole time of a
-    message, latency included. All ranks of a node share the cores of the node, because the
-    operating system moves threads to idle cores.
+    If cores send the messages, one core of the sender and one core of the receiver are busy for the
+    whole time of a message, including its latency. All ranks of a node share the cores of the node,
+    because the operating system moves threads to idle cores.
 
     Each device has one link to the memory of its host. Copies in both directions share this link.
 
-    If cores move messages, a message has no separate delay. During computation, a message costs 0.4
-    ms more than without computation. Profiles therefore measure exchanges during computation, by
-    process time.
+    Profiles of cores measure messages during computation, because a message then takes 0.4 ms more
+    of the core's time than without computation.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -46,7 +45,7 @@ class Hardware:
             raise ValueError(
                 f"programs must be at most {cluster.ranks}, one per device, got {ranks}"
             )
-        shared = ranks > cluster.ranks  # more ranks than cores
+        shared = ranks > cluster.ranks  # ranks must share cores
         self.nodes = [0 if shared else rank // cluster.devices_per_node for rank in range(ranks)]
         self._cores = [Resource(cluster.devices_per_node) for _ in nodes]
         inside, between = cluster.inside.shared, cluster.between.shared
@@ -57,7 +56,9 @@ class Hardware:
         self._fabric_links: dict[Hashable, Resource] = {}
 
     def core(self, rank: int) -> Resource | None:
-        """Return the cores that a rank computes on, or None if the rank has its device alone."""
+        """Return the cores on which a rank computes, or None if the rank does not share its
+        device.
+        """
         return None if self.cluster.overlaps else self._cores[self.nodes[rank]]
 
     def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
@@ -69,10 +70,9 @@ class Hardware:
     def way(
         self, source: int, target: int, nbytes: float, played_end: str = "both"
     ) -> tuple[float, float, list[Resource]]:
-        """Return the latency of a message, the seconds of its bytes, and its resources.
+        """Return a message's latency, the seconds of its bytes, and its resources.
 
-        With `played_end` "source" or "target", only the resources of the source or target are
-        returned.
+        With `played_end` "source" or "target", only the resources of this end are returned.
         """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
@@ -86,7 +86,8 @@ class Hardware:
         if not self.cluster.overlaps:
             shared = through if a != b else []
             return 0.0, latency + nbytes / link.rate, [*shared, self._cores[a], self._cores[b]]
-        if played_end != "both":  # an end uses a port or a NIC, and perhaps the uplinks of a leaf
+        # An end uses a port or a NIC, and possibly the uplinks of a leaf switch.
+        if played_end != "both":
             through = through[0::2] if played_end == "source" else through[1::2]
         return latency, nbytes / link.rate, through
 
@@ -108,7 +109,6 @@ class Hardware:
         return self.nodes[rank] // fabric.nodes_per_leaf, self.rail(rank)
 
     def rail(self, rank: int) -> int:
-        """Return the number of the rank's rail, 0 without rails."""
         fabric, devices = self.cluster.fabric, self.cluster.devices_per_node
         has_rails = isinstance(fabric, FatTree) and fabric.rails
         return rank % devices * max(1, self.cluster.nics) // devices if has_rails else 0
@@ -121,21 +121,19 @@ class Hardware:
 
 
 class Flight:
-    """An exchange that one rank has posted."""
-
     __slots__ = ("done", "following", "left", "messages", "post", "posted", "rank")
 
     def __init__(self, rank: int, post: Post, posted: float, done: simpy.Event) -> None:
         self.rank, self.post, self.posted, self.done = rank, post, posted, done
-        self.left = 0  # number of messages, or of ranks, that the exchange still waits for
+        self.left = 0  # the number of messages, or of ranks, for which the exchange still waits
         self.messages: list[_Message] = []
         self.following: Flight | None = None
 
 
 class _Message:
-    """A message and the exchanges that have posted one of its ends.
+    """A message, and the exchanges that have posted an end of it.
 
-    `played_end` is the end whose rank is played: "source", "target" or "both".
+    `played_end` says for which ends the rank's program is played: "source", "target" or "both".
     """
 
     __slots__ = ("begun", "ends", "nbytes", "played_end", "ready", "sender", "source", "target")
@@ -151,19 +149,18 @@ class _Message:
 class Network:
     """All messages of a simulation.
 
-    A message starts when sender and receiver have begun their exchanges. The message takes the
-    link's latency plus its bytes divided by the link's rate. The message takes longer if other
-    messages share the link.
+    A message starts when sender and receiver have begun their exchanges. It takes the link's
+    latency plus its bytes divided by the link's rate, or longer if other messages share the link.
 
-    On gloo, two ranks have one connection in each direction. Messages of a rank to the same peer
-    are sent one after another. When a rank posts a receive, gloo sends a notice to the peer on this
-    connection. The notice waits until the rank has written all earlier messages to that peer. Two
-    exchanges in opposite directions therefore alternate, unless the receive was posted first. A
-    sender is done when the connection's buffer holds the remaining bytes.
+    On gloo, a rank has one connection to each peer, and sends its messages to this peer one after
+    another. When the rank posts a receive, gloo sends a notice to the peer on the same connection,
+    after all earlier messages. Two exchanges in opposite directions therefore alternate, unless the
+    receive was posted first. A sender is done when the remaining bytes are in the connection's
+    buffer.
 
-    If a peer is not played, its stand-in (`stand_ins.py`) is played in its place. The peer begins
-    exchange number n when the stand-in begins its exchange number n. A message to or from this peer
-    uses only the resources of the end that is played.
+    A rank whose program is not played has a stand-in (`stand_ins.py`). The rank begins its exchange
+    number n when the stand-in begins its exchange number n. A message between a played rank and
+    such a rank uses only the resources of the played rank.
     """
 
     def __init__(
@@ -173,18 +170,18 @@ class Network:
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
         self._stand_ins = dict(enumerate(stand_ins))
-        # By rank and number of the exchange: the exchanges that have begun, and the messages that
-        # wait until such an exchange begins.
+        # Exchanges are identified by rank and number. `_begun` are the exchanges that have begun;
+        # the second attribute has the messages that wait until an exchange begins.
         self._begun: set[tuple[int, int]] = set()
         self._until_begun: dict[tuple[int, int], list[_Message]] = {}
         self._last: dict[tuple[int, str], Flight] = {}  # by (rank, channel)
-        # By (source, target, channel): messages with one posted end; True if this is the end of the
-        # sender.
+        # By (source, target, channel): messages of which one end was posted, and whether it is the
+        # sender's.
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
-        # Gloo only, by (source, target): pending writes. The first of these writes is in progress.
+        # Only for gloo, by (source, target): pending writes, of which the first one is in progress.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
-        # By channel and rank: the parts of a `ShardExchange`. The `ShardExchange` begins when all
-        # of its ranks have posted their parts.
+        # By channel and rank: posts of a `ShardExchange`, which begins when all of its ranks have
+        # posted it.
         self._gathering: dict[str, dict[int, Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
@@ -208,7 +205,7 @@ class Network:
         return flight
 
     def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
-        """Start a message if the peer has posted its end; otherwise keep this rank's end."""
+        """Start a message if the peer has posted its end of it. Otherwise keep this rank's end."""
         source, target = (rank, peer) if sending else (peer, rank)
         waiting = self._open.setdefault((source, target, flight.post.channel), deque())
         if waiting and waiting[0][1] != sending:
@@ -258,7 +255,6 @@ class Network:
             self._end(flight)
 
     def _gather(self, flight: Flight, post: ShardExchange) -> None:
-        """Start an exchange of shards when the last of its ranks has begun it."""
         ranks = range(len(post.sends) + 1)
         flights = self._gathering.setdefault(post.channel, {})
         flights[flight.rank] = flight
@@ -277,7 +273,8 @@ class Network:
         shard = post.sends[0][1]
         for node in {self._hardware.nodes[rank]: None for rank in flights}:
             members = [rank for rank in ranks if self._hardware.nodes[rank] == node]
-            from_each_of_node = shard * len(ranks) / len(members)  # with shards that it passes on
+            # Includes shards that it passes on.
+            from_each_of_node = shard * len(ranks) / len(members)
             for source, target in permutations(members, 2):
                 self._send_together(flights, [source], [target], from_each_of_node)
             for (other, rail), outside in by_rail.items():
@@ -285,7 +282,7 @@ class Network:
                 if other == node or inside is None:
                     continue
                 self._send_together(flights, inside, outside, shard / len(outside))
-                if outside[0] not in flights:  # otherwise it sends in its own turn
+                if outside[0] not in flights:  # otherwise the rank's own exchange sends the shard
                     self._send_together(flights, outside, inside, shard / len(inside))
 
     def _send_together(
@@ -297,8 +294,8 @@ class Network:
     ) -> None:
         """Send messages of equal size from all senders to all receivers, over the same links.
 
-        `played` has the flights of the ranks that are played. Either all senders are played or no
-        sender is. Either all receivers are played or no receiver is.
+        `played` has the flights of all ranks whose programs are played. The programs of the senders
+        are either all played or all not played, and the same holds for the receivers.
         """
         flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"
@@ -325,7 +322,7 @@ class Network:
             self._set_out(message)
 
     def _write(self, source: int, target: int, write: Callable[[], None]) -> None:
-        """Start a write when all earlier writes from `source` to `target` have ended."""
+        """Start a write after all earlier writes from `source` to `target` have ended."""
         queue = self._writing.setdefault((source, target), deque())
         queue.append(write)
         if len(queue) == 1:

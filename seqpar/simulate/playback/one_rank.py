@@ -13,12 +13,15 @@ from seqpar.simulate.recording.program import Begin, Compute, Copy, End, Post, P
 def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
     """Return the seconds of a rank's program if every peer posts its messages when the rank does.
 
-    No other program is needed, so the prediction is fast for thousands of ranks too. The exchanges
-    of a communicator run one after another. A rank has two ports: a port inside the node, and a
-    fraction of the node's NICs. An exchange takes the largest latency of its messages, plus the
-    seconds of the bytes in the busiest direction of these two ports. Waiting for slower ranks and
-    contention between nodes are not included. Raise a ValueError if the cluster's devices do not
-    overlap messages with computation, or if the program serves requests.
+    No other program is needed, so the prediction is fast even for thousands of ranks. Waiting for
+    slower ranks, and contention between nodes, are not included.
+
+    The exchanges of a communicator run one after another. A rank has two ports: one inside the
+    node, and its fraction of the node's NICs. An exchange takes the largest latency of its
+    messages, plus the seconds of the bytes in the busiest direction of the two ports.
+
+    Raises a ValueError if the cluster's devices do not overlap messages with computation, or if the
+    program serves requests.
     """
     if not cluster.overlaps:
         raise ValueError(
@@ -33,9 +36,9 @@ def least_seconds(programs: Mapping[int, Program], cluster: Cluster) -> float:
     """Return a lower bound on the seconds of `play`, from the programs of some of the ranks.
 
     The bound assumes that peers post their messages immediately, and that no other rank uses the
-    links. On gloo and on cores, the bound counts only computation, because exchanges overlap and
-    may be buffered. A program that runs concurrently with another program counts only if it posts
-    no messages. Raise a ValueError if a program serves requests.
+    links. On gloo and on cores, the bound counts only computation, because exchanges can overlap
+    and can be buffered. A program that runs concurrently with another program is counted only if it
+    posts no messages. Raises a ValueError if a program serves requests.
     """
     seconds = price(cluster.device, computes(programs.values()))
     return max(
@@ -52,12 +55,12 @@ class _Clock:
     ) -> None:
         self._node, self._cluster = rank // cluster.devices_per_node, cluster
         self._seconds, self._is_bound = seconds, is_bound
-        # A bound assumes that the rank alone uses all NICs of its node. A prediction assumes that
-        # all devices of the node use the NICs equally.
+        # A lower bound assumes that the rank can use all NICs of its node. A prediction assumes
+        # that all devices of the node use the NICs equally.
         self._nics = max(1, cluster.nics) / (1 if is_bound else cluster.devices_per_node)
         self._free: dict[str, float] = defaultdict(float)  # by channel
-        self._ends: dict[int, float] = {}  # by the number of the exchange
-        self._programs: dict[int, float] = {}  # by the id of a nested program
+        self._ends: dict[int, float] = {}  # ends of exchanges, by their number
+        self._programs: dict[int, float] = {}  # ends of nested programs, by their id
 
     def play(self, program: Program, now: float) -> float:
         """Return the time at which a program that starts at `now` ends."""
@@ -73,8 +76,8 @@ class _Clock:
             elif isinstance(action, Copy):
                 now += float(self._cluster.host.seconds(action.nbytes))
             elif isinstance(action, Begin):
-                # Only a simulation knows the order of exchanges of the nested program and of the
-                # outer program.
+                # Only a full simulation knows how the exchanges of the nested and the outer program
+                # interleave.
                 has_posts = any(isinstance(x, Post) for x in action.program.each())
                 left_out = self._is_bound and has_posts
                 end = now if left_out else self.play(action.program, now)

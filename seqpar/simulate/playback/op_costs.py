@@ -28,8 +28,8 @@ def computes(programs: Iterable[Program]) -> list[Compute]:
 def price(device: Device, calls: list[Compute]) -> dict[int, float]:
     """Return the seconds of each computation, by the computation's `id`.
 
-    The seconds of softmax attention come from the device's measured grid. One lookup serves all
-    calls of one kind.
+    The seconds of softmax attention come from the device's measured grid, by one lookup for all
+    calls of a kind.
     """
     seconds: dict[int, float] = {}
     alike: dict[tuple[int, int, bool], list[Compute]] = defaultdict(list)

@@ -27,7 +27,8 @@ class Outcome:
         waiting: (ranks,) seconds of waiting for messages.
         sent_bytes: (ranks,) bytes sent.
         peak_bytes: (ranks,) the most bytes held at once by tensors that the step creates.
-        stand_ins: (ranks,) the rank that was played in place of each rank, usually the rank itself.
+        stand_ins: (ranks,) for each rank, the rank whose program was played for it. This is usually
+            the rank itself.
     """
 
     def __init__(

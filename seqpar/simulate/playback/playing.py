@@ -1,7 +1,6 @@
 """Play programs on a cluster: compute when each rank computes, sends and waits.
 
-simpy keeps the clock. Playing 1,024 ranks with 64 steps, forward and backward, means 200,000
-messages, which took 27 seconds on one core.
+simpy keeps the virtual time. A simulation of 200,000 messages took 27 seconds on one core.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ def play(
         cluster: the devices and their links, or the name of a preset. The docstring of `Cluster`
             says on which device each rank runs.
         pricing: a function from the list of all `Compute`s to the seconds of each, by its `id`.
-            None: the device's measured costs.
+            None stands for the device's measured costs.
 
-    A message starts when both ends have posted it. If the programs were recorded `ordered`, the
-    exchanges of a communicator run one after another, as on NCCL. Otherwise only messages from the
-    same sender to the same receiver run one after another, as on gloo. Jobs that use the same link,
-    NIC or core at the same time get equal fractions of it. Posting takes no time. Equal arguments
-    give equal outcomes.
+    A message starts when both ends have posted it. If the programs were recorded with `ordered`,
+    the exchanges of a communicator run one after another, as on NCCL. Otherwise, only messages from
+    the same sender to the same receiver run one after another, as on gloo. Computations and
+    messages that use the same link, NIC or core at the same time get equal fractions of it. Posting
+    takes no time. Equal arguments give equal outcomes.
 
     Raises:
         ValueError: if `pricing` omits a `Compute`; if there are more ranks than devices; if the two
             ends of a message differ in size; or if ranks wait for each other forever (the message
             lists these ranks).
-        ImportError: without simpy, which the extra "plan" installs.
+        ImportError: if simpy is not installed. The extra "plan" installs it.
     """
     programs = as_sequence("programs", programs, "Program, one for each rank")
     cluster = as_cluster(cluster)
@@ -67,10 +66,10 @@ def play_with_stand_ins(
     cluster: Cluster,
     pricing: Pricing | None = None,
 ) -> Outcome:
-    """Play the programs of some ranks in place of all ranks.
+    """Simulate all ranks, but play the programs of some ranks only.
 
-    `stand_ins[rank]` is the rank whose program is played for `rank`. A rank with a program is
-    played itself. If some ranks have no program, all programs must be `ordered`, and
+    `stand_ins[rank]` is the rank whose program is played for `rank`. For a rank with a program,
+    this is the rank itself. If some ranks have no program, all programs must be `ordered`, and
     `exchange_alike` must hold.
     """
     calls = computes(programs.values())
@@ -122,7 +121,8 @@ class _Run:
         ordered = all(x.ordered for x in programs.values())
         self._network = Network(self._env, hardware, ordered, stand_ins)
         self.events: dict[int, list[Event]] = {rank: [] for rank in programs}
-        self._waits: dict[int, Flight] = {}  # the exchange that each rank waits for, or waited for
+        # The exchange for which each rank is waiting or has waited last.
+        self._waits: dict[int, Flight] = {}
         ranks = {
             rank: self._env.process(self._rank(rank, program, {}))
             for rank, program in programs.items()
@@ -179,7 +179,7 @@ class _Run:
             yield from self._take(seconds, [core])
 
     def _take(self, seconds: float, through: list[Resource]) -> Generator[simpy.Event, None, None]:
-        """Use resources for `seconds`, or longer if other jobs use them at the same time."""
+        """Use resources for `seconds`, or longer if other jobs use the same resources."""
         ended = self._env.event()
         self._network.shares.start(seconds, through, ended.succeed)
         yield ended
@@ -194,7 +194,7 @@ class _Run:
         arrivals = require_simpy().Store(self._env)
         pending = {number: flights.pop(number) for number in programs}
         for number, flight in pending.items():
-            if flight.done.callbacks is None:  # already ended
+            if flight.done.callbacks is None:  # the exchange has already ended
                 arrivals.put(number)
             else:
                 flight.done.callbacks.append(partial(_put, arrivals, number))

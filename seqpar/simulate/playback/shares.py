@@ -1,15 +1,15 @@
 """Divide resources among the jobs that use them at the same time.
 
-A job is a computation, a copy or a message. The work of a job is the seconds that the job takes
-alone. A job uses resources: a core, the two ends of a link, or NICs. A resource divides its
-capacity equally among its jobs; a job's *share* of a resource is at most 1. A job's *pace* is the
-smallest of its shares. If a job cannot use all of a share, because another resource is slower, no
-other job gets the rest.
+A *job* is a computation, a copy or a message. The work of a job is the number of seconds that it
+takes without other jobs. A job uses *resources*: a core, the two ends of a link, or NICs. A
+resource divides its capacity equally among its jobs, and a job's *share* of a resource is at most
+1. A job's *pace* is the smallest of its shares. If a job cannot use its whole share of a resource,
+because another of its resources is slower, no other job gets the unused part.
 
-A job that starts or ends therefore changes only the paces of jobs on the same resources. Max-min
-fairness would give the rest to other jobs, so one job that ends could change all 4,032 jobs of an
-all-to-all on 64 ranks. The busiest port decides when a step ends, and both rules share this port in
-the same way.
+With this rule, a job that starts or ends changes only the paces of jobs on the same resources.
+Max-min fairness would give the unused part to other jobs, so that one job that ends could change
+all 4,032 jobs of an all-to-all on 64 ranks. The end of a step depends on the busiest port, which
+both rules divide in the same way.
 
 Jobs with the same resources have the same pace, so these jobs form one group with one timer. For
 example, all messages from one node to another node form a group. On 8 nodes of 8 ranks, a message
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class Resource:
     """A resource that serves `capacity` jobs at full pace.
 
-    With more than `capacity` jobs, the total capacity of the resource drops to the fraction
-    `shared`.
+    If there are more than `capacity` jobs, the total capacity is multiplied by `shared`.
     """
 
     __slots__ = ("capacity", "groups", "load", "shared")
@@ -41,7 +40,7 @@ class Resource:
     def __init__(self, capacity: float = 1.0, shared: float = 1.0) -> None:
         self.capacity = capacity
         self.shared = shared
-        self.load = 0  # number of uses; a job that lists the resource twice counts twice
+        self.load = 0  # the number of jobs; a job that lists the resource twice counts twice
         self.groups: dict[JobGroup, None] = {}  # in order of arrival
 
     @property
@@ -53,7 +52,7 @@ class JobGroup:
     """The jobs that use the same resources.
 
     `progress` is the work, in seconds, that each job of the group has done since the group began.
-    `jobs` has each job with the progress at which the job ends.
+    `jobs` contains each job and the progress at which the job ends.
     """
 
     __slots__ = ("jobs", "next_end", "pace", "progress", "resources", "since", "version")
@@ -62,9 +61,9 @@ class JobGroup:
         self.resources = resources
         self.jobs: list[tuple[float, int, int, Callable[[], object]]] = []  # a heap
         self.pace = self.progress = 0.0
-        self.since = now  # the time at which the group had made `progress`
-        self.next_end = inf  # the progress at which the timer rings
-        self.version = 0  # counts timers, so that a replaced timer does nothing
+        self.since = now  # the time to which `progress` refers
+        self.next_end = inf  # the progress at the time of the timer
+        self.version = 0  # the number of the current timer; a timer with an old number does nothing
 
     def progress_at(self, now: float) -> float:
         return self.progress + (now - self.since) * self.pace
@@ -74,8 +73,9 @@ class ActiveJobs:
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._groups: dict[tuple[Resource, ...], JobGroup] = {}
-        self._numbers = count()  # jobs that end at the same time end in the order of their starts
-        self._changed: dict[JobGroup, None] = {}  # groups whose timer may change at this time
+        # Numbers jobs, so that jobs with the same end are ended in the order of their starts.
+        self._numbers = count()
+        self._changed: dict[JobGroup, None] = {}  # groups whose timers can change at this time
 
     def start(
         self,
@@ -84,7 +84,7 @@ class ActiveJobs:
         end: Callable[[], object],
         jobs: int = 1,
     ) -> None:
-        """Start a number of equal jobs. Call `end()` once, when all of these jobs have ended.
+        """Start `jobs` equal jobs. `end()` is called once, when all of these jobs have ended.
 
         A job uses a resource twice if `resources` lists the resource twice.
         """

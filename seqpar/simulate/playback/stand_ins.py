@@ -1,10 +1,10 @@
-"""Choose some ranks to simulate in place of all ranks that have the same work.
+"""Simulate only some ranks of a large group in which all ranks have the same work.
 
-If all ranks of a group exchange with all other ranks, the number of messages grows with the square
-of the number of ranks. If all ranks also have the same work, only some nodes are recorded and
-played. Every rank of the remaining nodes has a *stand-in*: the rank with the same index in the
-nearest played node. The simulation assumes that a rank does what its stand-in does, at the same
-times.
+If each rank of a group sends messages to all other ranks, the number of messages grows with the
+square of the number of ranks. If all ranks also have the same work, programs are recorded and
+played for the ranks of some nodes only. Each rank of the remaining nodes has a *stand-in*: the rank
+with the same index in the nearest of the played nodes. A rank is assumed to do the same as its
+stand-in, at the same times.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from seqpar.layout.geometry import Geometry
 from seqpar.simulate.recording.program import Post, Program
 
 MAX_RANKS_PLAYED_WHOLE = 128
-_MAX_RANKS_OF_FOUR_NODES = 4096  # four nodes are played up to this number of ranks, else two
-_MIN_PLAYED_RANKS = 16  # if nodes are small, more nodes are played, to reach this number
-_TOLERANCE = 0.02  # fraction by which ranks may differ in `has_even_work`
-# Softmax strategies, and transports of linear layers, whose ranks begin each exchange together.
-# With other strategies and transports, ranks wait for each other in turn, or have different work.
+# Up to this number of ranks, four nodes are played; in larger groups, two.
+_MAX_RANKS_OF_FOUR_NODES = 4096
+_MIN_PLAYED_RANKS = 16  # if nodes are small, more nodes are played until they have this many ranks
+_TOLERANCE = 0.02  # the fraction by which ranks can differ in `has_even_work`
+# The strategies and transports whose ranks all begin each exchange at the same time. With others,
+# ranks wait for each other in turn, or have different work.
 _IN_STEP = ("ulysses", "ring", "all_gather", "usp", "mesh")
 
 
 def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Ints:
-    """Return (ranks,) each rank's stand-in, which is the rank itself if all ranks are played.
+    """Return the stand-in of each rank, (ranks,). A rank that is played is its own stand-in.
 
     `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played if the
-    group is small, if the ranks have uneven work, and in these cases:
+    group is small, if the work of ranks is uneven, or in one of these cases:
 
-    * Ranks of this strategy do not begin exchanges together.
-    * There are few nodes, or ranks do not fill them.
-    * Cores move the messages.
+    * The ranks of this strategy do not begin each exchange at the same time.
+    * There are few nodes, or the ranks do not fill all nodes.
+    * Cores send the messages.
     * Links between nodes also carry messages of other nodes: on a torus, with rails, and below
       oversubscribed leaf switches.
     """
@@ -57,8 +58,8 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
         or not has_even_work(geometry)
     ):
         return np.arange(ranks)
-    # The first node and the last node are always played: in zigzag, they hold a document's ends and
-    # its middle.
+    # The first and the last node are always played, because with zigzag they hold the ends and the
+    # middle of a document.
     chosen = np.linspace(0, nodes - 1, played).round().astype(np.int64)
     node, place = np.divmod(np.arange(ranks), per_node)
     nearest = np.abs(node[:, None] - chosen).argmin(1)
@@ -68,8 +69,9 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
 def has_even_work(geometry: Geometry) -> bool:
     """Return whether all ranks hold tokens of the same documents, with the same causal work.
 
-    Some documents may be on fewer ranks if together they have at most 2% of all tokens. The ranks'
-    numbers of tokens, and of (query, key) pairs, may differ by up to 2%.
+    Two deviations are allowed. Some documents can be on fewer ranks if together they have at most
+    2% of all tokens. The ranks' numbers of tokens, and of (query, key) pairs, can differ by up to
+    2%.
     """
 
     def build() -> bool:
@@ -88,10 +90,10 @@ def has_even_work(geometry: Geometry) -> bool:
 
 
 def exchange_alike(programs: Iterable[Program]) -> bool:
-    """Return whether programs post the same exchanges in order, except for peers and bytes.
+    """Return whether all programs post the same exchanges in the same order.
 
-    Stand-ins are possible only then: a rank that is not played begins its exchange number n when
-    its stand-in begins exchange number n.
+    The peers and bytes of the exchanges can differ. Stand-ins need this property, because a rank is
+    assumed to begin its exchange number n when its stand-in begins its exchange number n.
     """
     orders = {
         tuple((x.number, x.channel, x.what, x.step) for x in program.each() if isinstance(x, Post))

@@ -6,5 +6,5 @@ A *way* is one configuration for training: a strategy with a layout and a divisi
 * `ways.py` lists the ways, and `divisions.py` lists the divisions of the devices.
 * `predicting.py` simulates one way.
 * `searching.py` simulates ways in the order of their lower bounds.
-* `recommendation.py` has the result.
+* `recommendation.py` defines the result.
 """

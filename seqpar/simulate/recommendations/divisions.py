@@ -1,4 +1,4 @@
-"""Divide devices into data, pipeline, tensor and context ranks, and divide documents too.
+"""Divide devices into data, pipeline, tensor and context ranks, and documents into micro-batches.
 
 A *data group* is the set of all devices that compute the same documents. The documents of a data
 group are divided into micro-batches, and each micro-batch is laid out over a group of context
@@ -24,24 +24,25 @@ from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_size
 from seqpar.simulate.steps.training_step import head_seconds
 
 LAYOUTS = ("zigzag", "contiguous")
-MAX_CONTEXT_RANKS = 2048  # in one group; larger groups make a search too slow
-MAX_RANKS_AS_ONE = 128  # devices that are also tried as one group, with all strategies and servers
+MAX_CONTEXT_RANKS = 2048  # in one group, because larger groups make a search too slow
+# Up to this many devices are also tried as one group, with all strategies and with servers.
+MAX_RANKS_AS_ONE = 128
 _MICRO_BATCHES_PER_STAGE = (2, 4)
-Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents
+# The documents of each micro-batch of each data group.
+Batches = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """A way to divide devices and documents."""
-
     divided: DividedCosts  # the costs on the divided cluster
     lengths: Ints = field(repr=False)  # (documents,) tokens of all documents
     batches: Batches = field(repr=False)  # micro-batches of similar work
-    # The next three fields describe the data group with the most work. The largest micro-batch is
-    # the micro-batch with the most work.
-    shares: Floats = field(repr=False)  # (micro_batches,) work / that of the largest
+    # The next three fields describe the data group with the most work. Its largest micro-batch is
+    # the one with the most work.
+    shares: Floats = field(repr=False)  # (micro_batches,) work / work of the largest micro-batch
     largest: tuple[int, ...] = field(repr=False)  # the documents of the largest micro-batch
-    attending: float  # seconds of the largest's attention and products on one device, all layers
+    # Seconds of the attention and matrix products of the largest micro-batch on one device.
+    attending: float
 
     @property
     def parallelism(self) -> Parallelism:
@@ -49,7 +50,7 @@ class Division:
 
     @property
     def least_seconds(self) -> float:
-        """A lower bound on a step's seconds, which assumes equal work on all context ranks."""
+        """A lower bound on a step's seconds: the seconds if all context ranks had equal work."""
         return self.least_seconds_with(self.attending / self.parallelism.context)
 
     def least_seconds_with(self, micro_batch: float) -> float:
@@ -64,7 +65,7 @@ class Division:
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of the micro-batch with the most tokens, which need not have the most work."""
+        """The number of tokens of the micro-batch with the most tokens."""
         return max(int(self.lengths[[*x]].sum()) for micro in self.batches for x in micro)
 
     @property
@@ -77,20 +78,20 @@ def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
     """Yield the ways to divide a cluster's devices.
 
     For up to 128 devices, the division with one group and one micro-batch is left out. Tensor ranks
-    are in one node and split the heads between them. Pipeline ranks divide the layers. A group of
-    context ranks has at most 2,048 ranks. The group either consists of whole nodes, or is one of
-    several equal groups in a node.
+    are in one node and divide the heads among them. Pipeline ranks divide the layers. A group of
+    context ranks has at most 2,048 ranks, and either consists of whole nodes or is one of several
+    equal groups in a node.
 
-    Several numbers of micro-batches per data group are tried: one, two for each stage, four for
-    each stage, and the smallest number that fits into memory with as little recomputation as
-    possible. Each micro-batch has at least one document.
+    Several numbers of micro-batches per data group are tried: one; two and four per pipeline stage;
+    and the smallest number that fits into memory with as little recomputation as possible. Each
+    micro-batch has at least one document.
     """
     devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
     layers = len(costs.model.layers)
 
     @cache
     def dealt(tensor: int, bins: int) -> list[tuple[float, Ints]]:
-        """Return micro-batches as (work, documents), sorted by work, most first."""
+        """Return micro-batches as (work, documents), those with the most work first."""
         divided = DividedCosts(costs, Parallelism(tensor=tensor))
         latency = divided.tensor_seconds(0)
         sent = np.array([divided.tensor_seconds(x) - latency for x in lengths[kept].tolist()])
@@ -139,7 +140,7 @@ def _aligned(ranks: int, per_node: int) -> bool:
 def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -> list[int]:
     """Return the numbers of micro-batches to try, each at most `most`.
 
-    If the parameters alone do not fit into memory, return no numbers.
+    The list is empty if the parameters alone do not fit into memory.
     """
     parallelism = divided.parallelism
     free = divided.costs.cluster.device.memory - divided.parameter_bytes()
@@ -158,7 +159,9 @@ def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -
 
 
 def _attending(lengths: Ints, costs: Costs) -> Floats:
-    """Return (documents,) seconds of each document's attention and products on one device."""
+    """Return (documents,) the seconds of each document's attention and matrix products on one
+    device.
+    """
     starts = np.zeros(lengths.size)
     attention = sum(costs.span_work(starts, lengths, backward) for backward in (False, True))
     products = 3 * lengths * costs.model.flops_per_token / costs.cluster.device.reached_rate
@@ -166,7 +169,9 @@ def _attending(lengths: Ints, costs: Costs) -> Floats:
 
 
 def _division(divided: DividedCosts, lengths: Ints, bins: list[tuple[float, Ints]]) -> Division:
-    """Assign micro-batches to data groups: most work first, in alternating direction."""
+    """Assign micro-batches to data groups in alternating direction, those with the most work
+    first.
+    """
     groups = divided.parallelism.data
     turn, place = np.divmod(np.arange(len(bins)), groups)
     group = np.where(turn % 2 == 0, place, groups - 1 - place)
@@ -190,10 +195,11 @@ class NamedLayout(NamedTuple):
 def layouts(
     lengths: Ints, costs: Costs, documents: Sequence[int] | None = None
 ) -> Iterator[NamedLayout]:
-    """Yield layouts over all ranks: zigzag, contiguous, and a plan's layout if it is a third one.
+    """Yield layouts over all ranks: zigzag, contiguous, and the layout of a plan if it differs from
+    both.
 
-    The layouts have the documents with the given indices, in the given order. By default, the
-    layouts have all documents.
+    The layouts contain the documents with the given indices, in the given order, or by default all
+    documents.
     """
     order = tuple(range(lengths.size) if documents is None else documents)
     edges = np.r_[0, np.cumsum(lengths[[*order]])]
@@ -215,7 +221,7 @@ def planned(lengths: Ints, costs: Costs, documents: Sequence[int]) -> NamedLayou
     try:
         capacity = int(lengths.sum())
         found = plan(lengths, cluster, costs.model, capacity=capacity, micro_batches=1)
-    except ValueError:  # planning does not support, for example, this number of ranks
+    except ValueError:  # for example, because planning does not support this number of ranks
         return None
     (batch,) = found.micro_batches
     in_order = tuple(documents[i] for i in batch.documents.tolist())

@@ -1,8 +1,7 @@
 """Predict the time and memory of one way to train.
 
-A *way* is one configuration for training (`Recommendation`). A *manner* is one of the possibilities
-for activations until backward: to keep them in device memory, to recompute them, or to keep them in
-host memory.
+A *way* is one configuration for training (`Recommendation`). A *manner* is how activations are kept
+until backward: in device memory, in host memory, or not at all, so that they are recomputed.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from seqpar.simulate.steps.training_step import Step, step
 
 
 def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return the way with the reason why memory is too small, or None if the way may fit.
+    """Return the way with the reason why memory is too small, or None if the way possibly fits.
 
-    Attention's temporary tensors are not counted, since only a simulation knows them.
+    Temporary tensors of attention are not counted, because only a simulation knows their size.
     """
     least = min(_least_memory(way, costs, x) for x in _manners(way))
     if least <= costs.cluster.device.memory:
@@ -30,9 +29,9 @@ def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
 
 
 def predicted(way: Recommendation, costs: Costs) -> Recommendation:
-    """Return a way with its predictions, in the fastest manner that fits into memory.
+    """Return a way with predictions for the fastest manner that fits into memory.
 
-    If no manner fits, the predictions are those for the manner that needs the least memory.
+    If no manner fits, the predictions are for the manner that needs the least memory.
     """
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
     manners = _manners(way)
@@ -46,14 +45,14 @@ def predicted(way: Recommendation, costs: Costs) -> Recommendation:
         least = min(least, simulated.memory)
         if simulated.memory <= capacity:
             fitting.append(simulated)
-            break  # more recomputation takes longer
+            break  # other manners recompute more, and take longer
         way = replace(
             way, memory=simulated.memory, bytes=simulated.bytes, longest=simulated.longest
         )
         if (offloaded := _offloaded(simulated, costs)) is not None:
             fitting.append(offloaded)
             if offloaded.seconds == simulated.seconds:
-                break  # computation hides all copies
+                break  # copies to the host take no extra time, so other manners cannot be faster
     if fitting:
         return min(fitting, key=lambda x: x.seconds)
     return _unfit(way, costs, least, "needs")
@@ -93,13 +92,13 @@ def _parameter_bytes(way: Recommendation, costs: Costs) -> int:
 
 
 def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
-    """Return the bytes of activations that can be offloaded: those of all layers but two.
+    """Return the bytes of activations that can be offloaded, which are those of all layers but two.
 
     The result is 0 in three cases:
 
-    * With checkpointing, few activations remain, or the remaining activations are in use.
-    * With servers, the copies of tasks already use the link to host memory.
-    * With pipeline stages, the activations of several micro-batches are in use.
+    * With checkpointing, because few activations remain, or because these are in use.
+    * With servers, because the copies of tasks already use the link to host memory.
+    * With pipeline stages, because the activations of several micro-batches are in use.
     """
     division, layers = way.division, len(costs.model.layers)
     has_stages = way.parallelism.pipeline > 1
@@ -149,27 +148,31 @@ def _stepped(
 
 
 def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
-    """Return how many tokens fit, if all memory except parameters grows with them."""
+    """Return how many tokens fit, assuming that all memory except that of parameters grows with
+    tokens.
+    """
     fixed, division = _parameter_bytes(way, costs), way.division
     tokens = way.layout.tokens if division is None else int(division.lengths.sum())
     return int(tokens * max(0.0, costs.cluster.device.memory - fixed) / max(memory - fixed, 1.0))
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return the way with activations in host memory, or None if the way still does not fit.
+    """Return the way with activations in host memory, or None if it still does not fit.
 
-    Activations are copied out during forward and back during backward.
+    Activations are copied to the host during forward, and back during backward.
     """
     layers, movable = len(costs.model.layers), _movable(way, costs, way.checkpointing)
     short = way.memory - costs.cluster.device.memory
     if short > movable:
         return None
-    ratio = np.ceil(100 * short / movable) / 100  # rounded up to the printed digits
+    # Rounded up to two digits, as in the printed table.
+    ratio = np.ceil(100 * short / movable) / 100
     memory = way.memory - ratio * movable
     # `step` copies the same fraction in every layer, but two layers are not offloaded. The fraction
     # is therefore spread over all layers.
     simulated = _stepped(way, costs, "none", float(ratio) * max(0, layers - 2) / layers)
-    longest = _longest(way, costs, way.memory - movable)  # if all of `movable` is in host memory
+    # Assuming that all of `movable` is in host memory.
+    longest = _longest(way, costs, way.memory - movable)
     exposed = simulated.seconds - way.seconds
     limit = "communication" if exposed > way.seconds / 2 else way.limit
     return replace(simulated, offload=float(ratio), memory=memory, longest=longest, limit=limit)

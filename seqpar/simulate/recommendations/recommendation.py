@@ -1,4 +1,4 @@
-"""Recommendation: one way to train a model, with its predicted time and memory."""
+"""The result of `recommend`: ways to train a model, with predicted time and memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Recommendation:
 
     Attributes:
         strategy: the name of the strategy, for `make_attention`.
-        options: further arguments of `simulate.step`: "mesh" is (rows, ranks per row), and
+        options: further arguments of `simulate.step`. "mesh" is (rows, ranks per row), and
             "transport" is the transport of linear layers. With attention servers, "servers" is the
-            number of servers and "tasks" the number of tasks per call. Empty without any of these
-            arguments.
+            number of servers, and "tasks" is the number of tasks per call.
         division: the division of devices and documents; None if all devices are context ranks, or
             if some devices are attention servers.
-        layout: which context rank holds which tokens, with documents in the order of `documents`.
-            With a `division`, this is the layout of the micro-batch with the most work.
+        layout: which context rank holds which tokens. Its documents are in the order of
+            `documents`. With a `division`, this is the layout of the micro-batch with the most
+            work.
         layout_name: "zigzag", "contiguous" or a method of `balance.plan`. With servers, the name is
             "whole": the ranks are trainers, and each trainer has whole documents.
         device: the type of the devices, "cuda" or "cpu".
@@ -52,16 +52,16 @@ class Recommendation:
         offload: the fraction of activations to keep in host memory until backward, for
             `seqpar.offload`.
         seconds: the time of a step; ∞ if the way is impossible.
-        excluded: whether the way was not simulated, because a lower bound on its time exceeds the
-            time of the best step. If so, `seconds` is the lower bound, and the memory is unknown.
-        error: the relative error of `seconds`, one standard deviation.
-        memory: the bytes of memory on the rank that needs the most.
-        longest: the number of tokens in the longest batch that fits, if all documents grow in
-            proportion; 0 if the way was not simulated.
-        bytes: the bytes that attention sends, on the rank that sends the most.
+        excluded: True if the way was not simulated because a lower bound on its time exceeds the
+            time of the best step. `seconds` is then the lower bound, and the memory is unknown.
+        error: the standard deviation of the relative error of `seconds`.
+        memory: the bytes of memory on the rank that needs the most memory.
+        longest: the number of tokens in the longest batch that fits, if all documents grow by the
+            same factor; 0 if the way was not simulated.
+        bytes: the bytes that attention sends, on the rank that sends the most bytes.
         limit: the largest part of the time: "compute", "communication" or "imbalance"; "memory" if
             the step does not fit.
-        why_not: the reason why another way is better, or why this way is impossible; None for the
+        why_not: the reason why this way is worse than the best one, or impossible; None for the
             best way.
         step: the simulated step.
         recurrence: the kind of linear layers; None for a model without linear layers.
@@ -96,7 +96,7 @@ class Recommendation:
 
     @property
     def batches(self) -> Batches:
-        """By data group and micro-batch: the indices of the documents in the given lengths."""
+        """For each data group and micro-batch, the documents, as indices into the given lengths."""
         return ((self.documents,),) if self.division is None else self.division.batches
 
     @property
@@ -121,7 +121,7 @@ class Recommendation:
 
     @property
     def keeping(self) -> str:
-        """A short description of how activations are kept for backward; "" if unknown."""
+        """A short description of how activations are kept until backward; "" if unknown."""
         if self.excluded:
             return ""
         if self.offload:
@@ -173,7 +173,9 @@ class Recommendation:
         return [*lines, f"layout = {made}"]
 
     def _divided_lines(self, division: Division) -> list[str]:
-        """Return lines that each device of a division runs, with a mesh of all devices."""
+        """Return the lines for a division, which every device runs. They create a mesh of all
+        devices.
+        """
         data, pipeline, tensor, context = self.parallelism
         mesh = self.options.get("mesh") or (context,)
         names = ("rows", "columns") if len(mesh) == 2 else ("context",)
@@ -216,7 +218,9 @@ class Recommendation:
         return lines
 
     def _laid_out(self, documents: tuple[int, ...]) -> NamedLayout:
-        """Return the planned layout of a micro-batch or, without a plan, the first of `layouts`."""
+        """Return the layout of a plan for a micro-batch or, if planning fails, the first of
+        `layouts`.
+        """
         assert self.division is not None
         batch = self.division.lengths, self.division.divided.context, documents
         return planned(*batch) or next(layouts(*batch))
@@ -273,7 +277,7 @@ class Recommendations(list[Recommendation]):
         return self.as_text()
 
     def as_text(self, ways: int | None = None) -> str:
-        """Return the table of the first `ways` ways to train, by default of all."""
+        """Return a table of the first `ways` ways to train, or by default of all ways."""
         simulated = [x for x in self if x.why_not != NOT_SIMULATED]
         rows = [COLUMNS]
         for x in simulated[:ways]:

@@ -38,7 +38,7 @@ def recommend(
 ) -> Recommendations:
     """Return the ways to train a model on these documents, fastest first, with reasons.
 
-    `python -m seqpar plan` prints them. `balance.plan` only assigns documents to ranks.
+    `python -m seqpar plan` prints the result.
 
     Each strategy that the model's heads allow is simulated with three layouts: zigzag, contiguous,
     and the layout of `balance.plan`. By default all documents form one packed batch over all ranks.
@@ -51,40 +51,39 @@ def recommend(
     similar work. Only the attention of the micro-batch with the most work is simulated, on its
     context ranks. Formulas give the time of all other work (`simulate.steps.divided`). Groups have
     at most 2,048 context ranks. Groups of more than 128 ranks are tried with USP. A division is
-    left out if its work would take longer than the fastest step even with equal work on all context
+    left out if it would take longer than the fastest step even with equal work on all context
     ranks.
 
     A *way* is one strategy with one layout and one division. Before a way is simulated, a lower
-    bound on its time is computed: first one rank is recorded, then a few ranks. If the computation
-    or the messages of a recorded rank take longer than the fastest step, the way is `excluded`,
-    which means that the way is not simulated. Without divisions, a way is excluded only if its
-    bound exceeds the fastest step by more than the error. With servers, the bound is the time of
-    the matrix products on the trainer with the most tokens.
+    bound on its time is computed from the programs of one rank, and then of a few ranks. If the
+    computation or the messages of one of these ranks take longer than the fastest step so far, the
+    way is not simulated (`excluded`). Without divisions, a way is excluded only if its bound
+    exceeds the fastest step by more than the error of the simulation. With servers, the bound is
+    the time of the matrix products on the trainer with the most tokens.
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits. With servers, activations are recomputed. Ways that still do not
-    fit come last, ordered by the memory that is missing, least first. `why_not` says how much
-    memory is missing. If parameters and activations alone are too large, the way is not simulated,
-    and `memory` is the memory of parameters and activations.
+    fit come last, those with the least missing memory first; `why_not` says how much memory is
+    missing. If the parameters and activations of a way are already too large, the way is not
+    simulated, and `memory` is the memory of parameters and activations only.
 
     After 3 seconds, and then about every 10 seconds, a line is logged with the number of simulated
-    ways and the fastest way. If a simulated way fits, Ctrl-C ends the search after the current way.
-    Otherwise, Ctrl-C ends the search after the first way that fits. `partial` is then True, and
-    ways that were not simulated come last. A second Ctrl-C ends the current way too. If no
-    simulated way fits, the second Ctrl-C raises a KeyboardInterrupt.
+    ways and the fastest way. The first Ctrl-C ends the search as soon as a simulated way fits, and
+    a second Ctrl-C ends it at once. `partial` is then True, and ways that were not simulated come
+    last. If no way that fits was simulated before the second Ctrl-C, a KeyboardInterrupt is raised.
 
     Args:
         model: the model, or the name of a preset, such as "llama-8b".
         cluster: the number and the speed of the ranks, or the name of a preset, such as "4x8-h100".
-        lengths: (documents,) the tokens of each document.
+        lengths: (documents,) the number of tokens of each document.
         parallelism: "context", or "all" to choose data, pipeline, tensor and context parallelism.
         simulate_all: whether to simulate the ways that would otherwise be excluded or left out.
 
     Raises:
-        ValueError: if `lengths` has no tokens. With `parallelism="all"`: if the devices are cores
-            that move messages themselves; if the nodes form a torus; or if there are more than 128
-            devices, and no division that can be simulated holds the parameters.
-        ImportError: without simpy, which the extra "plan" installs.
+        ValueError: if `lengths` has no tokens. With `parallelism="all"`, also if the devices are
+            cores that send messages themselves, if the nodes form a torus, or if there are more
+            than 128 devices and the parameters do not fit with any division that can be simulated.
+        ImportError: if simpy is not installed. The extra "plan" installs it.
     """
     model, cluster = as_model(model), as_cluster(cluster)
     lengths, simulate_all = as_lengths("lengths", lengths), as_bool("simulate_all", simulate_all)
@@ -100,8 +99,8 @@ def recommend(
     costs = Costs(cluster, model)
     divided = list(divisions(lengths, costs)) if parallelism == "all" else []
     as_one = parallelism == "context" or cluster.ranks <= MAX_RANKS_AS_ONE
-    # With divisions, only the fastest way is needed. Without divisions, ways within the error of
-    # the fastest way are needed too.
+    # With divisions, only the fastest way is needed. Without divisions, all ways are needed whose
+    # times differ from the fastest one by less than the error.
     search = Search(costs, simulate_all, 1.0 if divided else 1.0 + error_of(cluster))
     search.run(ways_in_one_group(lengths, costs) if as_one else [], divided)
     ways = search.results()
@@ -120,9 +119,9 @@ def recommend(
 def _rank(x: Recommendation) -> tuple[bool, bool, bool, float, bool, float]:
     """Return the sort key of a way to train. The best way has the smallest key.
 
-    Ways that fit come first, in the order of their seconds. Excluded ways come next. Among the ways
-    that do not fit, ways with a known `longest` precede all others, and less missing memory
-    precedes more. Ways that were left out after an interrupt come last.
+    Ways that fit come first, ordered by seconds. Excluded ways come next, then ways that do not
+    fit: those with a known `longest` first, and those with less missing memory first. Ways that
+    were left out after an interrupt come last.
     """
     impossible = x.seconds == np.inf
     lacking = x.memory if impossible and not np.isnan(x.memory) else np.inf

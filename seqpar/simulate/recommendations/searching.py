@@ -22,9 +22,8 @@ from seqpar.simulate.recommendations.recommendation import NOT_SIMULATED, Recomm
 from seqpar.simulate.recommendations.ways import ways_of
 from seqpar.simulate.steps.training_step import least_step_seconds, least_trainer_seconds
 
-# If no way fits, the way that lacks the least memory is simulated to find its longest batch, unless
-# the way has more tokens than this limit. The tables of the simulation need up to 65 bytes per
-# token.
+# If no way fits, the way that lacks the least memory is simulated to find its longest batch. With
+# more tokens than this, it is not, because the simulation's tables need up to 65 bytes per token.
 MAX_TOKENS_FOR_LONGEST = 2**22
 _log = logging.getLogger("seqpar")
 
@@ -32,20 +31,20 @@ _log = logging.getLogger("seqpar")
 class Search:
     """The search for the fastest way to train.
 
-    A *way* is one configuration for training (`Recommendation`). A division of the devices has many
-    ways. Ways and divisions have lower bounds on their time, and the search takes the one with the
-    least bound next:
+    A *way* is one configuration for training (`Recommendation`). Each division of the devices has
+    many ways. The search keeps a queue of divisions and ways, each with a lower bound on its time,
+    and always continues with the smallest bound:
 
-    * From a division, the search adds the ways with a few strategies.
-    * A way with a first, quick bound gets a tighter bound.
+    * A division is replaced by its ways with a few strategies.
+    * A way with a quick bound gets a tighter bound.
     * A way with a tight bound is simulated.
 
-    When all bounds are above the time of the fastest step, the search adds the other strategies of
-    the fastest way's division. The search ends when the bounds of these ways are above that time
-    too.
+    When all bounds are above the time of the fastest step, the search adds the remaining strategies
+    of the division of the fastest way. It ends when all bounds are above the time of the fastest
+    step again.
 
-    A way is not simulated if its parameters and activations cannot fit. If no way fits, the way
-    that lacks the least memory is simulated, unless this way has too many tokens.
+    A way whose parameters and activations cannot fit is not simulated. If no way fits, the way that
+    lacks the least memory is simulated, unless it has too many tokens.
 
     Attributes:
         ways: all ways so far.
@@ -64,12 +63,12 @@ class Search:
         self._queue: list[tuple[float, int, int | Division]] = []  # a heap of bounds
         self._order = count()
         self._best: Recommendation | None = None
-        self._completed: set[int] = set()  # divisions whose ways are all known, by id
+        self._completed: set[int] = set()  # ids of divisions whose ways were all added
 
     def run(self, ways: Iterable[Recommendation], divided: Iterable[Division]) -> None:
         """Search until the best way is known, or until the user interrupts and a way fits.
 
-        Raise the KeyboardInterrupt if no way fits.
+        Raises a KeyboardInterrupt if the user interrupts and no way fits.
         """
         with stop_on_interrupt("recommend") as interrupted:
             self._add(ways)
@@ -159,8 +158,9 @@ class Search:
 def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
     """Yield lower bounds on the seconds of a step of this way, the quickest bound first.
 
-    The first bound comes from the rank that probably computes longest, and the second bound from a
-    few such ranks. A bound is 0 if the strategy refuses the layout.
+    The first bound comes from the program of the rank that probably computes longest, and the
+    second bound from the programs of a few such ranks. A bound is 0 if the strategy refuses the
+    layout.
     """
     if way.servers:
         yield least_trainer_seconds(way.layout, costs)
@@ -177,22 +177,22 @@ def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
                     way.strategy, way.layout, context, ranks, **way.options
                 )
                 yield division.least_seconds_with(micro_batch)
-    except ValueError:  # the simulation of the way will give the reason
+    except ValueError:  # the simulation of the way reports the reason
         yield 0.0
 
 
 def _busy_ranks(layout: Layout) -> tuple[int, ...]:
     """Return the ranks that probably compute longest.
 
-    These ranks have the most (query, key) pairs, or hold the ends of documents. Some strategies
-    send keys and others send queries. Pairs are therefore counted twice: by the rank that holds the
-    query, and by the rank that holds the key.
+    These ranks have the most (query, key) pairs, or hold the ends of documents. Depending on the
+    strategy, the rank that holds the query or the rank that holds the key computes a pair, so both
+    are considered.
     """
     lengths = np.diff(layout.cu_seqlens)
     pairs_of_queries, pairs_of_keys = np.zeros(layout.ranks), np.zeros(layout.ranks)
     for rank in range(layout.ranks):
         documents, starts, stops = layout.geometry.holdings[rank].columns
-        pairs = (stops * stops - starts * starts) / 2  # causal pairs, without the diagonal's half
+        pairs = (stops * stops - starts * starts) / 2  # approximate number of causal pairs
         pairs_of_queries[rank] = pairs.sum()
         pairs_of_keys[rank] = ((stops - starts) * lengths[documents] - pairs).sum()
     most = int(pairs_of_queries.argmax()), int(pairs_of_keys.argmax())
@@ -203,9 +203,9 @@ def _busy_ranks(layout: Layout) -> tuple[int, ...]:
 def stop_on_interrupt(work: str) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after the user has interrupted `work`.
 
-    The first Ctrl-C only logs a line, so the current step of the work can end. A second Ctrl-C
-    raises a KeyboardInterrupt. Outside the main thread, and if the program handles SIGINT itself,
-    nothing changes and the function returns False.
+    The first Ctrl-C only logs a line, so that the work can end in order. A second Ctrl-C raises a
+    KeyboardInterrupt. Outside the main thread, or if the program handles SIGINT itself, interrupts
+    are not handled and the function returns False.
     """
     interrupted = False
 

@@ -1,4 +1,4 @@
-"""The ways to train (`Recommendation`), in one group, in a division, or with servers."""
+"""Lists the ways to train (`Recommendation`) in one group, in a division, or with servers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from seqpar.strategies.recurrent import TRANSPORTS
 # The strategies that are tried with each division. Other strategies are tried only with the best
 # division.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# With more than 128 ranks, a mesh is tried if at most this many messages are recorded in forward,
-# and as many in backward. The first limit applies if all ranks are recorded, and the second if only
-# a few are. For example, USP 64x8 has 4,608 messages if all ranks are recorded, and USP 256x8 has
-# 1,056 messages if a few ranks are recorded. More messages would make a search too slow.
+# With more than 128 ranks, a mesh is tried only if its programs have at most this many messages in
+# forward, because more messages would make a search too slow. The first limit applies if all ranks
+# are recorded, and the second one if a few ranks are.
 _MAX_MESSAGES, _MAX_MESSAGES_OF_FEW = 5000, 1500
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
@@ -49,13 +48,15 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 
 
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
-    """Yield the ways of a division, with the usually best strategies or with all others.
+    """Yield the ways of a division with the strategies that are usually the best, or with all
+    others.
 
-    With more than 128 ranks only USP is tried, on meshes with few recorded messages.
+    With more than 128 ranks, only USP is tried, on meshes with few recorded messages.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
-    if context.model.kv_heads % ranks:  # ranks then send equal heads, or parts of documents
+    # Ulysses would send KV heads to several ranks, or cut documents.
+    if context.model.kv_heads % ranks:
         first.discard("ulysses")
     strategies = [x for x in STRATEGIES if (x in first) != others]
     if ranks == 1:
@@ -63,7 +64,7 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     if ranks > MAX_RANKS_AS_ONE:
         strategies = [x for x in strategies if x == "usp"]
     found = candidates(context.cluster, ranks, strategies)
-    if costs.model.recurrence is not None:  # whose layers need one group of the context ranks
+    if costs.model.recurrence is not None:  # linear layers need one group of the context ranks
         found = [x for x in found if x.mesh is None]
     for named in layouts(division.lengths, context, division.largest) if found else ():
         quick = found
@@ -76,7 +77,6 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
 
 
 def _is_quick(candidate: Candidate, layout: Layout, costs: Costs) -> bool:
-    """Return whether few messages are recorded for a mesh."""
     strategy, mesh = candidate
     assert mesh is not None
     played = np.unique(choose_stand_ins(strategy, layout.geometry, costs.cluster)).size
@@ -123,8 +123,8 @@ def _way(
 def transport_of(layout: Layout, costs: Costs) -> str | None:
     """Return the fastest transport of linear layers; None for a model without linear layers.
 
-    The strategy of softmax layers does not affect the choice. A transport that fits into memory is
-    preferred to any transport that does not.
+    The choice does not depend on the strategy of softmax layers. A transport that fits into memory
+    is preferred to any transport that does not.
     """
     linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
     if not linear or layout.ranks == 1:
@@ -134,7 +134,8 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
     for transport in TRANSPORTS:
         try:
             one = step("ring", layout, costs.cluster, model, transport=transport)
-        except ValueError:  # recurrences refuse the layout; simulating the way reports it
+        # Linear layers refuse the layout; the simulation of the way reports the reason.
+        except ValueError:
             continue
         ranked.append((one.memory.max() > capacity, one.seconds, transport))
     return min(ranked, key=lambda x: x[:2])[2] if ranked else TRANSPORTS[0]
@@ -143,11 +144,11 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
 def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
     """Return the numbers of servers to try.
 
-    One number is the softmax attention's fraction of the work times the number of ranks, and the
-    other is half of that number. A trainer alternates between two parts of its documents, called
-    nano-batches, so that servers compute for one nano-batch while the trainer computes with the
-    other. Trainers and servers are then always busy if devices are divided in proportion to softmax
-    attention and all other work. Every trainer has at least one document.
+    Two numbers are tried: the number of ranks times the fraction of all work that is softmax
+    attention, and half of this number. With the first number, devices are divided in proportion to
+    softmax attention and all other work. Trainers and servers are then both always busy, because a
+    trainer computes one half of its documents while servers compute for the other half. Every
+    trainer has at least one document.
     """
     ranks, model = costs.cluster.ranks, costs.model
     softmax = tuple(x for x in model.layers if x.kind != "linear")
@@ -176,10 +177,11 @@ def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
 
 
 def tasks_of(layout: Layout, servers: int) -> int:
-    """Return the number of tasks per call on servers, about four for each server.
+    """Return the number of tasks into which a trainer cuts each call.
 
-    The number is chosen such that tasks have equal size, if the number of tasks of the trainer with
-    the most attention is proportional to its attention.
+    In total, there should be about four tasks for each server. The trainer with the most attention
+    gets the same fraction of these tasks as it has of all attention. All other trainers use the
+    same number.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]

@@ -1,5 +1,5 @@
 """Record programs from a strategy's code, which runs on tensors without data.
 
-A program is one rank's list of operators, messages and waits. Start with `recording.py`, then read
-`program.py`, its result.
+A program is the list of one rank's computations, messages and waits. Start with `recording.py`,
+then read `program.py`, which defines programs.
 """

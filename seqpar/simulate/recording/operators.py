@@ -16,11 +16,12 @@ from seqpar.simulate.recording.program import Compute, Operators
 
 Arguments = tuple[object, ...]
 _aten = torch.ops.aten
-# A gather reads and writes the selected bytes. A scatter reads values, and reads and writes its
-# target at the selected indices.
+# The operators that select. A gather reads and writes the selected bytes. A scatter reads values,
+# and reads and writes its target at the selected indices.
 _GATHER = {_aten.index_select, _aten.index, _aten.gather, _aten.embedding}
 _SCATTER = {_aten.index_add_, _aten.index_copy_, _aten.index_put_, _aten.scatter_add_}
-# A fill writes only its result, and does not read the tensor whose shape it copies.
+# The operators that fill. They write their result, and do not read the tensor whose shape they
+# copy.
 _FILL = {
     *(_aten.zeros, _aten.new_zeros, _aten.zeros_like, _aten.zero_, _aten.ones, _aten.new_ones),
     *(_aten.ones_like, _aten.full, _aten.new_full, _aten.full_like, _aten.fill_),
@@ -32,23 +33,25 @@ _UNTOUCHED = {
 
 
 class Operations(dispatch_mode()):  # type: ignore[misc]
-    """A context that passes the cost of each operator in it to `add`.
+    """A context that passes the costs of torch operators to `add`.
 
-    The bytes of consecutive operators are summed until `flush`.
+    The costs of consecutive operators are summed until `flush`.
 
     Attributes:
         peak: the most bytes held at once by tensors created in this context.
     """
 
     def __init__(self, add: Callable[[Compute], None], counts: bool) -> None:
-        """Without `counts`, the context only runs the code of seqpar's operators in their place."""
+        """Without `counts`, nothing is passed to `add`: the context only runs the code of seqpar's
+        operators instead of their fake rules.
+        """
         super().__init__()
         self._add = add
         self._counts = counts
         self.peak = 0
         self._held = 0
         self._bytes = self._new_bytes = self._calls = 0  # since the last flush
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # live storages by address
 
     def __torch_dispatch__(
         self,
@@ -59,10 +62,10 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
     ) -> object:
         kwargs = kwargs or {}
         implementation = IMPLEMENTATIONS.get(operator)
-        if implementation is not None:  # run the operator's own code, not its fake rule
+        if implementation is not None:  # run the operator's code instead of its fake rule
             with self, torch.no_grad():
                 return implementation(*args, **kwargs)
-        if torch.is_anomaly_check_nan_enabled():  # autograd asks whether a gradient has a NaN
+        if torch.is_anomaly_check_nan_enabled():  # autograd checks whether a gradient has a NaN
             if operator is _aten.isnan.default and isinstance(args[0], Tensor):
                 return torch.empty_like(args[0], dtype=torch.bool)
             if operator.overloadpacket is is_any_true():
@@ -93,14 +96,18 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         tensors: list[Tensor],
         form: object,
     ) -> object:
-        """Run and count an operator; cache its result and cost by the form of the arguments."""
+        """Run and count an operator. Its result and cost are cached by the form of the
+        arguments.
+        """
         result = operator(*args, **kwargs)
         inputs = [x for x in tensors if x.is_meta]
         if tensors and not inputs:
-            return result  # an operator on host tensors, whose results often serve later calls too
+            # Operators on host tensors are not counted, because later calls often reuse their
+            # results.
+            return result
         results = [x for x in _tensors(result) if x.is_meta]
         memory = {memory_of(x) for x in inputs}
-        # Below autograd, a cast is a "view" operator, though it may copy.
+        # Below autograd, a cast is marked as a view operator although it can copy.
         views = operator.is_view and memory.issuperset(map(memory_of, results))
         cost = None if views else operator_cost(operator, args, kwargs, result, inputs, results)
         if self._counts:
@@ -108,7 +115,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         self._count(cost)
         returned = None if views else _result_of(result, tensors)
         again: list[Tensor] = []
-        # If the operator resized its `out`, the form of the arguments has changed.
+        # The form of the arguments changes if the operator resizes its `out`.
         same = form == (operator, _form(args, again), _form(kwargs, again))
         if same and len(inputs) == len(tensors) and (views or returned is not None):
             if len(_known) >= _MAX_KNOWN:
@@ -150,20 +157,19 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             self.peak = max(self.peak, self._held)
 
 
-# Torch derives the results of many operators on meta tensors in Python, in 0.1 to 1 ms. A recording
-# often calls the same operators with arguments of the same form, so results and costs are cached by
-# operator and form of the arguments. A cached result is one of three values: the form of a new
-# tensor, the index of the input that is returned, or None for a view of an input. The cost of a
-# view is None.
+# For many operators on meta tensors, torch computes the result in Python, which takes 0.1 to 1 ms.
+# A recording often calls the same operators with arguments of the same form, so results and costs
+# are cached by operator and form of the arguments. A cached result is the form of a new tensor, the
+# index of the input that is returned, or None for a view of an input, whose cost is None too.
 _NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _known: dict[object, tuple[_NewTensor | int | None, Operators | None]] = {}
 _MAX_KNOWN = 2**14
 
 
 def _form(x: object, tensors: list[Tensor]) -> object:
-    """Replace each tensor of an argument by its form; append the tensors to `tensors`.
+    """Replace each tensor in an argument by its form, and append the tensor to `tensors`.
 
-    A tensor that occurs again is replaced by its index in `tensors`.
+    A tensor that is in `tensors` already is replaced by its index.
     """
     if isinstance(x, Tensor):
         number = next((i for i, other in enumerate(tensors) if other is x), None)
@@ -173,7 +179,7 @@ def _form(x: object, tensors: list[Tensor]) -> object:
         return tuple([y if type(y) is int else _form(y, tensors) for y in x])
     if isinstance(x, dict):
         return tuple([(name, _form(y, tensors)) for name, y in x.items()])
-    return type(x), x  # the type tells 1 from 1.0, which are equal
+    return type(x), x  # includes the type, because 1 == 1.0
 
 
 def operator_cost(
@@ -222,7 +228,7 @@ def _tensors(x: object) -> list[Tensor]:
 
 
 def _nbytes(x: Tensor) -> int:
-    """Return the bytes of memory that a tensor covers, without repeats by expanded dimensions."""
+    """Return the bytes of memory that a tensor covers. Expanded dimensions do not count."""
     size = x.element_size()
     for length, stride in zip(x.shape, x.stride(), strict=True):
         size *= length if stride else 1

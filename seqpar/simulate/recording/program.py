@@ -1,4 +1,6 @@
-"""Programs: the actions of one rank, in order. The rank computes, posts messages and waits."""
+"""Programs. A program is the list of one rank's actions, in order: it computes, posts messages and
+waits.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ Sizes = tuple[tuple[int, int], ...]  # (peer, bytes) of each message
 class SoftmaxCompute(NamedTuple):
     """One call of softmax attention on a number of query heads.
 
-    `head_dim` is the mean of two head dims, rounded up: the head dim of q and k, and the head dim
-    of v.
+    `head_dim` is the mean, rounded up, of the head dim of q and k and the head dim of v.
     """
 
     tasks: Tasks
@@ -41,7 +42,8 @@ class Operators(NamedTuple):
     """Operators of torch.
 
     `flops` are the FLOPs of matrix products. `bytes` are the bytes that all other operators read
-    and write. `new_bytes` is the memory allocated for results. `calls` is the number of operators.
+    and write. `new_bytes` are the bytes that are allocated for results. `calls` is the number of
+    operators.
     """
 
     flops: int
@@ -56,7 +58,7 @@ class Compute:
 
     Attributes:
         work: what is computed.
-        what, step, area: as in `seqpar.trace`; torch's operators are named "operators".
+        what, step, area: as in `seqpar.trace`. For torch's operators, `what` is "operators".
     """
 
     work: SoftmaxCompute | LinearCompute | Operators
@@ -70,7 +72,7 @@ class Post:
     """Messages that a rank posts together, without waiting for them.
 
     Attributes:
-        number: the number of the exchange on this rank.
+        number: the index of the exchange among the exchanges of this rank.
         sends, recvs: the messages.
         channel: the communicator.
         what, step: as in `seqpar.trace`.
@@ -86,12 +88,12 @@ class Post:
 
 @dataclass(slots=True)
 class ShardExchange(Post):
-    """A collective of ranks 0, 1, …: an all-gather of the ranks' shards, or a reduce-scatter.
+    """A collective of ranks 0, 1, … with equal shards: an all-gather or a reduce-scatter.
 
     The collective begins when all of these ranks have posted it. As in NCCL's rings, a shard is
-    sent once to each other node, to one NIC, and is then passed on inside the node. Equal messages
-    between two nodes are played together. Playing the collective on P ranks therefore costs about P
-    messages per node instead of P².
+    sent to one NIC of each other node, and is then passed on inside the node. Equal messages
+    between two nodes are simulated together, so that a collective of P ranks needs about P messages
+    per node.
 
     Attributes:
         sends, recvs: (peer, the bytes of a shard) for each other rank.
@@ -115,26 +117,26 @@ class Copy:
 
 @dataclass(slots=True)
 class Begin:
-    """A second program of the rank starts and runs concurrently with this one."""
+    """The rank starts a second program, which runs concurrently with this one."""
 
     program: Program
 
 
 @dataclass(slots=True)
 class End:
-    """The rank waits until a program that it began has ended."""
+    """The rank waits until a program that it has started ends."""
 
     program: Program
 
 
 @dataclass(slots=True)
 class Serve:
-    """The rank runs programs in the order in which the exchanges that they wait for end.
+    """The rank runs several programs, in the order in which their exchanges end.
 
-    These exchanges have been posted before.
+    Each program waits for one exchange, which was posted earlier.
 
     Attributes:
-        programs: the programs, by the number of the exchange that each program waits for.
+        programs: the programs, by the number of the exchange for which each program waits.
     """
 
     programs: dict[int, Program]
@@ -148,7 +150,7 @@ class Program:
     """The actions of one rank.
 
     Attributes:
-        actions: in order.
+        actions: the actions, in order.
         ordered: whether the exchanges of a communicator run one after another, as on NCCL. On gloo,
             only messages from the same sender to the same receiver run one after another.
         peak_bytes: the most bytes held at once by tensors that the program creates.

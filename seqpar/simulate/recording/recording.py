@@ -1,4 +1,4 @@
-"""Record programs: run each rank's own code on tensors without data and log its messages."""
+"""Record programs: run each rank's code on tensors without data, and note what it does."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def record(
     `comm.size` identify the rank; the step's result is ignored. No numbers are computed and no data
     is sent.
 
-    The step begins with gradients enabled and without the modes of the caller, such as
-    `torch.no_grad`, anomaly mode, `FlopCounterMode` and `use_backend`. The step itself enters the
-    modes that it needs. Other threads may simulate or compute attention at the same time.
+    Modes of the caller, such as `torch.no_grad`, anomaly mode, `FlopCounterMode` and `use_backend`,
+    do not apply to the step: it must enter the modes that it needs. Other threads can simulate or
+    compute attention at the same time.
 
     Args:
         step: the code of one rank, which may also run linear modules, losses and whole models on
             meta tensors.
         ranks: the number of ranks.
         mesh: the shape of a mesh, (rows, ranks per row), for `MeshAttention` and `USPAttention`.
-        only: the ranks whose programs to return; None: all.
+        only: the ranks whose programs are returned. None stands for all ranks.
         ordered: whether the ranks use NCCL, which runs the exchanges of a communicator one after
             another. Otherwise the ranks use gloo.
         operators: whether to record torch's operators in addition to attention's kernels: the FLOPs
@@ -91,7 +91,6 @@ def record(
 
 
 def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
-    """Record a step without the modes and the backend that the caller has set."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -120,7 +119,7 @@ class ProgramRecorder:
         self._label, self._posted, self._computes = "", count(), count()
 
     def add(self, action: Action) -> None:
-        """Record an action, after all earlier operators."""
+        """Record an action, after the costs of all earlier operators."""
         self.operations.flush()
         self.program.actions.append(action)
 
@@ -139,11 +138,11 @@ class ProgramRecorder:
         self.add(Compute(call, self._label, next(self._computes), work.area))
 
     def exchange(self, *_: object) -> Callable[[], AbstractContextManager[None]]:
-        """Ignore the exchange: `RecordingComm` records it."""
+        """Record nothing, because `RecordingComm` records the exchange."""
         return nullcontext
 
     def beside(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Record `function` as a concurrent program; return a function that waits for its end."""
+        """Record `function` as a concurrent program. Returns a function that waits for its end."""
         inner = Program()
         with self.into(inner):
             function()
@@ -152,7 +151,7 @@ class ProgramRecorder:
 
     @contextmanager
     def into(self, program: Program) -> Iterator[None]:
-        """Record into another program within this context."""
+        """Within this context, record into a different program."""
         self.operations.flush()
         outer, self.program = self.program, program
         yield
@@ -160,7 +159,7 @@ class ProgramRecorder:
         self.program = outer
 
     def post(self, channel: str, sends: Sizes, recvs: Sizes, what: str, step: int) -> int:
-        """Record messages; return the number of their exchange."""
+        """Record messages, and return the number of the exchange."""
         number = next(self._posted)
         self.add(Post(number, sends, recvs, channel, what, step))
         return number
@@ -174,7 +173,9 @@ class RecordingComm(Comm):
         self._recorder, self._ordered, self._through = recorder, ordered, ""
 
     def channel(self, name: str) -> Comm:
-        """Return the same group on the named communicator; gloo has only one."""
+        """Return the same group on the communicator with this name. On gloo, there is only one
+        communicator.
+        """
         if not self._ordered:
             return self
         channel = copy(self)
@@ -187,7 +188,7 @@ class RecordingComm(Comm):
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
         label = exchange.label
         for _, x in (*sends, *recvs):
-            if not x.is_meta:  # no other rank runs, so there is no data to receive
+            if not x.is_meta:  # no other rank is running, so no data would arrive
                 raise ValueError(
                     f"step must send tensors on the meta device only, but {label} sends one on "
                     f"{x.device}"

@@ -40,26 +40,25 @@ def record_served(
     operators: bool = True,
     copies: bool = False,
 ) -> list[Program]:
-    """Return the programs of trainers that run `step(pool)`, then those of their servers.
+    """Return the programs of trainers that run `step(pool)`, followed by those of their servers.
 
     The step runs once for each trainer, in this process, with `DisaggregatedAttention(pool)`,
-    layouts of one rank, and tensors of the meta device. `pool.trainer` identifies the trainer. Work
-    submitted by `attn.begin` runs on servers while the trainer continues, until `attn.finish`. In
-    this way a trainer can alternate between two parts of its documents, called nano-batches. No
-    numbers are computed and no data is sent.
+    layouts of one rank, and tensors of the meta device. `pool.trainer` identifies the trainer.
+    Between `attn.begin` and `attn.finish`, servers compute the work that was submitted, and the
+    trainer continues. A trainer can thus alternate between two parts of its documents, called
+    nano-batches. No numbers are computed and no data is sent.
 
     Task i of trainer t is sent to server (t + i) mod `servers`, as with servers of equal speed. A
-    server runs the code of real servers. The recorded server computes tasks in order of arrival,
-    one at a time, and holds one task with its result. Real servers may compute several tasks at
-    once. On a cluster, the first ranks are the trainers, and the next ranks are the servers. Each
-    task and each result is one message.
+    recorded server runs the code of real servers, but computes one task at a time, in order of
+    arrival. Real servers can compute several tasks together. On a cluster, the first ranks are the
+    trainers, and the next ranks are the servers. Each task and each result is one message.
 
     Args:
         step: the code of a trainer.
         trainers, servers: the number of trainers, and the number of servers.
         operators: as in `record`.
-        copies: whether devices copy through host memory everything that they send and receive, as
-            GPUs do. A device does no other work during a copy.
+        copies: whether everything that a device sends or receives is first copied to host memory,
+            as with GPUs. A device does no other work during a copy.
 
     Raises:
         ValueError: if an argument is wrong, or if a call in the step is refused.
@@ -109,7 +108,7 @@ class RecordedPool(ServerPool):
         self._recorder.add(Compute(Operators(flops, 0)))
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
-        """Record a task, and return a future of its result. The result has no data."""
+        """Record a task, and return a future of its result, which has no data."""
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         if not request.q.is_meta:
@@ -121,7 +120,8 @@ class RecordedPool(ServerPool):
         trainer_peak = self._recorder.operations.peak
         with self._recorder.into(work):
             (result,) = compute([request], request.q.device)
-        self._recorder.operations.peak = trainer_peak  # the task uses memory of the server
+        # The task uses memory of the server, not of the trainer.
+        self._recorder.operations.peak = trainer_peak
         request_bytes, reply_bytes = request.nbytes, sum(x.nbytes for x in result)
         self._tasks.append(_Task(number, self.trainer, server, request_bytes, reply_bytes, work))
         if self._copies:
@@ -153,7 +153,7 @@ class _RecordedReply(Future[tuple[Tensor, ...]]):
         self._recorder, self._actions, self._tensors = recorder, actions, tensors
 
     def result(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """Record that the trainer waits; return tensors without data."""
+        """Record that the trainer waits, and return tensors without data."""
         for action in self._actions:
             self._recorder.add(action)
         return self._tensors

@@ -1,5 +1,4 @@
-"""Simulate whole training steps.
+"""Simulate whole training steps, also with pipelines or attention servers.
 
-A simulated step has the layers of a model, and messages that overlap these layers. A pipeline or
-attention servers can be simulated too. Start with `training_step.py`.
+Start with `training_step.py`.
 """

@@ -1,20 +1,20 @@
 """Simulate a step on devices that are divided into data, pipeline, tensor and context ranks.
 
-A *stage* consists of the layers of one pipeline rank. The strategy's code for attention runs on one
-group of context ranks, and all other groups of context ranks take the same time. Formulas give the
-time of all other exchanges:
+A *stage* is the layers of one pipeline rank. Attention is simulated on one group of context ranks,
+by the strategy's own code, and all other groups of context ranks are assumed to take the same time.
+The time of all other exchanges is computed by formulas:
 
-* Tensor ranks divide a layer's matrices and heads between them, and they divide the activations by
-  tokens. Each half of a layer gathers its input and reduces its result, in forward and in backward.
-  No computation hides these exchanges (Korthikanti et al., "Reducing Activation Recomputation in
-  Large Transformer Models", 2022, section 4.2.2).
+* Tensor ranks divide a layer's matrices and heads, and the tokens of its activations. Each half of
+  a layer gathers its input and reduces its result, in forward and in backward. No computation hides
+  these exchanges (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+  Models", 2022, section 4.2.2).
 * Without pipeline ranks, parameters are sharded over all data and context ranks, as in FSDP. Each
   micro-batch gathers a layer's parameters twice and reduces its gradients once, while the layer
   computes.
-* All pipeline ranks have the same number of consecutive layers, and they follow the schedule 1F1B.
-  A rank holds its stage's parameters and gradients; Adam's state is sharded over the data and
-  context ranks, as in ZeRO's stage 1. Gradients are reduced and parameters gathered once, at the
-  end.
+* With pipeline ranks, all of them have the same number of consecutive layers and follow the
+  schedule 1F1B. A rank holds its stage's parameters and gradients, and Adam's state is sharded over
+  the data and context ranks, as in ZeRO's stage 1. Gradients are reduced and parameters are
+  gathered once, at the end of the step.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from seqpar.layout.layout import Layout
 from seqpar.simulate.steps.pipeline import pipeline
 from seqpar.simulate.steps.training_step import Step, step
 
-_TENSOR_EXCHANGES = 8  # per layer: 2 gathers and 2 reductions in forward, as many in backward
+_TENSOR_EXCHANGES = 8  # per layer: 2 gathers and 2 reductions in forward, and the same in backward
 _RECOMPUTED_TENSOR_EXCHANGES = 4
 _SHARDING_PASSES = 3  # parameters gathered twice, gradients reduced once
 T = TypeVar("T")
-_BACKWARD_SHARE = 2 / 3  # of a stage's time; 1F1B's total depends only on forward + backward
+_BACKWARD_SHARE = 2 / 3  # backward's part of a stage's time; does not affect the total time of 1F1B
 
 
 class MicroBatches(NamedTuple):
     """The micro-batches that one data group computes in a step."""
 
     layout: Layout  # the layout of the largest micro-batch, on the context ranks
-    shares: Floats  # (micro_batches,) the time of each, divided by the time of the largest
-    most_tokens: int  # the tokens of the micro-batch with the most tokens, which decides memory
+    shares: Floats  # (micro_batches,) time / time of the largest micro-batch
+    most_tokens: int  # the most tokens of any micro-batch, on which memory depends
 
 
 class Parallelism(NamedTuple):
@@ -73,7 +73,9 @@ class Parallelism(NamedTuple):
 
 
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
-    """Return the numbers of tensor ranks that divide a node's devices and the model's heads."""
+    """Return the numbers of tensor ranks by which a node's devices and the model's heads can be
+    divided.
+    """
     heads = [model.kv_heads]
     if (r := model.recurrence) is not None:
         heads += [r.key_heads, r.value_heads]
@@ -86,11 +88,11 @@ class DividedCosts:
     """The costs of a model on a cluster that is divided into ranks of several dimensions."""
 
     costs: Costs  # the costs of the model on the whole cluster
-    parallelism: Parallelism  # the division of all devices; context groups fill or divide nodes
+    parallelism: Parallelism  # the division of all devices
 
     @cached_property
     def context(self) -> Costs:
-        """The costs of one group of context ranks, each with its fraction of a layer's heads."""
+        """The costs of one group of context ranks. A rank has only the heads of its tensor rank."""
         cluster, (_, _, tensor, context) = self.costs.cluster, self.parallelism
         per_node = min(context, cluster.devices_per_node // tensor)
         part = per_node / cluster.devices_per_node
@@ -103,7 +105,7 @@ class DividedCosts:
         return self.parallelism.data * self.parallelism.context
 
     def tensor_seconds(self, tokens: float, checkpointing: str = "none") -> float:
-        """Return the seconds in which tensor ranks exchange a layer's activations."""
+        """Return the seconds that tensor ranks take to exchange a layer's activations."""
         ranks, cluster = self.parallelism.tensor, self.costs.cluster
         if ranks == 1:
             return 0.0
@@ -113,7 +115,7 @@ class DividedCosts:
         return count * ((ranks - 1) * cluster.inside.latency + nbytes / cluster.inside.rate)
 
     def sharded_seconds(self, parameters: float, passes: int) -> float:
-        """Return the seconds to gather or reduce parameters, as NCCL's rings do.
+        """Return the seconds for gathering or reducing parameters, as NCCL's rings do.
 
         Each parameter is sent over the ports inside a node, and is sent once over the NICs into
         each of the other nodes. `parameters` is the number of parameters on one tensor rank.
@@ -136,20 +138,21 @@ class DividedCosts:
     def least_seconds(self, micro_batch: float, shares: Floats) -> float:
         """Return a lower bound on the seconds of a step, for any division of layers into stages.
 
-        The largest micro-batch takes `micro_batch` seconds, in all layers and the head together.
-        `shares` (micro_batches,) has the time of each micro-batch divided by the time of the
-        largest. Let w₁, w₂, … be the seconds of the largest micro-batch in each stage, a the sum of
-        the shares and b the least share. For each stage s, a step takes at least
+        The largest micro-batch takes `micro_batch` seconds in all layers and the head together.
+        `shares` (micro_batches,) are the times of all micro-batches divided by the time of the
+        largest one. Let w₁, w₂, … be the seconds of the largest micro-batch in each stage, a the
+        sum of the shares, and b the least share. For each stage s, a step takes at least
 
             a·wₛ + b·(w₁ + … + wₛ₋₁)
 
-        because stage s computes all micro-batches. Before stage s begins, the earlier stages
-        compute the forward of one micro-batch. After stage s ends, they compute the backward of one
-        micro-batch. If t is the largest of these times, the sum w₁ + … + w_S is at most
+        because stage s computes all micro-batches, and the earlier stages compute the forward of
+        one micro-batch before stage s begins, and its backward after stage s ends. If t is the
+        largest of these times over all stages, the sum w₁ + … + w_S is at most
 
             t/b·(1 − (1 − b/a)^S)
 
-        A second bound is the time of the largest micro-batch, which all stages compute in turn.
+        This is solved for t. A second bound is the time of the largest micro-batch, which all
+        stages compute one after another.
         """
         total, least, most = float(shares.sum()), float(shares.min()), float(shares.max())
         part = 1 - (1 - least / total) ** self.parallelism.pipeline
@@ -160,8 +163,8 @@ class DividedCosts:
     ) -> float:
         """Simulate the pipeline, and return the seconds of a step.
 
-        `layers` has the seconds of each layer for the largest micro-batch, forward and backward
-        together, and `head` has the seconds of the head. `shares` is as in `least_seconds`. For a
+        `layers` are the seconds of each layer for the largest micro-batch, forward and backward
+        together, and `head` the seconds of the head. `shares` is as in `least_seconds`. For each
         micro-batch, a stage sends `boundary_bytes` bytes to the next stage.
         """
         if self.parallelism.pipeline == 1:
@@ -177,7 +180,9 @@ class DividedCosts:
     def layer_seconds(
         self, attending: float, layer: Layer, tokens: float, checkpointing: str
     ) -> float:
-        """Return the seconds of a layer, from the seconds of its attention and matrix products."""
+        """Return the seconds of a layer whose attention and matrix products take `attending`
+        seconds.
+        """
         seconds = attending + self.tensor_seconds(tokens, checkpointing)
         if self.parallelism.pipeline > 1 or self.sharding_ranks == 1:
             return seconds
@@ -190,7 +195,9 @@ class DividedCosts:
         return self._stage_costs.parameter_bytes(self.sharding_ranks, stage)
 
     def activation_bytes(self, tokens: float, checkpointing: str, micro_batches: int) -> float:
-        """Return the bytes of activations on a device of the first stage, which holds the most."""
+        """Return the bytes of activations on a device of the first stage, which holds more than
+        others.
+        """
         each, once = self.costs.activation_bytes_per_token(checkpointing)
         stages = self.parallelism.pipeline
         held = each * min(stages, micro_batches) / stages
@@ -203,12 +210,14 @@ class DividedCosts:
         per_stage = self.parallelism.devices // stages
         per_node = max(1, cluster.devices_per_node // per_stage)  # stages in one node
         nics = cluster.nics / cluster.devices_per_node * per_node
-        flat = replace(cluster, fabric=None)  # stages are far apart and send little
+        flat = replace(cluster, fabric=None)  # the fabric is ignored, because stages send little
         return _with_nics(flat, nics, stages // per_node, per_node)
 
     @cached_property
     def _stage_costs(self) -> Costs:
-        """The costs of the largest stage. A stage has the embedding, or the head, or neither."""
+        """The costs of the largest stage. Only the first stage has the embedding, and only the last
+        the head.
+        """
         model = self.context.model
         if self.parallelism.pipeline == 1:
             return self.context
@@ -233,8 +242,7 @@ class DividedCosts:
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
     """Return a fraction of a cluster.
 
-    The number of NICs is rounded to a whole number. The rate of a NIC is scaled such that the total
-    rate of the NICs stays exact.
+    The number of NICs is rounded to an integer, and their rate is scaled to keep the total rate.
     """
     if nodes == 1:
         return replace(cluster, nodes=1, devices_per_node=devices)
@@ -273,9 +281,10 @@ def divided_step(
     mesh: tuple[int, int] | None = None,
     transport: str = "all_gather",
 ) -> Step:
-    """Simulate a step of a group of context ranks, and of all groups in its pipeline.
+    """Simulate a step of a group of context ranks, and of all groups in the same pipeline.
 
-    The remaining arguments are as in `step`. With several stages, activations are not offloaded.
+    All arguments but the first three are as in `step`. With several stages, activations are not
+    offloaded.
 
     Returns:
         A step whose `memory` and `bytes` are those of one context group, and whose `seconds` are
@@ -286,7 +295,7 @@ def divided_step(
     layout, shares, most_tokens = micro_batches
     costs, context = divided.costs, divided.context
     tokens = max(layout.tokens_per_rank)
-    if offload:  # tensor ranks also share what `context` counts on each of them
+    if offload:  # `context` counts the activations of all tensor ranks on each of them
         offload *= divided.activation_bytes(tokens, "none", 1) / float(context.kept_bytes(tokens))
     one = step(
         *(strategy, layout, context.cluster, context.model),
@@ -305,7 +314,7 @@ def divided_step(
     tokens_of = np.array(layout.tokens_per_rank)
     counted = context.activation_bytes(tokens_of, checkpointing)
     temporary = one.memory - counted - context.parameter_bytes(layout.ranks)
-    most = most_tokens / layout.tokens  # in proportion to this layout's
+    most = most_tokens / layout.tokens  # in proportion to the tokens of this layout
     activations = np.array(
         [divided.activation_bytes(most * x, checkpointing, shares.size) for x in tokens_of.tolist()]
     )

@@ -1,7 +1,8 @@
 """Simulate a pipeline of stages: the order of micro-batches and the messages between stages.
 
-The schedule 1F1B alternates one forward and one backward: Narayanan et al., "Efficient Large-Scale
-Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 2.2.1.
+The schedule 1F1B, which alternates one forward and one backward, is described by Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021), section
+2.2.1.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ def pipeline(
     They overlap computation if the devices of the cluster can do so.
 
     Args:
-        forward, backward: seconds of each micro-batch, as (micro_batches,) if all stages take the
-            same time, or as (stages, micro_batches).
+        forward, backward: (micro_batches,) or (stages, micro_batches). The seconds of each
+            micro-batch. The first shape means that all stages take the same time.
         cluster: the devices, or the name of a preset. `stages` must divide the number of ranks.
-        nbytes: bytes that a rank sends for a micro-batch, and receives as gradients:
-            (micro_batches,) or one number. A message of 0 bytes still takes the link's latency.
+        nbytes: (micro_batches,) or a single number. The bytes that a rank sends for each
+            micro-batch, and receives as gradients. A message of 0 bytes still takes the link's
+            latency.
         stages: the number of stages.
-        schedule: "1f1b": a stage starts each backward as soon as it can, so stage s of S holds the
-            activations of at most S − s micro-batches. "gpipe": all forwards, then all backwards in
-            the same order.
+        schedule: with "1f1b", a stage starts each backward as soon as possible, so that stage s of
+            S holds the activations of at most S − s micro-batches. With "gpipe", a stage computes
+            all forwards, and then all backwards in the same order.
 
-    Without communication, S equal stages and m equal micro-batches take (m + S − 1)·(f + b) in
-    either schedule.
+    Without communication, both schedules take (m + S − 1)·(f + b) for S equal stages and m equal
+    micro-batches, whose forward takes f and whose backward takes b.
 
     Raises:
         ValueError: if an argument is wrong; the message names it.

@@ -1,9 +1,9 @@
 """Record the layers of a step: attention and matrix products, on tensors without data.
 
 With attention servers, a trainer divides its documents into two parts, called *nano-batches*.
-Servers compute attention for one nano-batch while the trainer computes with the other nano-batch.
-Source: Zhuang et al., "Efficient Long-context Language Model Training by Core Attention
-Disaggregation" (2025), section 4.
+Servers compute attention for one nano-batch while the trainer computes with the other one. See
+Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
+(2025), section 4.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from seqpar.strategies.registry import make_attention
 
 
 class Products(NamedTuple):
-    """The weights of a layer, and the cost of the backward of its matrix products."""
+    """The weights of a layer, from which the FLOPs of its matrix products follow."""
 
-    weights: float  # number of weights that multiply each token
-    stored: float  # number of weights of all experts
+    weights: float  # the number of weights that are applied to each token
+    stored: float  # the number of stored weights, which includes all experts
     backward: int  # the FLOPs of backward, divided by those of forward
 
     def flops(self, tokens: int) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class Attending:
-    """The operands, the arguments and the module of one layer's attention."""
+    """The attention of one layer: its operands, arguments and module."""
 
     model: Model
     layer: Layer
@@ -71,7 +71,9 @@ class Attending:
         return [self._empty(shape, self.dtype) for shape in self.shapes(tokens)]
 
     def call(self, tokens: int) -> dict[str, object]:
-        """Return the other arguments of a call: causal and the layer's window, or the gates."""
+        """Return the arguments of a call other than q, k and v: the mask, or the gates of linear
+        layers.
+        """
         if not self.linear:
             window = -1 if self.layer.window is None else self.layer.window - 1
             return {"causal": True, "window_size": (window, -1)}
@@ -80,7 +82,7 @@ class Attending:
         kind, heads = kind_of(r.kind), max(r.key_heads, r.value_heads)
         gates: dict[str, object] = {}
         if kind.decay == "constant":
-            # LASP-2 and ZeCO read the values of a constant decay.
+            # LASP-2 and ZeCO read the values of a constant decay, so these need data.
             device = "meta" if self.transport == "tree" else "cpu"
             gates["log_decay"] = torch.full((heads,), -0.1, device=device)
         elif kind.decay is not None:
@@ -93,7 +95,9 @@ class Attending:
     def module(
         self, comm: Comm, strategy: str = "ring", **options: Any
     ) -> Attention | RecurrentAttention:
-        """Return the layer's module, for this strategy or, in linear layers, for `transport`."""
+        """Return the layer's module: of this strategy or, for linear layers, with the layer's
+        transport.
+        """
         if not self.linear:
             return make_attention(strategy, comm, **options)
         assert self.model.recurrence is not None
@@ -112,11 +116,11 @@ def record_attention(
     ranks: tuple[int, ...],
     **options: Any,
 ) -> list[Program]:
-    """Record a layer's attention: forward (twice if it is recomputed) and backward."""
+    """Record a layer's attention: forward, forward again if it is recomputed, and backward."""
 
     def code(comm: Comm) -> None:
         tokens = layout.tokens_on(comm.rank)
-        # `forward` is called instead of the module, since global hooks of modules, such as those of
+        # `forward` is called instead of the module, because global module hooks, such as those of
         # FlopCounterMode, would add operators.
         attn: Any = attending.module(comm, candidate.strategy, **options).forward
         operands, call = attending.operands(tokens), attending.call(tokens)
@@ -136,18 +140,17 @@ def record_attention(
     ]
 
 
-# Recordings are cached and shared. Configurations that differ only in how activations are kept
-# share the recording of attention. All strategies share the recording of linear layers.
+# Recordings are cached, because several configurations need the same recording: those that differ
+# only in how activations are kept and, for linear layers, those that differ only in the strategy.
 record_attention_once = lru_cache(maxsize=4)(record_attention)
 
 
 def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
     """Return the number of consecutive ranks whose programs differ only in their peers.
 
-    Ranks that exchange heads compute the same tokens for different heads. The programs of these
-    ranks are alike if all of these ranks hold the same number of tokens and heads. Such ranks are
-    called a *run* here. A run consists of all ranks with Ulysses, and of a row of the mesh with
-    USP.
+    These are ranks that exchange heads among them: they compute the same tokens for different
+    heads. Their programs are alike if all of them hold the same number of tokens and heads. They
+    are all ranks with Ulysses, and a row of the mesh with USP. Such ranks are called a *run* here.
     """
     if candidate.strategy == "ulysses":
         length = layout.ranks
@@ -163,8 +166,8 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
 def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
     """Return the program of another rank in the run of the recorded rank.
 
-    The program of the recorded rank is copied, and the number of each peer is shifted by the
-    difference of the two ranks. A peer is in the same run, or has the same index in another run.
+    The recorded program is copied, with other peers. A peer is either in the same run, or has the
+    same index in another run.
     """
     if rank == recorded:
         return program
@@ -173,7 +176,7 @@ def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
         shift = rank - recorded
         return tuple(sorted((x - x % length + (x + shift) % length, n) for x, n in messages))
 
-    # The strategies whose ranks are alike begin no second program and serve none.
+    # Programs of these strategies contain neither a second program nor served programs.
     assert not any(isinstance(x, Begin | Serve) for x in program.actions)
     actions = [
         replace(x, sends=moved(x.sends), recvs=moved(x.recvs)) if isinstance(x, Post) else x
@@ -183,7 +186,7 @@ def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
 
 
 def whole_documents(layout: Layout) -> list[list[int]]:
-    """Return the documents that each rank holds; raise a ValueError if one is cut."""
+    """Return the documents that each rank holds. Raises a ValueError if a document is cut."""
     lengths = np.diff(layout.cu_seqlens)
     documents = []
     for rank in range(layout.ranks):
@@ -199,8 +202,7 @@ def whole_documents(layout: Layout) -> list[list[int]]:
 def nano_batches(layout: Layout) -> list[list[list[int]]]:
     """Return each trainer's documents in two nano-batches of similar length.
 
-    A document is never cut, so a trainer with one document has one nano-batch, and a trainer
-    without documents has none.
+    Documents are not cut, so a trainer with one document has one nano-batch.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     batches = []
@@ -225,10 +227,8 @@ def record_layers(
 ) -> list[Program]:
     """Return the programs of trainers and servers for `count` equal, consecutive layers.
 
-    Servers compute tasks in order of arrival. If servers computed tasks in the order of task
-    numbers, trainers with few tasks would delay trainers with many tasks. Trainers compute linear
-    layers themselves. `copies` is as in `record_served`, and `options` are options of
-    `DisaggregatedAttention` on a pool.
+    Servers compute softmax attention, and trainers compute linear layers themselves. `copies` is as
+    in `record_served`, and `options` are options of `DisaggregatedAttention` on a pool.
     """
     lengths = np.diff(layout.cu_seqlens)
     batches = [
@@ -268,7 +268,7 @@ def record_layers(
 
 
 class _Computed(torch.autograd.Function):
-    """A layer's matrix products, counted as FLOPs. Its results are the next layer's q, k and v."""
+    """A layer's matrix products, counted as FLOPs. The results are the next layer's q, k and v."""
 
     @staticmethod
     def forward(

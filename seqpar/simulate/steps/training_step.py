@@ -1,4 +1,6 @@
-"""Simulate a training step. Attention runs its strategy's code; FLOPs give all other time."""
+"""Simulate a training step. Attention runs the strategy's code; all other times follow from
+FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +54,18 @@ _SHARDED_PARAMETERS = -1  # an exchange number that recorded code never uses
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A simulated step. With servers, the first ranks are trainers, the last ranks are servers.
+    """A simulated step. With servers, the first ranks are the trainers, and the last ranks the
+    servers.
 
     Attributes:
-        seconds: the whole step: forward and backward of all layers, the head and the optimizer.
-        layers: by kind and window, the outcome of one layer's forward and backward, and the number
-            of such layers.
+        seconds: the time of the whole step: forward and backward of all layers, head and optimizer.
+        layers: for each kind and window of layers, the outcome of one layer's forward and backward,
+            and the number of such layers.
         head: seconds of the head on the rank with the most tokens.
         optimizer: seconds of the optimizer; 0 without it.
-        memory: (ranks,) bytes of parameters and optimizer state (sharded over all ranks unless
-            `sharding` is "gradients"), of activations, and of attention's temporary tensors.
+        memory: (ranks,) the bytes of parameters, optimizer state, activations and attention's
+            temporary tensors. Parameters and optimizer state are sharded over all ranks, unless
+            `sharding` is "gradients".
         bytes: (ranks,) bytes that attention sends in all layers.
     """
 
@@ -97,47 +101,49 @@ def step(
 ) -> Step:
     """Simulate a training step of a model on one packed batch.
 
-    Each kind of layer is recorded and played once: causal attention, forward and backward, between
-    the layer's linear modules. The time of one layer is multiplied by the number of such layers.
-    All ranks begin a layer together. Linear layers run `RecurrentAttention` of the model's kind.
+    One layer of each kind is recorded and played: its causal attention and linear modules, forward
+    and backward. All ranks begin the layer at the same time. The time of the layer is multiplied by
+    the number of such layers. Linear layers run `RecurrentAttention` of the model's kind.
 
     In groups of more than 128 ranks with the same work, most strategies are recorded and played on
-    a few nodes (`simulate.playback.stand_ins`). Every other rank gets the results of its stand-in.
+    a few nodes only, which represent all nodes (`simulate.playback.stand_ins`).
 
     With `servers`, the ranks of the layout are trainers, which hold whole documents, and `servers`
     further devices compute softmax attention for the trainers. A trainer divides its documents into
-    two parts of similar length, called nano-batches, and alternates between them. A trainer with a
-    single document has one nano-batch. Two consecutive layers are also played, and each further
-    layer takes the time that the second layer adds.
+    two parts of similar length, called nano-batches, and alternates between the two. A trainer with
+    a single document has one nano-batch. Because consecutive layers overlap, two consecutive layers
+    are also played, and each further layer is assumed to add as much time as the second layer.
 
     Args:
         strategy: the strategy of softmax attention, as in `make_attention`.
         layout: which rank holds which tokens.
         cluster: the devices, at least one for each rank of the layout, or the name of a preset.
-            Messages follow NCCL's rules if they travel while devices compute, and gloo's otherwise.
+            Messages follow NCCL's rules if devices send messages while they compute, and gloo's
+            rules otherwise.
         model: the shapes of the layers, or the name of a preset. Tensors have the device's dtype.
         mesh: (rows, ranks per row), for "mesh" and "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
-        sharding: how each rank exchanges parameters and gradients with all others while a layer
-            computes. "none": not at all. "gradients": each rank holds all parameters and reduces a
-            layer's gradients, as DDP does, in two passes over the layer. "full": both are sharded
-            over all ranks, as FSDP does; a layer's parameters are gathered twice, its gradients
+        sharding: how ranks exchange parameters and gradients while a layer computes. With "none",
+            they do not. With "gradients", each rank holds all parameters, and a layer's gradients
+            are all-reduced, as in DDP. With "full", parameters and gradients are sharded over all
+            ranks, as in FSDP: a layer's parameters are gathered twice, and its gradients are
             reduced once. Servers hold no parameters.
-        offload: the fraction, 0 to 1, of the tensors kept for backward that waits in host memory,
-            as with `seqpar.offload`. These tensors are copied out during a layer's forward, and are
-            copied back during the layer's backward. `memory` does not take offloading into account.
+        offload: a number from 0 to 1. The fraction of the tensors kept for backward that is kept in
+            host memory, as by `seqpar.offload`. These tensors are copied to the host during a
+            layer's forward, and back during the layer's backward. `memory` does not take offloading
+            into account.
         optimizer: whether the step includes Adam's update of the rank's parameters. The time of the
             update is its bytes divided by the memory bandwidth.
         transport: the transport of linear layers: "all_gather", "scan" or "tree".
-        servers: the number of attention servers. Servers need the strategy "disaggregated", and
-            exclude a mesh, offloading and full checkpointing. Tensors pass through host memory if
-            messages travel while devices compute.
-        options: options of the strategy; with servers, options of `DisaggregatedAttention` on a
+        servers: the number of attention servers. Servers need the strategy "disaggregated". A mesh,
+            offloading and full checkpointing are not possible with servers. If devices send
+            messages while they compute, tensors are copied through host memory.
+        options: options of the strategy. With servers, options of `DisaggregatedAttention` on a
             pool.
 
     Raises:
-        ValueError: if an argument is wrong, which the message names, or if the strategy cannot
-            compute the layout.
+        ValueError: if an argument is wrong, or if the strategy cannot compute the layout. The
+            message names the argument.
     """
     check_type("layout", layout, Layout)
     cluster, model = as_cluster(cluster), as_model(model)
@@ -183,9 +189,8 @@ def step(
         one, sent_by_one = simulator.play(attending, products, 1)
         two = None
         if servers and count > 1 and not attending.linear:
-            # The end of a layer overlaps the nano-batches of the next layer, so only the end of the
-            # last layer adds time. Each further layer therefore adds as much as the second layer,
-            # which is exact for equal layers.
+            # The end of a layer overlaps the nano-batches of the next layer, so each further layer
+            # adds less time than one layer takes alone. The second layer shows how much.
             two, _ = simulator.play(attending, products, 2)
         seconds += _all_layers(count, one.seconds, None if two is None else two.seconds)
         for activity in ACTIVITIES:
@@ -222,10 +227,10 @@ def least_step_seconds(
     mesh: tuple[int, int] | None = None,
     transport: str = "all_gather",
 ) -> float:
-    """Return a lower bound on a step's seconds, from only these ranks or their stand-ins.
+    """Return a lower bound on a step's seconds without servers, from the programs of these ranks
+    only.
 
-    The bound holds for every checkpointing, sharding and offload, without servers. Ranks are
-    recorded, not played.
+    The bound holds for every checkpointing, sharding and offload.
     """
     candidate = Candidate(strategy, mesh)
     simulator = _LayerSimulator(costs, layout, candidate, "none", "none", 0.0, 0, {})
@@ -261,7 +266,7 @@ def _kinds_of_layers(
 
 
 def head_seconds(costs: Costs, tokens: float) -> float:
-    """Return seconds of the model's head, forward and backward, on a rank with `tokens` tokens."""
+    """Return the seconds of the head's forward and backward on a rank with `tokens` tokens."""
     flops = 6 * tokens * costs.model.vocabulary * costs.model.hidden
     return flops / costs.cluster.device.reached_rate
 
@@ -269,15 +274,15 @@ def head_seconds(costs: Costs, tokens: float) -> float:
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
     """Return the amount of `count` layers.
 
-    The amount is that of one layer times `count`. If two layers were played, each further layer
-    adds as much as the second layer.
+    This is `count` times the amount of one layer. If the amount of two layers is given, each
+    further layer adds as much as the second one.
     """
     return count * one if two is None else one + (count - 1) * (two - one)
 
 
 @dataclass(frozen=True)
 class _LayerSimulator:
-    """Simulates one kind of layer at a time. The fields are the arguments of `step`."""
+    """Simulates one kind of layer at a time. Its fields are arguments of `step`."""
 
     costs: Costs
     layout: Layout
@@ -289,7 +294,9 @@ class _LayerSimulator:
     options: Mapping[str, Any]
 
     def play(self, attending: Attending, products: Products, count: int) -> tuple[Outcome, Ints]:
-        """Play consecutive layers; return the outcome, and (ranks,) bytes that attention sends."""
+        """Play consecutive layers. Returns the outcome, and (ranks,) the bytes that attention
+        sends.
+        """
         layout, cluster = self.layout, self.costs.cluster
         if self.servers:
             recorded = record_layers(
@@ -337,7 +344,7 @@ class _LayerSimulator:
     def record_in_place(
         self, attending: Attending, products: Products, ranks: tuple[int, ...]
     ) -> list[Program]:
-        """Record these ranks of one layer, without servers."""
+        """Record one layer on these ranks, without servers."""
         candidate = Candidate("ring") if attending.linear else self.candidate
         recompute = self.checkpointing == "full"
         record_it = record_attention if self.options else record_attention_once
@@ -356,7 +363,7 @@ class _LayerSimulator:
 def _exchange_parameters(
     programs: Mapping[int, Program], ranks: int, nbytes: int, passes: int
 ) -> None:
-    """Exchange equal shards of `nbytes` among all ranks, `passes` times, during the programs."""
+    """Add exchanges to the programs: `passes` times, equal shards of `nbytes` among all ranks."""
     shard = -(-nbytes // ranks)
     shards = [(peer, passes * shard) for peer in range(ranks)]
     for rank, program in programs.items():
@@ -369,10 +376,10 @@ def _exchange_parameters(
 
 
 def _offload_activations(program: Program, nbytes: int) -> None:
-    """Copy `nbytes` to the host during forward and back during backward."""
+    """Add copies of `nbytes` to the host in forward, and back in backward."""
     actions = program.actions
     backward = (i for i, x in enumerate(actions) if getattr(x, "what", "").endswith("backward"))
-    # Without attention, the last action is the matrix products of backward.
+    # If there is no attention, only the last action, the matrix products, belongs to backward.
     first_of_backward = next(backward, len(actions) - 1)
     program.actions = []
     for part in (actions[:first_of_backward], actions[first_of_backward:]):
