@@ -1,4 +1,4 @@
-"""The strategies, with one file per published method. The import of this package registers all
+"""The strategies, one file per published method. The import of this package registers all
 strategies.
 
 Start with `ring.py`, the shortest strategy. `registry.py` has `make_attention`.

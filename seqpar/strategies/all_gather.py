@@ -1,4 +1,4 @@
-"""AllGather attention: as in Ring, but a rank posts all messages before it computes.
+"""AllGather attention: as in Ring, keys and values are sent, but all messages are posted first.
 
 The loop `ring` of docs/internals/in_300_lines.md shows the idea. Code that Ring and AllGather share
 is in `seqpar/softmax/keys/`.
@@ -17,7 +17,7 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class AllGather(KeyStrategy):
-    """The strategy that sends keys and values in steps with 1, 2, 4, … ranks."""
+    """The strategy that sends keys and values in steps of 1, 2, 4, … ranks."""
 
     name = "all_gather"
 
@@ -27,11 +27,11 @@ class AllGather(KeyStrategy):
     def distances(self, ranks: int) -> Distances:
         """Return the ranks that exchange keys in each step, so that computation hides the messages.
 
-        In the first step, a rank receives keys from one other rank. The number of other ranks then
-        doubles from step to step (1, 2, 4, …), and is halved from step to step at the end (…, 4, 2,
-        1). A rank computes with its own keys while the first keys arrive, and while the last
-        gradients return. In between, it computes with the keys of n ranks while the messages of the
-        next step, with up to 2n ranks, are sent.
+        In the first step, a rank receives keys from one other rank. The number of ranks per step
+        then doubles (1, 2, 4, …), and at the end it is halved (…, 4, 2, 1). While the first keys
+        arrive, and while the last gradients return, a rank computes with its own keys. In between,
+        it computes with the keys of n ranks while it receives the keys of the next step, from at
+        most 2n ranks.
         """
         rising: list[int] = []
         middle = ranks - 1
@@ -39,7 +39,7 @@ class AllGather(KeyStrategy):
             rising.append(1 << len(rising))
             middle -= 2 * rising[-1]
         sizes = [*rising, middle, *reversed(rising)]
-        if rising and 2 * middle <= rising[-1]:  # too few ranks for a separate step
+        if rising and 2 * middle <= rising[-1]:  # too few ranks for a step of their own
             sizes = [*rising[:-1], rising[-1] + middle, *reversed(rising)]
         edges = accumulate(sizes, initial=1)
         return [range(first, stop) for first, stop in pairwise(edges) if stop > first]
@@ -50,24 +50,25 @@ class AllGatherAttention(Attention):
     """Softmax attention that posts all exchanges of keys and values before it computes.
 
     A rank first computes with its own keys. It then computes with the keys of each exchange after
-    their arrival. There are about 2·log₂ P exchanges. See `Attention` for the call, which all
+    they have arrived. There are about 2·log₂ P exchanges. See `Attention` for the call, which all
     strategies share.
 
     The options `message_dtype`, `gradient_dtype` and `deterministic="ranks"`, the bytes, the
     messages, and the two halves of backward are as in `RingAttention`, with two differences:
 
     * The rank that holds the keys adds gradients in the order of the exchanges.
-    * Contributions to the gradients of keys are in the accumulator's dtype if the keys of several
-      ranks arrived in one exchange. Then w is 4 (8 for fp64).
+    * If the keys of several ranks arrived in one exchange, contributions to their gradients are
+      sent in the accumulator's dtype. Then w is 4 (8 for fp64).
 
-    Memory for a group of heads: all keys and values to which this rank's queries attend. (Ring
-    holds the keys and values of two ranks.) Backward adds the group's fp32 gradients of this rank's
-    tokens, the fp32 gradients of the keys of two exchanges, and the gradients that arrive for this
-    rank's keys. With packed documents on a GPU, a kernel call also reads a copy of the keys and
+    Memory for a group of heads: a rank holds all keys and values to which its queries attend, while
+    Ring holds the keys and values of two ranks. In backward, a rank also holds fp32 gradients of
+    its own tokens, fp32 gradients of the keys of two exchanges, and the gradients that arrive for
+    its own keys. On a GPU with packed documents, a kernel call also reads a copy of the keys and
     values of an exchange. In forward, this copy may contain some keys and values twice. In return
     for this memory, AllGather waits less often than Ring and starts larger kernels.
 
-    "The Llama 3 Herd of Models" (2024), section 3.3.2; Sun et al., "LASP-2" (2025), section 3.3.
+    The method is from "The Llama 3 Herd of Models" (2024), section 3.3.2, and Sun et al., "LASP-2"
+    (2025), section 3.3.
     """
 
     strategy = AllGather

@@ -1,16 +1,16 @@
 """Disaggregated attention: a plan assigns each task to a rank, or to an attention server.
 
 A *task* is attention of some queries over some keys of one document. The *server* of a task is the
-rank or process that computes the task. The loop `disaggregated` of docs/internals/in_300_lines.md
-shows the idea. This strategy adds a plan that balances the work. It sends each row to a server only
-once, and can use separate server processes. The code of messages and computation is in
+rank or process that computes it. The loop `disaggregated` of docs/internals/in_300_lines.md shows
+the idea. Unlike the loop, this strategy makes a plan that balances the work, sends each row to a
+server only once, and can use separate server processes. The code of messages and computation is in
 `seqpar/softmax/tasks/`.
 
-Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-(2025), sections 3 and 4. Three things differ from the paper. The keys of one query may belong to
-several tasks, because the rank of the query merges the results of the tasks. While messages are
-sent, a rank computes with its own keys, so that even a single batch hides the messages. Results
-return in stages.
+The method is from Zhuang et al., "Efficient Long-context Language Model Training by Core Attention
+Disaggregation" (2025), sections 3 and 4, with three differences. The keys of one query may belong
+to several tasks, because the rank of the query merges the results of its tasks. A rank computes
+with its own keys while messages are sent, so messages are hidden even in a single batch. Results
+are returned in stages.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from seqpar.softmax.tasks.task_attention import (
 from seqpar.softmax.tasks.task_plan import Planner, Plans, TaskPlan, task_traffic
 from seqpar.strategies.registry import register
 
-# A stage has about this many rows from other ranks. It has more if otherwise there would be too
-# many stages.
+# In a stage, a server receives about this number of rows from other ranks. Stages are larger if
+# there would be too many of them otherwise.
 _ROWS_PER_STAGE = 512
-# There is a group of heads in backward for each so many rows of a rank, whatever the lengths of
-# documents are. A token of short documents takes as much memory as a token of long ones: most of
-# its memory is gradients of foreign keys.
+# In backward, heads are divided into one group for each of this number of query rows on a rank. The
+# lengths of documents do not matter: most of the memory is for gradients of foreign keys, and a
+# token needs as much of it in a short document as in a long one.
 _ROWS_PER_GROUP = 4096
 
 
@@ -67,13 +67,15 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
     """
 
     name = "disaggregated"
-    # The tasks, or a function that makes them. None is the default plan in forward, and the plan of
-    # forward in backward.
+    # The tasks, or a function that makes them. In forward, None means the default plan. In
+    # backward, None means the plan of forward.
     plan: TaskRectangles | Plans | Planner | None = None
     backward_plan: TaskRectangles | Plans | Planner | None = None
-    # "server" if a rank keeps rows of other ranks from forward to backward, "home" if it does not.
+    # With "server", a rank keeps rows of other ranks from forward to backward. With "home", it does
+    # not.
     keep: str = "home"
-    # By how much the slowest rank may exceed the mean, as a fraction, in the default plan.
+    # In the default plan, the work of the slowest rank may exceed the mean by this fraction of the
+    # mean.
     tolerance: float = 0.05
 
     def __post_init__(self) -> None:
@@ -115,12 +117,12 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         groups, s = self._groups(call, "backward"), call.shape
-        # In the largest group, for all batch entries.
+        # For all batch entries, in the largest group.
         kv_heads = s.batch * -(-s.kv_heads // len(groups))
         heads = kv_heads * (s.heads // max(1, s.kv_heads))
         queries = heads * (s.value_dim + (0 if residuals else s.dim)), heads * len(columns)
         keys = kv_heads * (s.dim + s.value_dim)
-        # With `at_once`, rows of the second group arrive before those of the first are released.
+        # With `at_once`, the rows of the second group arrive before those of the first are freed.
         apart = 1 if at_once else 0
         first, later = (
             TaskBuffers.of(plan, x, queries, keys) for x in (apart, len(groups) - apart)
@@ -130,7 +132,7 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
             buffers = first if at_once and heads is groups[0] else later
             q, k, v, _ = heads.operands(operands)
             dout, *statistics = (x[:, :, heads.queries] for x in (output.dout, *columns))
-            # If servers kept q and k in forward, these are not sent again.
+            # q and k are not sent again if servers kept them in forward.
             rows = [dout] if residuals else [dout, q]
             kept = residuals[1][:, :, heads.keys] if residuals else None
             moving = [rows, [torch.stack(statistics, -1)]]
@@ -162,8 +164,8 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
             tasks = _own_tasks(call, tolerance) if plan is None else plan.tasks(name, *geometry)
             return TaskRows(tasks, *geometry, max(1, _ROWS_PER_STAGE // max(1, call.shape.batch)))
 
-        # A user's function may return different tasks on different ranks, and each rank's own tasks
-        # must then be compared.
+        # A user's function may return different tasks on different ranks, so the tasks of each rank
+        # must be compared.
         once = call.once_for_ranks if plan is None else call.once
         return once(("task rows", name, plan, tolerance), build)
 
@@ -174,10 +176,10 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         return name, getattr(self, name), self.tolerance
 
     def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
-        """Return the groups in which heads are sent, which are the same on all ranks.
+        """Return the groups in which heads are sent. They are the same on all ranks.
 
-        Forward has a single group. The reason is that a caller may do other work between the two
-        parts of a call, and that all messages of a single group are posted in the first part.
+        Forward has a single group, so that all messages are posted in the first part of the call. A
+        caller may do other work between the two parts of a call, while these messages are sent.
         """
         if direction == "backward":
             rows = call.layout.worst_case.most_tokens * call.shape.batch
@@ -217,12 +219,12 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Return the tasks of the default plan. Every rank makes the same tasks, without messages.
+    """Return the tasks of the default plan. Every rank makes the same plan, without messages.
 
-    The plan uses the costs of an H100, which also balance the work of other devices.
+    The plan uses the costs of an H100. It also balances the work of other devices.
     """
     s = call.shape
-    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # within a mesh, ranks may have no heads
+    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # in a mesh, a rank may have no heads
     model = Model("", (Layer("softmax", None, 0, 0),), s.dim, heads, kv_heads, s.dim, 1)
     nodes = -(-call.ranks // 8)
     cluster = Cluster.preset(f"{nodes}x{min(call.ranks, 8)}-h100")
@@ -241,30 +243,30 @@ class DisaggregatedAttention(SplitAttention):
     """Softmax attention that is cut into tasks, which a plan assigns to ranks.
 
     A *task* is attention of some queries over some keys of one document, for the pairs that the
-    mask allows. The rank that holds these tokens is the *owner* of the tokens. The rank that
-    computes the task is the *server* of the task. On a group, every rank is an owner and a server.
-    On a `ServerPool`, the pool's processes are the servers, and this process owns all tokens.
+    mask allows. The rank that holds a token is the *owner* of the token. The rank that computes a
+    task is the *server* of the task. On a group, every rank is an owner and a server. On a
+    `ServerPool`, the processes of the pool are the servers, and this process owns all tokens.
     Layouts then have one rank. See `Attention` for the call, which all strategies share.
 
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.
         check_ranks, deterministic, routing: as in `Attention`. With a pool, routing must be None.
         plan: the tasks and their servers, as a `seqpar.layout.tasks.tasks.TaskRectangles`, or a
-            function that returns one. The function gets the geometry of the queries, the geometry
-            of the keys, and the mask, and must return the same tasks on all ranks. Each pair that
-            the mask allows must be in exactly one task. Otherwise a call raises a ValueError before
-            it sends anything. By default `seqpar.balance.disaggregate` makes the plan, with the
-            costs of an H100.
+            function that returns one. The function is called with the geometry of the queries, the
+            geometry of the keys, and the mask. It must return the same tasks on all ranks. Each
+            pair that the mask allows must be in exactly one task. Otherwise a call raises a
+            ValueError before it sends anything. By default `seqpar.balance.disaggregate` makes the
+            plan, with the costs of an H100.
         keep: with "home", the default, backward sends q, k and v to the servers again. With
             "server", servers keep the rows that they received until backward.
-        backward_plan: another plan for backward, only with `keep="home"`. None means the plan of
+        backward_plan: a plan for backward, which requires `keep="home"`. None means the plan of
             forward.
         tolerance: an option of the default plan. The work of the slowest rank may exceed the mean
             work of all ranks by this fraction of the mean.
 
-    With a pool, the options are `tasks` and `tile` instead of the last four. They must be the same
-    on all trainers, and in all runs whose bits are compared, because they and the call decide the
-    tasks:
+    With a pool, the options are `tasks` and `tile` instead of the last four options. These two
+    options and the call determine the tasks. They must therefore be the same on all trainers, and
+    in all runs whose bits are compared.
         tasks: the largest number of tasks of a call. One more task is made if some work is left
             over. With more tasks, servers of different speeds share the work more evenly, but more
             bytes are sent.
@@ -274,27 +276,27 @@ class DisaggregatedAttention(SplitAttention):
 
     Bytes sent by rank r. The plan assigns tasks with m(r, s) query rows and n(r, s) key rows of
     rank r to the server s. A row is sent to a server only once. b is the number of bytes of an
-    element, and e = 4 (8 for fp64). Sums are over all other ranks s.
+    element, and e is 4 (8 for fp64). f is 2e, or 3e if lse has a gradient. Sums are over all other
+    ranks s.
 
     * forward, to servers: Σ m(r, s)·B·Hq·D·b for queries, and Σ n(r, s)·B·Hkv·(D + Dv)·b for keys
       and values;
     * forward, as a server: Σ m(s, r)·B·Hq·(Dv + 1)·e for results;
-    * backward, to servers: Σ m(r, s)·B·Hq·((D + Dv)·b + 2e) for queries (with 3e in place of 2e if
-      lse has a gradient), and keys and values again. With `keep="server"`, the part D·b of queries,
-      and keys and values, are not sent again;
+    * backward, to servers: Σ m(r, s)·B·Hq·((D + Dv)·b + f) for queries, and keys and values again.
+      With `keep="server"`, keys and values, and the part D·b of queries, are not sent again;
     * backward, as a server: Σ m(s, r)·B·Hq·D·e for dq, and Σ n(s, r)·B·Hkv·(D + Dv)·e for dk and
       dv, each summed over the tasks of the server.
 
-    Messages: in each stage, a server gets one message with queries and one message with keys, and
-    returns one message with results. In backward, a server gets two messages with queries. The
-    first message has q and dout, and the second message has lse and the other statistics. If
+    Messages: in each stage, a server receives one message with queries and one message with keys,
+    and returns one message with results. In backward, a server receives two messages with queries.
+    The first message has q and dout, and the second message has lse and the other statistics. If
     queries of several stages attend to one key, this key is sent in a separate message, because its
-    gradients return later. In backward, heads are sent in g groups, each with its own messages.
-    There is one group for each 4,096 query rows of the rank with the most rows, but at most one per
-    KV head. `traffic` returns the number of messages.
+    gradients return later. In backward, heads are sent in g groups, and each group has its own
+    messages. There is one group for each 4,096 query rows of the rank with the most rows, but at
+    most one per KV head. `traffic` returns the number of messages.
 
-    Memory in addition to inputs and results, in bytes. The rank receives m query rows and n key
-    rows of other ranks. It sends m' query rows, and sends its key rows n' times in total.
+    Memory in addition to inputs and results, in bytes. A rank receives m query rows and n key rows
+    of other ranks. It sends m' of its query rows. It sends its key rows n' times in total.
 
     * forward: the partial B·T·Hq·(4·Dv + 8), received rows B·(m·Hq·D + n·Hkv·(D + Dv))·b, and
       results (m + m')·B·Hq·(Dv + 1)·4;
@@ -317,21 +319,20 @@ class DisaggregatedAttention(SplitAttention):
       + n(i));
     * forward, from the server: m(i)·B·Hq·(Dv + 1)·e. If no other task has any of these query rows
       and the call has no sinks, it is m(i)·B·Hq·(Dv·b + e);
-    * backward, to the server: m(i)·B·Hq·((D + Dv)·b + 2e) (with 3e in place of 2e if lse has a
-      gradient), and the keys, values and tables again;
+    * backward, to the server: m(i)·B·Hq·((D + Dv)·b + f), and the keys, values and tables again;
     * backward, from the server: m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e.
 
-    `traffic` has a row for each task. The step of the row is the number of the task, and the peer
-    is −1, because any server may compute the task. `sent_bytes` counts a task once, even if the
-    task was sent several times. Memory in addition to inputs and results: requests until they are
+    `traffic` has a row for each task. The step of the row is the index of the task. The peer is −1,
+    because any server may compute the task. `sent_bytes` counts a task once, even if the task was
+    sent several times. In addition to inputs and results, memory holds requests until they are
     answered, results that have arrived, and the partial or the fp32 gradients above. Results are
     merged in the order of the tasks, and gradients are added in the same order. A training step
     therefore has the same bits with any servers of the same hardware. A call raises a
     `ServersError` if the pool is closed, or if neither a server nor this process has computed a
     task within the deadlines.
 
-    Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-    (2025), sections 3 and 4.
+    The method is from Zhuang et al., "Efficient Long-context Language Model Training by Core
+    Attention Disaggregation" (2025), sections 3 and 4.
     """
 
     strategy = Disaggregated

@@ -1,16 +1,16 @@
-"""LASP-2: linear attention across ranks, which exchange states once in forward and once in
-backward.
+"""LASP-2: linear attention for which ranks exchange states, once in forward and once in backward.
 
 A *span* is a range of consecutive tokens of a document on one rank. The *state* of a span is a
-matrix (D, Dv) for each KV head, the sum over the span's keys and values. The loop `lasp2` of
-docs/internals/in_300_lines.md shows the idea. This strategy adds decay, packed documents in any
-layout, and a backward. The code that LASP-2 and ZeCO share is in `seqpar/linear/states/`.
+matrix (D, Dv) for each KV head: the sum of the outer products k vᵀ of the span's tokens. The loop
+`lasp2` of docs/internals/in_300_lines.md shows the idea. Unlike the loop, this strategy has decay,
+packed documents in any layout, and a backward. Code that LASP-2 and ZeCO share is in
+`seqpar/linear/states/`.
 
-Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid" (2025),
-algorithms 1 to 4. Here each span has a state of its own, so that any layout works. A rank receives
-only the states that its spans need. On contiguous and zigzag layouts, a rank receives at most one
-state of each document from each other rank. States are sent while ranks compute with their own
-tokens.
+The method is from Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its
+Hybrid" (2025), algorithms 1 to 4. In this strategy, each span has a separate state, so that any
+layout works. A rank receives only the states that its spans need. On contiguous and zigzag layouts,
+a rank receives at most one state of each document from each other rank. States are sent while ranks
+compute with their own tokens.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ TRANSPORTS = (LASP2.transport, ZeCO.transport)
 class GatheredStates:
     """The exchange of states in a forward or backward.
 
-    `post` sends this rank's states to the ranks that need them. `wait` returns a sum of states for
-    each *station* of this rank, which is a position that needs the sum of all earlier states of its
-    document.
+    A *station* is a position of this rank that needs the sum of all earlier states of its document.
+    `post` sends this rank's states to the ranks that need them. `wait` returns the sum for each
+    station of this rank.
     """
 
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:
@@ -109,12 +109,12 @@ class LASP2Attention(LinearModule):
 
     where λ = exp(log_decay) is a constant for each KV head. A *span* is a range of consecutive
     tokens of a document on one rank. The *state* of some tokens is the matrix Σ λ^{…} k_j v_jᵀ for
-    each KV head. A state has S = B·Hkv·D·Dv·4 bytes (in fp64, 8 instead of 4), for any number of
-    tokens.
+    each KV head. Its size does not depend on the number of tokens. It has S = B·Hkv·D·Dv·e bytes,
+    where e is 4 (8 for fp64).
 
-    Any layout is accepted, unless states would be larger than tokens. A layout is refused if a rank
-    has more than 4 spans of a document, and these spans have on average fewer than D·Dv·4 / ((D +
-    Dv)·b) tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
+    A layout is refused if states would be larger than tokens. This is the case if a rank has more
+    than 4 spans of a document, and these spans have on average fewer than D·Dv·e / ((D + Dv)·b)
+    tokens, where b is the number of bytes of an element of q.
 
     Kept for backward are q, k, v, and a state for each span that does not begin its document. With
     `initial_state`, a state is kept for each span. With `causal=False`, a state is kept for each
@@ -124,8 +124,8 @@ class LASP2Attention(LinearModule):
     rank computes with its own tokens, and this computation hides the exchange. In forward, rank r
     sends S bytes to rank p for each span of p, if r has tokens of the document between p's previous
     span and this span. For a contiguous document, r sends at most S bytes to each later rank. For a
-    zigzag document, r sends at most S bytes to each other rank. Backward sends as many bytes in the
-    other direction.
+    zigzag document, r sends at most S bytes to each other rank. Backward sends as many bytes as
+    forward, in the other direction.
 
     `transport="scan"` (ZeCO's All-Scan): a sum of states is sent from span to span, and each rank
     adds the state of its span. The sum is cut into `blocks` blocks, so that several links work at
@@ -134,26 +134,26 @@ class LASP2Attention(LinearModule):
     rank sends 2·S bytes for each of its documents, in 2 (P − 1) steps.
 
     With `return_state`, the rank that holds the last token of a document also sends the final
-    state, of S bytes, to all other ranks in forward. All ranks therefore have the same bits. Final
-    states are sent in a separate exchange, step 1 in traffic and traces. The last computation of
-    forward hides this exchange. Backward then begins with the gradients of the final states, which
-    all ranks have. With "all_gather", r also sends S bytes to each rank p that has tokens of a
-    document, if r has no tokens of the document after p's last token. With "scan", each rank also
-    sends S bytes to the rank that holds the last token of each document.
+    state, of S bytes, to all other ranks in forward, so that all ranks have the same bits. Final
+    states are sent in a separate exchange, which is step 1 in traffic and traces. The last
+    computation of forward hides this exchange. Backward then begins with the gradients of the final
+    states, which all ranks have. With "all_gather", r also sends S bytes to each rank p that has
+    tokens of a document, if r has no tokens of the document after p's last token. With "scan", each
+    rank also sends S bytes to the rank that holds the last token of each document.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
-            same order. Threads that call at the same time need a group each.
+            same order. If several threads call at the same time, each needs a separate group.
         transport: "all_gather" or "scan".
         blocks: the largest number of blocks into which "scan" cuts a state. Blocks have equal
             sizes, so the number of blocks divides B·Hkv·D.
         check_ranks: whether to compare a digest of each call between ranks first, in ⌈log₂ P⌉
-            messages of 64 bytes. If ranks disagree, all then raise the same ValueError instead of
-            hanging.
+            messages of 64 bytes. If ranks make different calls, all ranks then raise the same
+            ValueError, and no rank hangs.
         routing: how to send messages between nodes over several NICs at the same time. With None,
             messages are sent directly. "scan" requires None.
 
-    Sun et al., "LASP-2" (2025), algorithms 1 to 4; "ZeCO" (2025), section 3.
+    The method is from Sun et al., "LASP-2" (2025), algorithms 1 to 4, and "ZeCO" (2025), section 3.
     """
 
     strategy = LASP2
@@ -204,27 +204,30 @@ class LASP2Attention(LinearModule):
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
                 bf16 or fp16. If q is a DTensor, all tensors must be DTensors on the same mesh. They
                 may be sharded only along heads, and evenly. The results are then DTensors too.
-            k: (T_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
-            v: (T_local, Hkv, Dv) or with the batch in front.
+            k: (T_local, Hkv, D), with a leading batch dimension if q has one. Hq must be a multiple
+                of Hkv.
+            v: (T_local, Hkv, Dv), with a leading batch dimension if q has one.
             layout: the tokens of the packed batch that each rank holds.
             causal: with False, each query attends to all keys of its document, without decay.
-            log_decay: (Hkv,), log λ in fp32 or fp64, at most 0, the same on all ranks, on q's
-                device or the CPU. It has no gradient. If it is on a GPU, checking its values
-                synchronises host and device, once for a tensor until it is changed.
-            scale: the factor of q·k. A tensor () that requires a gradient, or a tensor (Hq,) with
-                one scale per head, is multiplied with q, and the product is rounded to q's dtype.
-                Its gradient is summed over this rank's queries.
-            initial_state: (documents, Hkv, D, Dv), or with the batch in front, in fp32 (fp64 for
-                fp64), on q's device, the same on all ranks: the state with which each document
-                begins. Its gradient on a rank comes only from this rank's outputs. Sum it over
-                ranks, as for a parameter.
-            return_state: also return the final states of documents, with the same bits on all
-                ranks.
-            others: refused; the TypeError names the argument to give instead, for names of fla.
+            log_decay: (Hkv,), fp32 or fp64, on q's device or the CPU. log λ, which is at most 0,
+                and must be the same on all ranks. It has no gradient. If it is on a GPU, checking
+                its values synchronises host and device once, and again after it is changed.
+            scale: the factor of q·k, as a number or a tensor. A tensor () that requires a gradient,
+                or a tensor (Hq,) with one scale per head, is multiplied with q, and the product is
+                rounded to q's dtype. Its gradient is summed over this rank's queries.
+            initial_state: (documents, Hkv, D, Dv), with a leading batch dimension if q has one, in
+                fp32 (fp64 for fp64), on q's device. The state with which each document begins. It
+                must be the same on all ranks. Its gradient on a rank comes only from this rank's
+                outputs. Sum it over ranks, as for a parameter.
+            return_state: whether to return the final states of documents, which have the same bits
+                on all ranks.
+            others: refused. For argument names of fla, the TypeError names the argument to use
+                instead.
 
         Returns:
-            out (T_local, Hq, Dv), or with the batch in front, in q's dtype. With `return_state`,
-            (out, state), where the state is like `initial_state`. Both are differentiable.
+            out (T_local, Hq, Dv), with a leading batch dimension if q has one, in q's dtype. With
+            `return_state`, (out, state), where the state is like `initial_state`. Both are
+            differentiable.
 
         Raises:
             ValueError: if the call is wrong or cannot be computed exactly. The message names the

@@ -1,14 +1,16 @@
 """Mesh attention: queries are sent within rows of ranks, and keys and values within columns.
 
-The ranks form a mesh with R rows and C columns. Each rank computes the queries of its row over the
+The ranks form a mesh with R rows and C columns. Each rank computes the queries of its row with the
 keys of its column. In docs/internals/in_300_lines.md, the loop `ring` shows what happens in a
-column, and the loop `token_ring` what happens in a row. The code is in `seqpar/softmax/queries/`.
+column, and the loop `token_ring` shows what happens in a row. The code is in
+`seqpar/softmax/queries/`.
 
-A rank receives queries of C − 1 ranks and keys of R − 1 ranks, where Ring receives keys of P − 1
-ranks. A mesh with one row is TokenRing. A mesh with one column has the traffic of Ring. In the
-paper, ranks pass queries and keys on along rings. Here a rank sends queries and keys directly, and
-only to ranks that need them. A rank computes some work with its own queries and keys at the end, to
-hide the last results.
+A rank receives queries of C − 1 ranks and keys of R − 1 ranks. In Ring, a rank receives keys of P −
+1 ranks. A mesh with one row is TokenRing. A mesh with one column sends the same bytes as Ring.
+
+There are two differences from the paper. In the paper, ranks pass queries and keys on along rings.
+Here a rank sends its queries and keys directly, and only to ranks that need them. At the end, a
+rank computes some work with its own queries and keys, which hides the arrival of the last results.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class Mesh(TileStrategy):
     """The strategy that sends queries within a row, and keys and values within a column."""
 
     name = "mesh"
-    # The dtype in which keys and values are sent: None for their own, or an 8-bit dtype.
+    # The dtype in which keys and values are sent: an 8-bit dtype, or None for the dtype of k.
     message_dtype: torch.dtype | None = None
-    # 0 means, for each call, the number with which ranks send the fewest bytes.
+    # 0 means the number for which ranks send the fewest bytes in the call.
     columns: int = field(default=0, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
@@ -96,37 +98,38 @@ class MeshAttention(Attention):
     queries over these keys as they arrive. The rank holds the keys until the end. Then the queries
     of the other ranks in its row arrive, one rank after another. While a rank computes with the
     queries of one rank, the results of the preceding rank return in the other direction of the
-    links. Some work with the rank's own queries is left for the end. This work hides the last
-    results and, in backward, the return of dk and dv. The rank that holds a query merges its
+    links. Some work with the rank's own queries is left for the end. This work hides the arrival of
+    the last results and, in backward, of the last dk and dv. The rank that holds a query merges its
     results, or adds its gradients, in fp32 in the order of the steps.
 
-    Bytes sent by rank r. m(r, s) is the number of its query rows that attend to some key of the
-    column of s. n(r, s) is the number of its key rows to which some query of the row of s attends.
-    b, w and d are the bytes of an element of q, of a partial output, and of a contribution to dq; e
-    = 4 (8 for fp64). If no dtype is given, w and d are e, and on a mesh with one row as in
-    `TokenRingAttention`. Sums are over the other ranks p of its row and the other ranks o of its
-    column. `traffic` returns these numbers.
+    Bytes sent by rank r. m(r, s) is the number of query rows of r that attend to some key in the
+    column of rank s. n(r, s) is the number of key rows of r to which some query in the row of rank
+    s attends. b, w and d are the bytes of an element of q, of a partial output, and of a
+    contribution to dq. e is 4 (8 for fp64). If no dtype is given, w and d are equal to e, except
+    that on a mesh with one row they are as in `TokenRingAttention`. f is 2e, or 3e if lse has a
+    gradient. Sums are over the other ranks p in the row of r, and over the other ranks o in the
+    column of r. `traffic` returns these numbers.
 
     * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e), keys and values Σ n(r,
       o)·B·Hkv·(D + Dv)·b;
-    * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (with 3e in place of 2e if lse has a
-      gradient), results Σ m(p, r)·B·Hq·D·d, keys and values as in forward, and their gradients Σ
-      n(o, r)·B·Hkv·(D + Dv)·e.
+    * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + f), results Σ m(p, r)·B·Hq·D·d, keys and values
+      as in forward, and their gradients Σ n(o, r)·B·Hkv·(D + Dv)·e.
 
     Messages: one message with keys and values to each rank of the column, and in backward a second
     message with gradients of keys and values. The messages to each rank of the row are as in
     `TokenRingAttention`.
 
-    Memory in addition to inputs and results, if T local rows are all sent. Queries and their
-    results take the same memory as in `TokenRingAttention`, with g and c as there. In addition:
+    Memory in addition to inputs and results, if all T local rows are sent. Queries and their
+    results take the same memory as in `TokenRingAttention`, with the g and c defined there. In
+    addition:
 
-    * forward: keys and values of R − 1 ranks, B·T·Hkv·(D + Dv)·b each, and this rank's keys and
-      values, packed, until they have been sent;
+    * forward: keys and values of R − 1 ranks, B·T·Hkv·(D + Dv)·b each, and a packed copy of this
+      rank's keys and values until they have been sent;
     * backward: the same, dk and dv, and fp32 gradients of keys and values, 2·(R − 1)·B·T·Hkv·(D +
       Dv)·4. Half of these are gradients of other ranks' keys, and half arrive for this rank's keys.
 
-    Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved
-    Data Locality" (2025), section 3.
+    The method is from Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed
+    Attention with Improved Data Locality" (2025), section 3.
     """
 
     strategy = Mesh
@@ -167,9 +170,9 @@ def best_mesh(
 
     The function compares all shapes. It minimises the bytes of the rank that sends the most, for a
     call and its backward over one long document in a zigzag layout. If several shapes send equally
-    many bytes, the function returns the shape with the fewest columns. With Hkv = Hq, the best mesh
-    is about square. With G query heads per KV head, the best mesh has about √(P/G) columns. If the
-    result is (P, 1), use Ring, which then sends no more bytes than the mesh and holds fewer keys.
+    many bytes, it returns the shape with the fewest columns. With Hkv = Hq, the best mesh is about
+    square. With G query heads per KV head, the best mesh has about √(P/G) columns. If the result is
+    (P, 1), use Ring: it then sends no more bytes than the mesh, and holds fewer keys in memory.
 
     Args:
         ranks: P, the number of ranks.
@@ -195,7 +198,7 @@ def best_mesh(
     value_dim = dim if value_dim is None else as_int("value_dim", value_dim, 1, MAX_COUNT)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
-    # Raises an error for wrong dtypes.
+    # This raises an error for wrong dtypes.
     Mesh(partial_dtype, message_dtype, gradient_dtype=gradient_dtype)
     backward, causal = as_bool("backward", backward), as_bool("causal", causal)
     shape = OperandShape(dtype, 1, q_heads, kv_heads, dim, value_dim)
@@ -210,9 +213,7 @@ def row_bytes(
     gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return four numbers of bytes per row: of queries, of results, of keys, and of gradients of
-    keys.
-    """
+    """Return the bytes of a row of queries, of their results, of keys, and of gradients of keys."""
     heads, dims = shape.heads, (shape.dim, shape.value_dim)
     b, e = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
     query, result = heads * shape.dim * b, heads * (partial_bytes(shape, partial_dtype) + e)
@@ -235,11 +236,11 @@ def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal:
     """Return the bytes that each rank sends for one document in a zigzag layout, per row of a
     chunk.
 
-    Each rank holds two chunks of the document, an early and a late chunk. Under a causal mask, some
-    query of each other rank attends to the early chunk of a rank's keys. Queries of a rank with a
-    lower number also attend to the late chunk of keys. The late chunk of a rank's queries attends
-    to keys of every column. The early chunk of queries attends to keys of a column if some rank of
-    the column has a lower number than this rank.
+    Each rank holds an early and a late chunk of the document. A causal mask has these consequences.
+    Queries of every other rank attend to the early chunk of a rank's keys. Only queries of ranks
+    with lower numbers attend to the late chunk of its keys. The late chunk of a rank's queries
+    attends to keys of every column. The early chunk of its queries attends to keys of a column only
+    if some rank of the column has a lower number than this rank.
     """
     (rows, columns), (query, result, key, gradient) = shape, sizes
     ranks = np.arange(rows * columns)

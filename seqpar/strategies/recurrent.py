@@ -44,7 +44,7 @@ class RecurrentAttention(LinearModule):
         Sₜ = S̄ₜ + kₜ vₜᵀ, or by the delta rule S̄ₜ + βₜ kₜ (vₜ − S̄ₜᵀ kₜ)ᵀ
         outₜ = scale · Sₜᵀ qₜ
 
-    where g is `log_decay` and β is `beta`. The kind decides their shapes:
+    where g is `log_decay` and β is `beta`. Their shapes depend on the kind:
 
     | kind | `log_decay` | `beta` | as in |
     |---|---|---|---|
@@ -56,15 +56,15 @@ class RecurrentAttention(LinearModule):
     | "gated_delta" | (T_local, H) | (T_local, H) | Gated DeltaNet: Qwen3-Next, Qwen3.5 |
     | "kda" | (T_local, H, K) | (T_local, H) | Kimi Linear |
 
-    A *span* is a range of consecutive tokens of a document on one rank. The *map* (A, N) of a span
-    is the function from the state S before the span to the state A S + N after the span. A state
-    has S = B·H·K·V·4 bytes (in fp64, 8 instead of 4), and a map has M = S + B·H·a·4 bytes, for any
-    number of tokens. a is K for a decay per key channel, K² for the delta rule, and 1 for the other
-    kinds.
+    A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is a
+    pair of matrices (A, N): if S is the state before the span, the state after the span is A S + N.
+    The sizes of states and maps do not depend on the number of tokens. A state has s = B·H·K·V·e
+    bytes, and a map has m = s + B·H·a·e bytes, where e is 4 (8 for fp64). a is K for a decay per
+    key channel, K² for the delta rule, and 1 for the other kinds.
 
-    Any layout is accepted, unless maps would be larger than tokens. A layout is refused if a rank
-    has more than 4 spans of a document, and these spans have on average fewer than (K·V + a)·4 /
-    ((K + V)·b) tokens. b is the number of bytes of an element of q. (In fp64, 8 instead of 4.)
+    A layout is refused if maps would be larger than tokens. This is the case if a rank has more
+    than 4 spans of a document, and these spans have on average fewer than (K·V + a)·e / ((K + V)·b)
+    tokens, where b is the number of bytes of an element of q.
 
     Kept for backward are the inputs, and a state for each span that does not begin its document.
     With `initial_state`, a state is kept for each span. Backward sends as many bytes as forward, in
@@ -72,45 +72,47 @@ class RecurrentAttention(LinearModule):
 
     `transport="all_gather"`: ranks send maps in one exchange. The exchange is posted before a rank
     computes with its own tokens, and this computation hides the exchange. A rank sends the map of
-    each of its spans, of M bytes, to every rank that has a later span of the document. For the
-    first span of a document (in backward, the last span), a rank sends a state of S bytes instead
-    of the map. For a contiguous document, a rank sends M bytes to each later rank. Each rank
+    each of its spans, of m bytes, to every rank that has a later span of the document. For the
+    first span of a document (in backward, the last span), a rank sends a state of s bytes instead
+    of the map. For a contiguous document, a rank sends m bytes to each later rank. Each rank
     receives up to P maps, and applies one map after another. On few ranks, "all_gather" is the
-    transport with the least work. On 256 ranks, P·M are gigabytes.
+    transport with the least work. On 256 ranks, P·m are gigabytes.
 
-    `transport="scan"`: a state is sent from span to span, cut into `blocks` blocks. A rank sends S
+    `transport="scan"`: a state is sent from span to span, cut into `blocks` blocks. A rank sends s
     bytes for each of its spans after which the document continues on another rank, for any number
     of ranks. The transport takes P − 1 steps. "scan" sends the fewest bytes. Use "scan" with slow
     links and few ranks.
 
     `transport="tree"`: maps are composed by recursive doubling. If a document has n spans, there
-    are ⌈log₂ n⌉ steps. In step d, the rank with span i sends M to the rank with span i + 2ᵈ, or S
-    if i < 2ᵈ. In each step, a rank composes two maps for each of its spans. A rank holds at most
-    about seven maps per span, for any number of ranks. Use "tree" with many ranks.
+    are ⌈log₂ n⌉ steps. In step d, the rank with span i sends m bytes to the rank with span i + 2ᵈ.
+    It sends s bytes instead if i < 2ᵈ. In each step, a rank composes two maps for each of its
+    spans. A rank holds at most about seven maps per span, for any number of ranks. Use "tree" with
+    many ranks.
 
     The kinds "linear" and "constant_decay" send maps only with "tree". With "all_gather" and
     "scan", they send the messages of `LASP2Attention`, and the rules of `LASP2Attention` for
     `log_decay` apply.
 
     With `return_state`, the rank that holds the last token of a document also sends the final
-    state, of S bytes, to all other ranks in forward. Final states are sent in a separate exchange,
-    step 1 in traffic and traces, which the last computation of forward hides. Backward begins with
-    the reverse exchange: each rank sends its gradient of a final state, of S bytes, to the rank
-    that holds the document's last token. The first computation of backward hides this exchange.
+    state, of s bytes, to all other ranks in forward. Final states are sent in a separate exchange,
+    which is step 1 in traffic and traces. The last computation of forward hides this exchange.
+    Backward begins with the reverse exchange: each rank sends its gradient of a final state, of s
+    bytes, to the rank that holds the document's last token. The first computation of backward hides
+    this exchange.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
-            same order. Threads that call at the same time need a group each.
+            same order. If several threads call at the same time, each needs a separate group.
         kind: "linear", "constant_decay", "scalar_decay", "vector_decay", "delta", "gated_delta" or
             "kda".
         transport: "all_gather", "scan" or "tree".
-        check_ranks, routing: as in `LASP2Attention`; "scan" and "tree" require routing None.
+        check_ranks, routing: as in `LASP2Attention`. "scan" and "tree" require `routing=None`.
         blocks: the largest number of blocks into which "scan" cuts a state. Blocks have equal
             sizes. A block has some whole heads, or some whole columns of one head.
 
-    Sun et al., "LASP-2" (2025), algorithm 2; "ZeCO" (2025), section 3; Hillis and Steele, "Data
-    parallel algorithms" (1986); Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
-    Sequence Length" (2018), section 2.
+    The transports are from Sun et al., "LASP-2" (2025), algorithm 2; "ZeCO" (2025), section 3;
+    Hillis and Steele, "Data parallel algorithms" (1986); and Martin and Cundy, "Parallelizing
+    Linear Recurrent Neural Nets Over Sequence Length" (2018), section 2.
     """
 
     strategy = MapStrategy
@@ -163,22 +165,22 @@ class RecurrentAttention(LinearModule):
         Args:
             q: (T_local, Hq, K) or (B, T_local, Hq, K), in the layout's local order; fp64, fp32,
                 bf16 or fp16.
-            k: (T_local, Hk, K) or with the batch in front.
-            v: (T_local, Hv, V) or with the batch in front. One of Hk and Hv must be a multiple of
-                the other, and H is the larger one. Hq must divide H or be a multiple of H. A tensor
-                with fewer heads than another tensor shares each head among the same number of
-                consecutive heads of the other tensor.
+            k: (T_local, Hk, K), with a leading batch dimension if q has one.
+            v: (T_local, Hv, V), with a leading batch dimension if q has one. One of Hk and Hv must
+                be a multiple of the other, and H is the larger one. Hq must divide H or be a
+                multiple of H. If a tensor has fewer heads than another tensor, each of its heads is
+                used with the same number of consecutive heads of the other tensor.
             log_decay: at most 0, with the shape in the table. If q has a batch dimension and the
                 decay has tokens, the decay has the batch dimension too. Any float dtype is
-                accepted; use fp32 for decays close to 1. Values are not checked. A constant decay
+                accepted. Use fp32 for decays close to 1. Values are not checked. A constant decay
                 must be the same on all ranks, and has no gradient.
-            beta: with the shape in the table, and with the batch in front if q has it.
+            beta: has the shape in the table, with a leading batch dimension if q has one.
             initial_state: (documents, H, K, V), as in `LASP2Attention.forward`. If maps are sent, a
                 rank gets the gradient for those documents whose first token it holds.
 
         Returns:
-            out (T_local, max(Hq, H), V), or with the batch in front, in q's dtype. With
-            `return_state`, (out, state), where the state is like `initial_state`. Both are
+            out (T_local, max(Hq, H), V), with a leading batch dimension if q has one, in q's dtype.
+            With `return_state`, (out, state), where the state is like `initial_state`. Both are
             differentiable.
         """
         if others:
@@ -209,8 +211,8 @@ class RecurrentAttention(LinearModule):
         """Continue each of N documents by one or several tokens. Return out and the next state.
 
         The method is plain PyTorch and sends nothing. q, k and v are (N, heads, dim), or (N, t,
-        heads, dim) for t tokens. The gates have the same leading dimensions. The state (N, H, K, V)
-        comes from a call with `return_state` or from an earlier step.
+        heads, dim) for t tokens. `log_decay` and `beta` have the same leading dimensions. The state
+        (N, H, K, V) comes from a call with `return_state` or from an earlier step.
         `seqpar.linear.decode.decode_step` lists the errors.
         """
         return decode_step(self.kind.name, Inputs(q, k, v, log_decay, beta), state, scale)
@@ -231,7 +233,7 @@ class RecurrentAttention(LinearModule):
 def _with_equal_heads(
     q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
-    """Return q, k, v and scale, with heads repeated so that each has at least as many as there are
+    """Repeat heads of q, k, v and scale, so that each has at least as many heads as there are
     states.
     """
     if not all(isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] for x in (q, k, v)):

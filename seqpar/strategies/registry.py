@@ -1,4 +1,4 @@
-"""The list of all strategies, which `make_attention`, tests, examples and the documentation use."""
+"""The table of all strategies. `make_attention`, tests, examples and the documentation use it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearModule]] = {}
-# Modules that choose a strategy themselves. `seqpar.auto.module` adds itself here, because this
-# file cannot import it.
+# Modules that choose a strategy themselves. `seqpar.auto.module` adds its module here, because this
+# file cannot import that file.
 CHOOSERS: dict[str, type[Attention]] = {}
 
 M = TypeVar("M", type[Attention], type[LinearModule])
 
 
 def register(module: M) -> M:
-    """Register a strategy's module under the strategy's name; use it as a decorator."""
+    """Register a strategy's module under the strategy's name. Use this function as a decorator."""
     if issubclass(module, Attention):
         SOFTMAX[module.strategy.name] = module
     else:
@@ -42,7 +42,8 @@ def make_attention(
     Args:
         name: "ring", "ulysses", "all_gather", "token_ring", "disaggregated", "auto", or, on a 2-D
             mesh, "mesh" or "usp". "auto" makes an `AutoAttention`, which needs the extra `plan`. On
-            a new machine it measures for about 15 s, and during calls it may measure candidates.
+            a new machine, it measures the machine for about 15 s. It may measure candidates during
+            calls.
         group: a process group or a DeviceMesh. "disaggregated" also takes a `ServerPool`.
         check_ranks, deterministic: as in `Attention`.
         options: the options of the strategy, such as `partial_dtype` for "token_ring". The

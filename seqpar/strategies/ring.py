@@ -2,8 +2,8 @@
 
 In step s, rank r computes with the keys of rank r − s, while the keys of step s + 1 arrive. The
 loop `ring` of docs/internals/in_300_lines.md shows the idea, without this overlap. In the paper,
-each rank passes keys on to the next rank. Here the rank that holds the keys sends the keys
-directly, and only to ranks that need them. The code is in `seqpar/softmax/keys/`.
+each rank passes keys on to the next rank. Here the rank that holds the keys sends them directly,
+and only to ranks that need them. The code is in `seqpar/softmax/keys/`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Ring(KeyStrategy):
 class RingAttention(Attention):
     """Softmax attention in which queries stay, and keys and values are sent in P − 1 steps.
 
-    The messages of a step are posted before the computation that hides these messages. In backward,
-    the computation with a rank's own keys is cut into two halves. The first half hides the arrival
-    of the first keys, and the second half hides the return of the last gradients. Each rank returns
-    its contributions to dk and dv directly to the rank that holds the keys. The rank that holds the
-    keys adds the contributions in fp32 in the order of the steps. See `Attention` for the call,
-    which all strategies share.
+    The messages of a step are posted before the computation that hides them. In backward, the
+    computation with a rank's own keys is cut into two halves. The first half hides the arrival of
+    the first keys, and the second half hides the return of the last gradients. Each rank returns
+    its contributions to dk and dv directly to the rank that holds the keys. That rank adds the
+    contributions in fp32 in the order of the steps. See `Attention` for the call, which all
+    strategies share.
 
     Options:
 
@@ -50,8 +50,8 @@ class RingAttention(Attention):
       per element. The error of an element is then at most 1/256 of the sum of the absolute values
       of other ranks' contributions.
     * `deterministic="ranks"`: queries are computed in tiles. If several ranks hold rows of a tile,
-      all rows of the tile are sent to one of these ranks. Gradients of keys are added level by
-      level along a tree.
+      all rows of the tile are sent to one of these ranks. The gradients of a key are added in the
+      order of a binary tree, which does not depend on the number of ranks.
 
     Bytes sent by rank r. n(p, r) is the number of key rows of r to which queries of p attend, and S
     is B·Hkv·(D + Dv). b is the number of bytes of an element of k, and w is the number of bytes of
@@ -74,15 +74,15 @@ class RingAttention(Attention):
     mean, over all tokens, of the length of the token's document. With a window, the length of a
     document counts as at most twice the width of the window. g is at least 1 and at most Hkv.
 
-    Memory for a group of heads: the keys and values of two other ranks, and this rank's keys and
-    values, packed. Forward also holds the partial result of the group. Backward also holds the
-    group's fp32 gradients of this rank's tokens, and the gradients of the keys of three ranks:
-    gradients that are being computed, gradients that are being sent, and gradients that arrive. The
-    memory of a message is held until the rank has waited for the message. The results of all heads
-    are held in addition.
+    Memory for a group of heads: a rank holds the keys and values of two other ranks, and a packed
+    copy of its own keys and values. Forward also holds the partial result of the group. Backward
+    also holds the group's fp32 gradients of this rank's tokens, and the gradients of the keys of
+    three ranks: gradients that are being computed, gradients that are being sent, and gradients
+    that arrive. The memory of a message is held until the rank has waited for the message. The
+    results of all heads are held in addition.
 
-    Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
-    (2023), section 3.
+    The method is from Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for
+    Near-Infinite Context" (2023), section 3.
     """
 
     strategy = Ring

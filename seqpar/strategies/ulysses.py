@@ -1,13 +1,13 @@
-"""Ulysses attention: ranks exchange tokens for heads, each rank computes some heads, and out is
-exchanged back.
+"""Ulysses attention: an exchange gives each rank some heads of all tokens, and a second exchange
+returns the outputs.
 
-The loop `ulysses` of docs/internals/in_300_lines.md shows the idea. This strategy adds any number
-of heads, and computes heads in groups. The computation of one group hides the messages of another
-group. Query heads are divided over ranks as evenly as possible, at most ⌈Hq/P⌉ per rank. A KV head
-is sent to every rank that has one of its query heads.
+The loop `ulysses` of docs/internals/in_300_lines.md shows the idea. Unlike the loop, this strategy
+accepts any number of heads, and computes heads in groups. The computation of one group hides the
+messages of another group. Query heads are divided over ranks as evenly as possible, with at most
+⌈Hq/P⌉ per rank. A KV head is sent to every rank that has one of its query heads.
 
-USP (`usp.py`) uses the same code on a mesh. Heads are exchanged within rows of `inner` ranks, and
-the strategy `outer` computes attention of these heads across rows.
+USP (`usp.py`) uses the same code on a mesh. Heads are then exchanged within rows of `inner` ranks,
+and the strategy `outer` computes attention of these heads across rows.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ from seqpar.strategies.ring import Ring
 
 @dataclass(frozen=True)
 class Ulysses(Strategy):
-    """The strategy that exchanges tokens for heads."""
+    """The strategy that exchanges heads."""
 
     name = "ulysses"
     head_groups: int = 2  # the number of groups of a rank's heads, at most one per head
     # What forward keeps for backward: q, k, v and out of this rank's "heads" or of its "tokens".
-    # With "heads", they are additional results of the forward operator and replace the local q, k,
-    # v and out, so that backward does not send q, k and v again. delta could replace out in
-    # backward. But some kernels require out, and making a substitute from dout and delta in fp32
-    # takes more memory than keeping out. With "tokens", delta is sent, because out would be as
+    # With "heads", the exchanged tensors are additional results of the forward operator, and are
+    # kept instead of the local q, k, v and out, so that backward does not send q, k and v again.
+    # Instead of out, delta could be kept. But some kernels require out, and making a substitute for
+    # out from dout and delta in fp32 takes more memory than keeping out. With "tokens", delta is
+    # sent and not out, because out is as large as dout.
     # large as dout.
     keep: str = "heads"
-    # USP sets these two: the number of ranks that exchange heads (0 means all), and the strategy
-    # between rows.
+    # USP sets these two: the number of ranks that exchange heads (0 means all ranks), and the
+    # strategy between rows.
     inner: int = field(default=0, metadata=NO_OPTION)
     outer: Strategy = field(default_factory=Ring, metadata=NO_OPTION)
 
@@ -91,8 +92,8 @@ class Ulysses(Strategy):
 
     def plan(self, call: ResolvedCall, rank: int, direction: str) -> HeadPlan:
         operands, kept = ["q", "k", "v"], list[str]()
-        # The rank that holds a token needs its lse in two cases: if it keeps tokens for backward,
-        # and to add sinks to the denominator.
+        # The rank that holds a token needs the token's lse in two cases: if it keeps tokens for
+        # backward, and if there are sinks, which it adds to the denominator.
         lse = call.return_lse or call.has_sinks or self.keep == "tokens"
         arriving, leaving = operands, ["out", "lse"] if lse else ["out"]
         if direction == "backward":
@@ -109,8 +110,9 @@ class Ulysses(Strategy):
     def _exchange(
         self, comm: Comm, call: ResolvedCall, direction: str, make_results: Callable[[], Tensors]
     ) -> tuple[HeadPlan, HeadExchange]:
-        """Return the plan of a forward or backward, made once per layout, and its exchange of
-        heads.
+        """Return the plan of a forward or backward, and its exchange of heads.
+
+        The plan is made once per layout.
         """
         key = ("heads", self, direction, call.return_lse, call.has_sinks)
         plan = call.once(key, lambda: self.plan(call, comm.rank, direction))
@@ -182,7 +184,7 @@ class Ulysses(Strategy):
         plan, exchange = self._exchange(comm, call, "backward", make_results)
         arrivals, remaining = exchange.arrivals(local), iter(residuals)
         kv: list[Tensor] = []
-        sums: Tensors = {}  # dk and dv of KV heads that this group shares with the next one
+        sums: Tensors = {}  # dk and dv of KV heads that this group shares with the next group
         for group in plan.groups:
             heads = in_heads(group.arriving, next(arrivals))
             own_call = group.call.with_heads_of(call, group.own.q)
@@ -208,7 +210,8 @@ class Ulysses(Strategy):
             if group.own.last:
                 kv = []
             else:  # The next group has the same KV heads, so dk and dv are not complete yet.
-                exact = accumulator_dtype(dout.dtype)  # kernels may return results in another dtype
+                # kernels may return results in a different dtype
+                exact = accumulator_dtype(dout.dtype)
                 sums = {name: gradients[name].to(exact) for name in ("dk", "dv")}
             exchange.send_back(gradients)
         results = exchange.results()
@@ -268,25 +271,26 @@ class UlyssesAttention(Attention):
     Before the attention, an all-to-all exchanges q, k and v, so that each rank has some heads of
     all tokens. After the attention, a second all-to-all returns the output. A rank computes at most
     ⌈Hq/P⌉ query heads, in any layout. The numbers of heads need not be multiples of the number of
-    ranks, because a KV head is sent to each rank that needs the head. See `Attention` for the call,
-    which all strategies share.
+    ranks, because a KV head is sent to each rank that needs it. See `Attention` for the call, which
+    all strategies share.
 
     Args:
         head_groups: the number of groups in which a rank computes its heads, 2 by default. The
             computation of one group hides the messages of another group.
-        keep: which tensors forward keeps for backward, "heads" (the default) or "tokens"; see
-            Memory.
+        keep: which tensors forward keeps for backward, "heads" (the default) or "tokens" (see
+            Memory below).
 
     Bytes sent by rank r, which has Tr query tokens and Kr key tokens. hq(p) and hkv(p) are the
-    numbers of query heads and KV heads of rank p, b is the number of bytes of an element, and e = 4
-    (8 for fp64). Sums are over the other ranks p. `traffic` returns these numbers.
+    numbers of query heads and KV heads of rank p. b is the number of bytes of an element, and e is
+    4 (8 for fp64). Sums are over the other ranks p. `traffic` returns these numbers.
 
     * forward: Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b for q, k and v, then Σ Tp·hq(r)·Dv·B·b for
-      out. With `return_lse`, sinks or `keep="tokens"`, lse adds e per token and head to out;
+      out. With `return_lse`, sinks or `keep="tokens"`, lse is sent with out, with e bytes per token
+      and head;
     * backward: Σ Tr·hq(p)·Dv·B·b for dout, then Σ [Tp·hq(r)·D·b + Kp·hkv(r)·(D + Dv)·c]·B for dq,
-      dk and dv. If lse has a gradient, it adds e per token and head to dout. c is b, or e if
-      several ranks compute with a KV head; the rank that holds the token then adds their
-      contributions in rank order;
+      dk and dv. If lse has a gradient, it is sent with dout, with e bytes per token and head. c is
+      b, or e if several ranks compute with a KV head. In the second case, the rank that holds the
+      token adds their contributions in rank order;
     * backward with `keep="tokens"` in addition: q, k and v again, Σ [Tr·hq(p)·D + Kr·hkv(p)·(D +
       Dv)]·B·b, and lse and delta = out·dout − dlse, Σ Tr·hq(p)·2e·B.
 
@@ -303,9 +307,9 @@ class UlyssesAttention(Attention):
     computation takes 1/8 of the memory for all heads together. k and v of a KV head are held until
     the last group with query heads of this KV head is computed.
 
-    Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
-    Sequence Transformer Models" (2023), section 3. Ghadia et al., "Untied Ulysses: Memory-Efficient
-    Context Parallelism via Headwise Chunking" (2026), is `keep="tokens"`.
+    The method is from Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training
+    of Extreme Long Sequence Transformer Models" (2023), section 3. `keep="tokens"` is from Ghadia
+    et al., "Untied Ulysses: Memory-Efficient Context Parallelism via Headwise Chunking" (2026).
     """
 
     strategy = Ulysses

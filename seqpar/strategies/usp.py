@@ -1,5 +1,4 @@
-"""USP: a mesh of ranks, whose rows exchange heads, while a second strategy such as Ring runs in
-each column.
+"""USP: rows of a mesh exchange heads, and a second strategy such as Ring runs in each column.
 
 The loop `ulysses` of docs/internals/in_300_lines.md shows the exchange of heads. After this
 exchange, the ranks of a column have the same heads of different tokens. The second strategy
@@ -34,32 +33,32 @@ class USP(Ulysses):
 class USPAttention(Attention):
     """Softmax attention on a 2-D mesh: heads move within rows, and `outer` runs between rows.
 
-    The mesh has O rows of I ranks. Ranks of a row (mesh dimension 1), usually the ranks of one
-    node, exchange heads as in `UlyssesAttention`. The strategy `outer` runs between the rows (mesh
-    dimension 0). One layout covers all ranks in row-major order: rank o·I + i is at (o, i) in the
-    mesh. The numbers of query heads and KV heads need not be multiples of I. See `Attention` for
-    the call, which all strategies share.
+    The mesh has O rows of I ranks. The ranks of a row (mesh dimension 1) exchange heads as in
+    `UlyssesAttention`. Usually they are the ranks of one node. The strategy `outer` runs between
+    the rows (mesh dimension 0). One layout covers all ranks in row-major order: rank o·I + i is at
+    (o, i) in the mesh. The numbers of query heads and KV heads need not be multiples of I. See
+    `Attention` for the call, which all strategies share.
 
     Args:
-        mesh: a 2-D DeviceMesh. If it is a part of a larger mesh, such as `mesh["o", "i"]`, all
-            ranks of the larger mesh must make the first module on it at the same point of their
-            programs, because this makes a process group.
+        mesh: a 2-D DeviceMesh. The first module on a mesh makes a process group. If the mesh is a
+            part of a larger mesh, such as `mesh["o", "i"]`, all ranks of the larger mesh must
+            therefore make this module at the same point of their programs.
         outer: "ring", "all_gather", "token_ring", "mesh" (on the mesh of the O ranks that sends the
             fewest bytes) or "disaggregated" (on a group, without servers).
         check_ranks, deterministic, routing: as in `Attention`.
         head_groups, keep: as in `UlyssesAttention`.
         outer_options: the options of the outer strategy.
 
-    Bytes sent by rank (o, i): the bytes of `UlyssesAttention` on the I ranks of its row, and the
-    bytes of the outer strategy on the O ranks (·, i). In the second formula, each of these ranks
-    has all tokens of its row, but only the heads of i. `traffic` returns these numbers. On NCCL,
-    exchanges within rows and exchanges between rows use separate communicators.
+    Rank (o, i) sends the bytes of `UlyssesAttention` on the I ranks of its row, and the bytes of
+    the outer strategy on the O ranks (·, i) of its column. For the outer strategy, each rank of the
+    column has all tokens of its own row, but only the heads of column i. `traffic` returns these
+    numbers. On NCCL, exchanges within rows and exchanges between rows use separate communicators.
 
-    Memory: that of `UlyssesAttention`, and that of the outer strategy, for the tokens of the row
-    and the heads of i.
+    Memory: a rank needs the memory of `UlyssesAttention`, and the memory of the outer strategy for
+    the tokens of its row and the heads of its column.
 
-    Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI"
-    (2024), section 3.
+    The method is from Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context
+    Generative AI" (2024), section 3.
     """
 
     strategy = USP
@@ -88,8 +87,9 @@ class USPAttention(Attention):
 
 
 def outer_strategies() -> dict[str, type[Attention]]:
-    """Return, by name, the modules whose strategies can be the outer strategy, because they
-    exchange no heads.
+    """Return the modules whose strategies can be the outer strategy, by name.
+
+    These are the strategies that do not exchange heads.
     """
     return {
         name: module for name, module in SOFTMAX.items() if not issubclass(module.strategy, Ulysses)

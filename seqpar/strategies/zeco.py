@@ -1,16 +1,17 @@
 """ZeCO's All-Scan: a transport for LASP-2 that sends sums of states from rank to rank.
 
 A *span* is a range of consecutive tokens of a document on one rank. The *state* of a span is a
-matrix for each KV head, the sum over the span's keys and values. A rank receives the sum of the
-states before its span, adds the state of its span, and sends the new sum to the next rank. The loop
-`lasp2` of docs/internals/in_300_lines.md shows the use of states. In this loop, each rank gets all
-states.
+matrix for each KV head: the sum of the outer products k vᵀ of the span's tokens. A rank receives
+the sum of the states before its span, adds the state of its span, and sends the new sum to the next
+rank. The loop `lasp2` of docs/internals/in_300_lines.md shows how states are used. In that loop,
+however, each rank receives all states.
 
-"ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (2025), section 3. If
-λ is the decay and a span has L tokens, the rank sends λ^L times the received sum, plus the state of
-its span. A state is cut into K blocks. All P ranks then have the state after the time of (P − 2 +
-K) / K transfers of a whole state. States of several documents that are sent in the same step share
-one message per block. Without causality, the sum of all states then returns along the same ranks.
+The method is from "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention"
+(2025), section 3. If λ is the decay and a span has L tokens, the rank sends λ^L times the received
+sum, plus the state of its span. A state is cut into K blocks. All P ranks then have the state after
+the time of (P − 2 + K) / K transfers of a whole state. States of several documents that are sent in
+the same step share one message per block. Without causality, the sum of all states then returns
+along the same ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ZeCO(StateStrategy):
 
     name = "zeco"
     transport = "scan"
-    routable = False  # ranks leave out rounds in which they send and receive nothing
+    routable = False  # ranks skip steps in which they send and receive nothing
     blocks: int = 4  # the largest number of blocks into which a state is cut
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class _Scanned(ScannedStates):
 
 
 class _Decays(TableHolder):
-    """The decays of the sums that a rank sends: the number of rows, and the heads."""
+    """The decays of the sums that a rank sends: `rows` is how many tokens each sum decays over."""
 
     def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape) -> None:
         heads = np.arange(plan.blocks * plan.rows) // shape.dim % shape.kv_heads
@@ -109,20 +110,21 @@ class _Decays(TableHolder):
         self._leaving, self._carriers = plan.leaving, plan.carriers
 
     def weights(self, options: StateOptions) -> Sequence[Tensor | None]:
-        """Return, for each message, the factors (sums, rows of a block, 1), or None without
+        """Return the decay factors of each message, (sums, rows of a block, 1), or None without
         decay.
         """
         if options.log_decay is None:
             return [None] * len(self._leaving)
-        # (blocks, sums, rows of a block).
+        # (blocks, sums, rows of a block)
         powers = torch.exp(self._rows * options.log_decay[self._heads])
         of_messages = powers.to(self._dtype).flatten(0, 1)[..., None].split(self._leaving)
         return [x[: self._carriers.get(number)] for number, x in enumerate(of_messages)]
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return the number of equal blocks into which the B·Hkv·D rows of a state are cut: at most
-    `blocks`.
+    """Return the number of equal blocks into which the B·Hkv·D rows of a state are cut.
+
+    The result is at most `blocks`.
     """
     rows = shape.batch * shape.kv_heads * shape.dim
     return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)
