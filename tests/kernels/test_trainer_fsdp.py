@@ -69,6 +69,14 @@ def be_a_rank(rank, store, folder, options, answers):
     dist.destroy_process_group()
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "`TrainingArguments(fsdp=...)`",
+    context=2,
+    FSDP=2,
+    needs="2 GPUs",
+    equal="losses",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_with_fsdp_has_the_losses_of_one_process(case):
     options, tolerance = CASES[case]

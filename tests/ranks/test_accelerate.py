@@ -65,6 +65,15 @@ def pool(pool):
     pool(4, hide_from_collector)
 
 
+@pytest.mark.composes(
+    "accelerate",
+    "`sequence_mesh(accelerator)` before `prepare`, with `dp_shard_size=2, cp_size=2`",
+    case="2-ring",
+    data=2,
+    context=2,
+    FSDP=4,
+    equal="losses and weights",
+)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ring"), (4, "ulysses")])
 def test_fsdp2_over_shards_and_sequences_trains_as_one_process(pool, ranks, strategy):
@@ -136,6 +145,14 @@ def of_trainer(group, folder, ranks, cp_size):
     return [x["loss"] for x in trainer.state.log_history if "loss" in x]
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "`TrainingArguments(parallelism_config=...)` with `cp_size`, and FSDP2",
+    data=2,
+    context=2,
+    FSDP=4,
+    equal="losses",
+)
 @pytest.mark.exhaustive
 def test_a_trainer_takes_the_sizes(pool, tmp_path):
     expected = of_trainer(None, str(tmp_path), 1, 1)
@@ -147,6 +164,13 @@ def trainer_of_other_ranks(group, folder):
     return hf.refused(lambda: of_trainer(group, folder, 2, 4))
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "enable the model on the ranks that `cp_size` names",
+    data=2,
+    context=2,
+    refused="cp_size must share sequences among the model's ranks",
+)
 def test_a_trainer_refuses_other_ranks(pool, tmp_path):
     for told in pool(4, trainer_of_other_ranks, str(tmp_path)):
         assert "cp_size must share sequences among the model's ranks" in told
@@ -168,6 +192,13 @@ def refusals(group):
     return told
 
 
+@pytest.mark.composes(
+    "accelerate",
+    "call `sequence_mesh` before `accelerator.prepare`",
+    data=2,
+    context=2,
+    refused="accelerator must not have prepared a model",
+)
 def test_what_cannot_be_shared_is_refused(pool):
     for size, prepared, cut in pool(4, refusals):
         assert "accelerator must have a cp_size of at least 2, got 1" in size

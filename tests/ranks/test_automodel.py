@@ -173,11 +173,52 @@ CASES = {
 }
 
 
+@pytest.mark.composes(
+    "NeMo Automodel",
+    "`automodel.enable(model, device_mesh)`; Automodel's FSDP2 averages gradients",
+    case="FSDP",
+    context=2,
+    FSDP=2,
+    equal="logits and gradients",
+)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", CASES)
 def test_logits_and_gradients_are_those_of_one_process(pool, kind):
     for worst in pool(4, on_rank, *CASES[kind]):
         assert worst < 2e-5, worst
+
+
+def of_own_row(group):
+    """The largest difference of a gradient from one process, where each group reads a row."""
+    _, integration = automodel.contract()
+    model = hf.tiny("LlamaForCausalLM")
+    _, gradients = alone(model)
+    mesh = device_mesh(2, 2, names=("dp", "cp"))
+    fully_shard(model, mesh=mesh["dp", "cp"])
+    integration.enable(model, mesh, "ring")
+    row = mesh["dp"].get_local_rank()
+    own = {name: x[row : row + 1] for name, x in batch("numbers").items()}
+    _, outputs, labels = automodel.forward(model, mesh, own)
+    count = (ids_and_labels()[1] != -100).sum()
+    loss = F.cross_entropy(outputs.logits[0], labels[0], reduction="sum") / count
+    (loss * group.size()).backward()
+    return max(
+        float((p.grad.full_tensor() - gradients[name]).abs().max() / gradients[name].abs().max())
+        for name, p in model.named_parameters()
+    )
+
+
+@pytest.mark.composes(
+    "NeMo Automodel",
+    "FSDP2 over data and context, as in Automodel: each group of ranks reads its own batches",
+    data=2,
+    context=2,
+    FSDP=4,
+    equal="gradients",
+)
+@pytest.mark.exhaustive
+def test_groups_with_own_rows_have_the_gradients_of_one_process(pool):
+    assert max(pool(4, of_own_row)) < 2e-5
 
 
 def trained(group):
@@ -303,14 +344,29 @@ class Positional(torch.nn.Module):
         return input_ids
 
 
+@pytest.mark.composes(
+    "NeMo Automodel",
+    "set `distributed.pp_size` to 1",
+    pipeline=2,
+    context=2,
+    refused='device_mesh must have 1 rank in "pp"',
+)
+@pytest.mark.composes(
+    "NeMo Automodel",
+    "set `distributed.tp_size` to 1",
+    context=2,
+    tensor=2,
+    refused='device_mesh must have 1 rank in "tp"',
+)
 def test_what_it_cannot_do_is_refused_when_it_is_enabled():
     _, integration = automodel.contract()
     model = hf.tiny("LlamaForCausalLM")
     with pytest.raises(ValueError, match='device_mesh must have a dimension "cp" of at least 2'):
         integration.enable(model, Mesh(dp=2))
-    for name in ("pp", "tp"):
-        with pytest.raises(ValueError, match=f'device_mesh must have 1 rank in "{name}", got 2'):
-            integration.enable(model, Mesh(cp=2, **{name: 2}))
+    with pytest.raises(ValueError, match='device_mesh must have 1 rank in "pp", got 2'):
+        integration.enable(model, Mesh(cp=2, pp=2))
+    with pytest.raises(ValueError, match='device_mesh must have 1 rank in "tp", got 2'):
+        integration.enable(model, Mesh(cp=2, tp=2))
     with pytest.raises(ValueError, match=r"model must take \*\*kwargs"):
         integration.enable(Positional(), Mesh(cp=2))
     with pytest.raises(ValueError, match="layout must be zigzag, striped, contiguous, or a func"):

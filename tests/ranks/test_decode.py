@@ -99,6 +99,13 @@ def error_with_sharded_heads(group):
     return float((out.full_tensor() - expected(q[:, -2:], k, v)).abs().max())
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "decoding: a `ShardedCache` takes DTensors whose heads are sharded",
+    context=2,
+    tensor=2,
+    equal="out",
+)
 def test_heads_may_be_sharded(pool):
     assert max(pool(4, error_with_sharded_heads)) <= 1e-12
 

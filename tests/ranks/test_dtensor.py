@@ -52,6 +52,13 @@ def agreement(group, strategy, batched):
     return max(float((x - y).detach().abs().max()) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "q, k, v, sinks and scales are DTensors whose heads are sharded; so are the results",
+    context=2,
+    tensor=2,
+    equal="out, lse and gradients",
+)
 @few_rows()
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
@@ -77,6 +84,13 @@ def linear_agreement(group):
     return max(float((x - y).detach().abs().max()) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "linear attention takes the same DTensors",
+    context=2,
+    tensor=2,
+    equal="out, state and gradients",
+)
 def test_linear_attention_takes_sharded_heads(pool):
     assert max(pool(4, linear_agreement)) <= 1e-12
 

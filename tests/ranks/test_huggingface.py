@@ -11,6 +11,12 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
@@ -22,6 +28,8 @@ from tests.support import images
 from tests.support.examples import example
 from tests.support.generation import CASES, MORE, generated, prompts
 from tests.support.ranks import device_mesh, hide_from_collector
+from tests.support.servers import connect
+from tests.support.tiers import few_rows
 from tests.unit.integrations.huggingface.test_token_mixing import around_mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
@@ -69,6 +77,14 @@ def on_rank(group, how, before):
     return outputs.loss.detach(), logits, found
 
 
+@pytest.mark.composes(
+    "transformers",
+    "wrap the model in DDP or FSDP2 before or after `enable`; without a wrapper, call "
+    "`sp.average_gradients()`",
+    context=2,
+    FSDP=2,
+    equal="loss, logits and gradients",
+)
 @pytest.mark.exhaustive
 def test_gradients_are_right_under_ddp_fsdp2_and_neither(ready):
     model, of = hf.tiny("LlamaForCausalLM"), hf.batch("padded")
@@ -77,6 +93,71 @@ def test_gradients_are_right_under_ddp_fsdp2_and_neither(ready):
         for before in (True, False):
             results = ready(2, on_rank, how, before)
             hf.assert_same(results, expected, hf.real(of))
+
+
+PLAN = {f"self_attn.{x}_proj": ColwiseParallel() for x in "qkv"}
+PLAN |= {f"mlp.{x}_proj": ColwiseParallel() for x in ("gate", "up")}
+PLAN |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+
+
+def with_divided_heads(group, how, before):
+    """Loss, logits and gradients of a rank of two that divide heads, and two that divide tokens."""
+    model, mesh = hf.tiny("LlamaForCausalLM"), device_mesh(2, 2, names=("sp", "tp"))
+    sp = huggingface.enable(model, mesh["sp"]) if before else None
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], PLAN)
+        if how == "FSDP2":
+            fully_shard(layer, mesh=mesh["sp"])
+    if how == "FSDP2":
+        fully_shard(model, mesh=mesh["sp"])
+    sp = sp or huggingface.enable(model, mesh["sp"])
+    outputs = model(**sp.shard(hf.batch("padded")))
+    outputs.loss.backward()
+    sp.average_gradients()
+    found = {
+        name: x.full_tensor() if isinstance(x, DTensor) else x
+        for name, x in hf.gradients(model).items()
+    }
+    return outputs.loss.detach(), sp.unshard(outputs.logits).detach(), found
+
+
+@pytest.mark.composes(
+    "transformers",
+    "`parallelize_module` on the layers before FSDP2, and before or after `enable`; "
+    "`enable` takes the ranks of context",
+    case="none",
+    context=2,
+    tensor=2,
+    equal="loss, logits and gradients",
+)
+@pytest.mark.composes(
+    "transformers",
+    "the same, with FSDP2 over context",
+    case="FSDP2",
+    context=2,
+    tensor=2,
+    FSDP=2,
+    equal="loss, logits and gradients",
+)
+@few_rows()
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("how", ["none", "FSDP2"])
+def test_divided_heads_have_the_gradients_of_one_process(ready, how, before):
+    of = hf.batch("padded")
+    expected = hf.unmodified(hf.tiny("LlamaForCausalLM"), of)
+    hf.assert_same(ready(4, with_divided_heads, how, before), expected, hf.real(of))
+
+
+@pytest.mark.composes(
+    "transformers",
+    "pass a process group or a mesh to `enable`",
+    servers=1,
+    refused="group must be a process group",
+)
+def test_a_pool_of_servers_is_refused(tmp_path):
+    refused = pytest.raises(ValueError, match="group must be a process group")
+    with connect(f"ipc://{tmp_path}/0") as servers, refused:
+        huggingface.enable(hf.tiny("LlamaForCausalLM"), servers, "disaggregated")
 
 
 def without_mean(group, module, x):
@@ -147,6 +228,13 @@ def on_rank_of_images(group, how):
     return outputs.loss.detach(), sp.unshard(outputs.logits).detach(), found
 
 
+@pytest.mark.composes(
+    "transformers",
+    "models with images, under DDP and FSDP2",
+    context=2,
+    FSDP=2,
+    equal="loss, logits and gradients",
+)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["none", "DDP", "FSDP2"])
 def test_image_model_gradients_are_right_under_averaging(ready, how):
@@ -161,6 +249,12 @@ def on_mesh(group):
     return hf.on_rank(mesh, model, hf.batch("packed"), "usp")
 
 
+@pytest.mark.composes(
+    "transformers",
+    "USP on a mesh of two dimensions",
+    context=4,
+    equal="loss, logits and gradients",
+)
 def test_a_mesh_runs_usp(ready):
     expected = hf.unmodified(hf.tiny("LlamaForCausalLM"), hf.batch("packed"))
     hf.assert_same(ready(4, on_mesh), expected, hf.real(hf.batch("packed")))
@@ -193,6 +287,13 @@ def on_other_ranks(group):
     return hf.refused(lambda: outer(**sp.shard(hf.batch())))
 
 
+@pytest.mark.composes(
+    "transformers",
+    "make DDP on a group that has all ranks of the attention's group",
+    data=2,
+    context=2,
+    refused="DDP must average gradients over all ranks of the group",
+)
 def test_ddp_over_other_ranks_is_refused(ready):
     for told in ready(2, on_other_ranks):
         assert "DDP must average gradients over all ranks of the group" in told
@@ -274,6 +375,13 @@ def assert_trained_alike(found, expected):
         torch.testing.assert_close(found[2][name], x, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "`huggingface.trainer(Trainer)`: each group of ranks reads its own batches",
+    data=2,
+    context=2,
+    equal="losses, metrics and weights",
+)
 @pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_trainer_trains_saves_and_resumes_as_one_process(ready, tmp_path, resume):
     """Rows of two packed samples, on two groups at once: as many steps of eight samples each."""
@@ -495,6 +603,14 @@ def by_hand():
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.composes(
+    "transformers",
+    "accelerate's loop with DDP: each group of ranks reads its own batches",
+    case="2",
+    data=2,
+    context=2,
+    equal="losses and weights",
+)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_accelerates_loop_trains_as_one_process(ready, ranks):
     """On two groups of two ranks, and on one of four."""

@@ -135,6 +135,13 @@ MORE = [
 ]
 
 
+@pytest.mark.composes(
+    "transformers",
+    "mixed precision of FSDP1 and FSDP2",
+    context=2,
+    FSDP=2,
+    equal="loss, logits and gradients",
+)
 @pytest.mark.parametrize("cells", [QUICK, pytest.param(MORE, marks=pytest.mark.exhaustive)])
 def test_mixed_precision_of_fsdp_is_one_process_in_that_precision(pool, cells):
     """In fp64, because rounding would hide other faults of a policy that casts to bf16."""

@@ -225,6 +225,13 @@ WAYS = [
 ALIKE = ["backward", "two backwards", "a loss with total", "checkpoints"]  # in every wrapper
 
 
+@pytest.mark.composes(
+    "transformers",
+    "FSDP1, with and without `use_orig_params`, and FSDP2",
+    context=2,
+    FSDP=2,
+    equal="gradients",
+)
 @pytest.mark.parametrize("ways", [ALIKE[:1], pytest.param(ALIKE[1:], marks=pytest.mark.exhaustive)])
 def test_gradients_are_right_whoever_averages(pool, ways):
     assert_right(pool, 2, [("llama", wrapper, way) for wrapper in WRAPPERS for way in ways])
@@ -688,6 +695,13 @@ def divided(group):
     return hf.refused(lambda: model(**sp.shard(hf.batch())))
 
 
+@pytest.mark.composes(
+    "transformers",
+    "do not set a divisor other than the number of ranks",
+    context=2,
+    FSDP=2,
+    refused="FSDP must average gradients over all ranks of the group",
+)
 def test_fsdp_that_does_not_average_is_refused(pool):
     for told in pool(2, divided):
         assert "FSDP must average gradients over all ranks of the group" in told
@@ -809,6 +823,13 @@ def with_deepspeed(group):
     return hf.refused(lambda: kind(model)(**sp.shard(hf.batch())))
 
 
+@pytest.mark.composes(
+    "transformers",
+    "wrap the model in FSDP or DDP instead of DeepSpeed's engine",
+    context=2,
+    FSDP=2,
+    refused="model must not be in a DeepSpeed engine",
+)
 def test_deepspeeds_engine_is_refused(pool):
     for told in pool(2, with_deepspeed):
         assert "model must not be in a DeepSpeed engine" in told

@@ -43,6 +43,13 @@ def on_rank(group, how, before):
     return loss.detach(), found
 
 
+@pytest.mark.composes(
+    "transformers",
+    '`memory="lean"` under DDP and FSDP2',
+    context=2,
+    FSDP=2,
+    equal="loss and gradients",
+)
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("how", ["DDP", "DDP, unused", "FSDP2", "FSDP2, head apart"])
 def test_wrapped_lean_models_have_the_gradients_of_one_process(pool, how, before):

@@ -108,6 +108,12 @@ CASES = {
 }
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "`huggingface.trainer(GRPOTrainer)` and RLOO: all ranks of a group generate together",
+    context=4,
+    equal="metrics and weights",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
     name, options = CASES[case]

@@ -37,6 +37,13 @@ def on_rank(group, how, before):
     return outputs.loss.detach(), sp.unshard(outputs.logits).detach(), found
 
 
+@pytest.mark.composes(
+    "transformers",
+    "models with recurrent layers, under DDP and FSDP2",
+    context=2,
+    FSDP=2,
+    equal="loss, logits and gradients",
+)
 @few_rows()
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("how", ["none", "DDP", "FSDP2"])

@@ -133,6 +133,13 @@ def assert_trained_alike(found, expected):
         torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "`huggingface.trainer(SFTTrainer)`, with packing and without padding",
+    data=2,
+    context=2,
+    equal="losses, metrics and weights",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
     """On two groups at once, with rows of half as many samples."""

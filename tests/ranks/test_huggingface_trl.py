@@ -179,6 +179,13 @@ def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
         assert_trained_alike(found, expected, LEFT_OUT.get(name, ()))
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "`huggingface.trainer(DPOTrainer)`, with a reference model",
+    data=2,
+    context=2,
+    equal="losses, metrics and weights",
+)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_groups_train_as_processes(ready, tmp_path, enabled):
     """Two groups of two ranks, with rows of half as many samples; the reference enabled or not."""
@@ -224,6 +231,13 @@ def refusals(group, folder):
     return told
 
 
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "enable the reference model on the same ranks as the model",
+    data=2,
+    context=2,
+    refused="ref_model must be enabled on the model's ranks",
+)
 def test_other_ranks_and_routers_are_refused(ready, tmp_path):
     for ranks, routers in ready(4, refusals, str(tmp_path)):
         assert ranks.startswith("ref_model must be enabled on the model's ranks")

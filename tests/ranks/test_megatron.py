@@ -52,6 +52,58 @@ CASES = {
 }
 
 
+@pytest.mark.composes(
+    "Megatron-Core",
+    "`sequence_parallel(spec, strategy)`; Megatron's DDP averages over data and context",
+    case="context x data",
+    data=2,
+    context=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "Megatron divides the heads; each rank computes its heads over context",
+    case="tensor x context",
+    context=2,
+    tensor=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "the same, with recomputed layers",
+    case="recomputed",
+    context=2,
+    tensor=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "data and tensor parallelism alone: one rank has whole sequences",
+    case="tensor x data",
+    data=2,
+    tensor=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "USP on two `hierarchical_context_parallel_sizes`",
+    case="hierarchical",
+    context=4,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "`hybrid_context_parallel`: `PlanScheduler` gives each document 1, 2 or 4 of the 4 ranks",
+    case="scheduled",
+    context=4,
+    needs="megatron-core",
+    equal="losses and weights",
+)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_gpt_trains_as_on_one_rank(pool, name):

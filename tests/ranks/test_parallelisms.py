@@ -23,11 +23,62 @@ def error(group, kind, strategy):
 KINDS = ["ddp", "fsdp", "tp", "pipeline"]
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "DDP averages over all ranks: multiply the loss by their number",
+    case="ddp",
+    data=2,
+    context=2,
+    equal="gradients",
+)
+@pytest.mark.composes(
+    "PyTorch",
+    "FSDP2 on `mesh['dp', 'sp']`: multiply the loss by the number of its ranks",
+    case="fsdp",
+    data=2,
+    context=2,
+    FSDP=4,
+    equal="gradients",
+)
+@pytest.mark.composes(
+    "PyTorch",
+    "first `ColwiseParallel(use_local_output=False)` for q, k and v, then FSDP2 over context",
+    case="tp",
+    context=2,
+    tensor=2,
+    FSDP=2,
+    equal="gradients",
+)
+@pytest.mark.composes(
+    "PyTorch",
+    "each stage has the layout; sum gradients over context",
+    case="pipeline",
+    pipeline=2,
+    context=2,
+    equal="gradients",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_process(pool, kind):
     assert max(pool(4, error, kind, "ring")) <= 1e-6
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "the same, with every other strategy of softmax attention",
+    case="tp",
+    context=2,
+    tensor=2,
+    FSDP=2,
+    equal="gradients",
+)
+@pytest.mark.composes(
+    "PyTorch",
+    "the same, with every other strategy of softmax attention",
+    case="pipeline",
+    pipeline=2,
+    context=2,
+    equal="gradients",
+)
 @pytest.mark.exhaustive
 @few_rows(pairs=False)
 @pytest.mark.parametrize("strategy", [x for x in STRATEGIES if x not in ("mesh", "ring", "usp")])

@@ -53,6 +53,13 @@ def ways():
     return found
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "groups of documents from `seqpar.recommend`: each group has its own ranks",
+    data=2,
+    context=2,
+    equal="out",
+)
 @pytest.mark.exhaustive
 def test_the_code_of_divisions_attends_to_all_documents(pool):
     tried = ways()

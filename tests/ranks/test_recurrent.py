@@ -112,6 +112,13 @@ def sharded(group, kind):
     return max(float((x - y).detach().abs().max()) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "recurrent attention takes the same DTensors",
+    context=2,
+    tensor=2,
+    equal="out, state and gradients",
+)
 @pytest.mark.parametrize(
     "kind", ["gated_delta", "kda", pytest.param("linear", marks=pytest.mark.exhaustive)]
 )

@@ -205,6 +205,24 @@ CASES = {  # on all processes of the pool, since meshes are made by all
 }
 
 
+@pytest.mark.composes(
+    "torchtitan",
+    "torchtitan distributes rows and tokens, as without seqpar",
+    case="beside DP",
+    data=2,
+    context=2,
+    needs="torchtitan",
+    equal="logits and gradients",
+)
+@pytest.mark.composes(
+    "torchtitan",
+    "torchtitan divides the heads. The test compares no gradients",
+    case="beside TP",
+    context=2,
+    tensor=2,
+    needs="torchtitan",
+    equal="logits",
+)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", CASES)
 def test_llama_has_the_logits_and_gradients_of_one_process(pool, kind):

@@ -59,6 +59,12 @@ def against_one_device(group, ranks, strategy):
     return max(differences), attn.rank
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "USP and Mesh divide tokens over two dimensions: pass `mesh['nodes', 'gpus']`",
+    context=4,
+    equal="out and gradients",
+)
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [

@@ -66,6 +66,14 @@ def on_rank(group, folder, settings, options):
     return *inferred, sum(step["loss"]), step["metrics"].get("grad_norm"), sent
 
 
+@pytest.mark.composes(
+    "verl",
+    "`ulysses_sequence_parallel_size` ranks share a sequence; verl's FSDP2 shards over all ranks",
+    context=2,
+    FSDP=4,
+    needs="verl",
+    equal="log-probabilities, entropies, loss and norm of gradients",
+)
 @real
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(

@@ -61,11 +61,13 @@ def table_of(page, heading):
 
 
 def anchors_of(page):
-    """Return the names by which GitHub links to a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {
+    """Return the names by which GitHub links to a page's headings, and to other parts of it."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    names = {
         re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
     }
+    return names | set(re.findall(r'<a id="([\w-]+)">', text))
 
 
 def links_of(page):

@@ -44,6 +44,13 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "DTensors may be sharded over heads, not over tokens: the layout divides the tokens",
+    context=2,
+    tensor=2,
+    refused="q must have placements",
+)
 @pytest.mark.parametrize(("name", "value", "message"), REFUSALS, ids=[x[2] for x in REFUSALS])
 def test_other_placements_are_refused(mesh, name, value, message):
     attn = RingAttention(mesh["tokens"])

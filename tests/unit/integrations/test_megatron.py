@@ -314,6 +314,12 @@ SET_UP = {
 }
 
 
+@pytest.mark.composes(
+    "Megatron-Core",
+    "two sizes whose product is the number of ranks of context",
+    context=4,
+    refused="hierarchical_context_parallel_sizes",
+)
 @pytest.mark.parametrize("error", SET_UP)
 def test_what_is_not_exact_is_refused_when_the_model_is_built(error):
     with pytest.raises(ValueError, match=error):

@@ -264,6 +264,15 @@ REFUSED = {  # arguments of the module, of the call, and what the error says
 }
 
 
+@pytest.mark.composes(
+    "PyTorch",
+    "a trainer holds whole documents, in a layout of one rank: use data parallelism, or "
+    "`DisaggregatedAttention(group)` without servers",
+    case="a layout of several ranks",
+    context=2,
+    servers=2,
+    refused="layout must be for",
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_inexact_calls_are_refused_before_sending(pool, name):
     options, changes, said = REFUSED[name]
