@@ -2,12 +2,13 @@
 
 Start with `methods/`, one file for each method, which `planning/` calls.
 
-These words have a meaning of their own in this package:
+These words have special meanings in this package:
 
 * A *piece* is one span of a document that a rank holds. A rank's *share* of a document consists of
   all pieces of that document on the rank.
-* A rank's *capacity* is the number of tokens whose activations fit on its device. A token takes
-  less than one token of the capacity if some of its activations are offloaded to host memory.
+* A rank's *capacity* is the number of tokens whose activations fit on its device. If a fraction of
+  a token's activations is offloaded to host memory, the token uses less than one token of the
+  capacity.
 * The *room* of a rank is the part of its capacity, or of its time, that is still free.
 * The ranks that share one document form a *ring*, because `RingAttention` computes the attention of
   this document.

@@ -1,4 +1,4 @@
-"""Batches of a training run, which worker processes plan and read ahead of the training loop."""
+"""The batches of a training run. Worker processes plan them and read their documents in advance."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ T = TypeVar("T", covariant=True)
 
 
 class LocalStep(NamedTuple):
-    """A step on one rank: the plan, and the rank's micro-batches as `collate` returned them."""
-
     plan: Plan
     micro_batches: list[LocalBatch]
 
@@ -37,32 +35,33 @@ class LocalStep(NamedTuple):
 class Batches:
     """The global batches of a training run, with a plan of each batch for the current ranks.
 
-    The documents of a step do not depend on the number of ranks or on the planner. A training run
-    can therefore be resumed with a different number of ranks or a different planner, and no
-    document is lost or repeated.
+    The documents of a step depend neither on the number of ranks nor on the planner. A training run
+    can therefore be resumed with a different number of ranks or a different planner, without losing
+    or repeating a document.
 
-    Iteration yields the plans of the steps that remain in the epoch. After iteration, the state is
-    at the start of the next epoch, even if no step remained. `read` also reads the documents.
-    Iteration and `read` prepare steps ahead in separate processes.
+    Iteration yields the plans of the remaining steps of the epoch, and `read` also reads their
+    documents. Afterwards, the position is the start of the next epoch, even if no step remained.
+    Iteration and `read` prepare steps in advance in separate processes.
 
     Args:
-        lengths: (documents,) tokens of each document of the dataset. Empty documents are skipped.
-        planner: function from the lengths of a step's documents to their `Plan`, for example
+        lengths: (documents,) integers. The number of tokens of each document of the dataset. Empty
+            documents are skipped.
+        planner: a function from the lengths of a step's documents to their `Plan`, for example
             `partial(balance.plan, cluster=cluster, model=model, capacity=capacity)`. All ranks need
             the same planner.
-        seed: seed of the random order of documents, which differs in each epoch.
-        tokens: maximum number of tokens in a step. A document with more tokens is alone in a step.
-        deferral: maximum number of steps by which a document may be deferred, so that steps take
-            about equally long. 0: no document is deferred.
-        micro_batches: number of micro-batches in every plan, for callers that need a fixed number.
-            Empty micro-batches are added; a plan with more raises a ValueError. None: the number
-            that the planner chooses.
-        workers: number of processes that plan and read. 0: the calling process plans a step when it
-            is requested.
-        ahead: number of steps that each worker prepares ahead.
-        prepare: function that builds the tables of each micro-batch's layout for this rank, for
-            example `attn.preparation(…)`. The workers call it, and send the tables to the training
-            process together with the layouts.
+        seed: the seed of the random order of documents. Each epoch has a different order.
+        tokens: the largest number of tokens in a step. A longer document is alone in its step.
+        deferral: the largest number of steps by which a document is deferred, so that all steps
+            take about the same time. With 0, no document is deferred.
+        micro_batches: the number of micro-batches of every plan, if it must be constant. Empty
+            micro-batches are added to plans with fewer, and a plan with more raises a ValueError.
+            None stands for the number that the planner chooses.
+        workers: the number of processes that plan and read. With 0, the calling process plans a
+            step when the step is requested.
+        ahead: the number of steps that each worker prepares in advance.
+        prepare: a function that builds the tables of a layout for this rank, for example
+            `attn.preparation(…)`. Workers call it for each micro-batch's layout, and send the
+            tables to the training process together with the layouts.
 
     Attributes:
         epoch, step: the epoch and the step of the next plan.
@@ -99,7 +98,7 @@ class Batches:
         self._ahead = as_int("ahead", ahead, 1, 2**10)
         self.epoch = self.step = 0
         self._steps: tuple[int, list[Ints]] | None = (
-            None  # an epoch, and the documents of its steps
+            None  # cache: an epoch, and the documents of its steps
         )
 
     def __len__(self) -> int:
@@ -109,8 +108,8 @@ class Batches:
     def __iter__(self) -> Iterator[Plan]:
         """Yield the plans of the steps that remain in this epoch.
 
-        Raise a RuntimeError if `load_state_dict` or another iteration has changed the position
-        since this iteration began.
+        Raises a RuntimeError if `load_state_dict` or another iteration changes the position during
+        this iteration.
         """
         return self._ahead_of(self._planner.plan)
 
@@ -124,13 +123,13 @@ class Batches:
     ) -> Iterator[LocalStep]:
         """Yield the steps that remain in this epoch, each with this rank's micro-batches.
 
-        `dataset[i]` is the document whose length is `lengths[i]`. Only documents that the rank
-        needs are read. `collate` makes the micro-batches; `per_token` is its argument of this name.
+        `dataset[i]` is the document whose length is `lengths[i]`. Only documents of which this rank
+        holds tokens are read. The micro-batches are the results of `collate`, to which `per_token`
+        is passed.
 
-        `label_tokens` (documents,) is the number of labels of each document. The label of a
-        document's first token does not count, because no token precedes it. For each step, the
-        numbers of all documents of the step are summed, and the sum is the argument `label_tokens`
-        of `collate`. The argument is required if documents have labels of −100.
+        `label_tokens` (documents,) is the number of labels of each document, without the label of
+        the first token, because no token predicts it. The argument is required if documents have
+        labels of −100. The sum over the documents of a step is passed to `collate`.
         """
         counts = None if label_tokens is None else self._label_counts(label_tokens)
         prepared = getattr(self._planner.prepare, "rank", rank)
@@ -139,16 +138,18 @@ class Batches:
         return self._ahead_of(partial(self._planner.read, dataset, rank, counts, per_token))
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the next step's position, and the options that fix the order of documents."""
+        """Return the position of the next step, and the options on which the order of documents
+        depends.
+        """
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
         state: dict[str, int | str] = {"version": VERSION, **self._place()}
         return state | {"tokens": self._tokens, "deferral": self._deferral, "lengths": digest}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue at the position that `state_dict` has saved, on any number of ranks.
+        """Continue at the position that `state_dict` has saved, with any number of ranks.
 
-        Raise a ValueError that names the entry if an entry is missing, or if an option that fixes
-        the order of documents differs from the option of this object.
+        Raises a ValueError that names an entry if the entry is missing, or if it is an option on
+        which the order of documents depends and differs from the option of this object.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be a dict, as state_dict returns it, got {shown(state)}")
@@ -192,9 +193,11 @@ class Batches:
         return self._steps[1]
 
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
-        """Yield `make(documents)` for each remaining step, computed ahead if there are workers."""
+        """Yield `make(documents)` for each remaining step. Workers, if any, compute it in
+        advance.
+        """
         epoch, steps = self.epoch, self._of_epoch()
-        # No step remains if there are no documents, or if the loaded state is at the end of an
+        # This is the case if there are no documents, or if the loaded state is at the end of an
         # epoch.
         if self.step >= len(steps):
             self.epoch, self.step = epoch + 1, 0
@@ -207,7 +210,7 @@ class Batches:
             prefetch_factor=self._ahead if self._workers else None,
             collate_fn=_unchanged,
             pin_memory=self._pins,
-            generator=torch.Generator(),  # the caller's random numbers stay as they are
+            generator=torch.Generator(),  # so that the caller's generator does not change
         )
         try:
             made_ahead = iter(loader)
@@ -215,7 +218,7 @@ class Batches:
             found = f"planner and dataset must be picklable, to work in other processes: {error}"
             raise ValueError(f"{found}; with workers=0 they need not be") from None
         for step, made in enumerate(_of_workers(made_ahead), start=self.step + 1):
-            # The state points at the next step or epoch before this step is yielded.
+            # Before a step is yielded, the position is set to the step after it.
             self.epoch, self.step = (epoch, step) if step < len(steps) else (epoch + 1, 0)
             place = self._place()
             yield made
@@ -281,9 +284,8 @@ def _of_workers(made: Iterator[T]) -> Iterator[T]:
     try:
         yield from made
     except Exception as error:
-        # The traceback and the workers refer to each other in a cycle. Only garbage collection
-        # would free the workers in this cycle, and workers that are freed by garbage collection
-        # take 5 seconds to end.
+        # The traceback and the workers refer to each other. Only Python's garbage collector would
+        # free the workers, and then each of them would take 5 seconds to end.
         raise error.with_traceback(None) from None
 
 

@@ -1,4 +1,4 @@
-"""Read one rank's tokens of a step, with their labels and all other values of the documents."""
+"""Read the tokens of a step that one rank holds, with their labels and other values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from seqpar.core.arguments import as_int, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.layout.labels import shift_labels
 
-LocalBatch = dict[str, Any]  # what a rank holds of a micro-batch: values of any type, by key
-MADE = ("position_ids", "layout", "documents", "loss_weight")  # documents must not have these
+LocalBatch = dict[str, Any]  # what a rank holds of a micro-batch, by key
+MADE = ("position_ids", "layout", "documents", "loss_weight")  # keys that documents must not have
 
 
 class Documents(Protocol):
@@ -40,8 +40,8 @@ def collate(
     Tensors are on the CPU, in the layout's local order. The keys are:
 
     * "input_ids" and "position_ids", (T_local,) int64;
-    * "labels", (T_local,) int64: the next token of the document, −100 at the document's end. If
-      documents have "labels", aligned with their tokens, these are shifted in the same way;
+    * "labels", (T_local,) int64: the next token of the document, or −100 at the document's end. If
+      documents have "labels", one for each token, these are shifted in the same way;
     * "layout": the `seqpar.Layout` to give to attention;
     * "documents": (n,) int64, the indices of the documents of which the rank has tokens;
     * "loss_weight": 1 divided by the number of labels in the step, on all ranks and in all
@@ -53,19 +53,19 @@ def collate(
 
     Only documents of which the rank has tokens are read. If the rank has no tokens in a
     micro-batch, the micro-batch's first document is read for its keys. The rank must still compute
-    that micro-batch, since the attention of other ranks may wait for it.
+    that micro-batch, because other ranks wait for its messages.
 
     Args:
         plan: the plan, whose documents are indices into the dataset.
         rank: this rank.
-        label_tokens: number of labels in the step, on all ranks. The argument is required if
-            documents have labels of −100. Default: the number of all tokens except the last token
-            of each document.
-        per_token: the further keys whose values have one entry per token. Default: all keys whose
-            values are as long as their documents. The default also cuts a vector that happens to be
-            as long as its document.
+        label_tokens: the number of labels in the step, on all ranks together. It is required if
+            documents have labels of −100. By default, it is the number of all tokens except the
+            last token of each document.
+        per_token: the further keys whose values have one entry per token. By default, these are all
+            keys whose values have as many entries as their documents have tokens, possibly by
+            chance.
 
-    Raise a ValueError that names a document which differs from the plan.
+    Raises a ValueError that names a document whose length differs from the plan.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be a balance.Plan, got {shown(plan)}")
@@ -81,7 +81,7 @@ def collate(
         made = {"loss_weight": weight, "layout": batch.layout}
         if batch.documents.size or not found:
             made |= _read(batch, dataset, rank, masked, per_token)
-        else:  # an empty micro-batch has the keys of the first one
+        else:  # an empty micro-batch gets the keys of the first micro-batch
             made |= {name: x[:0] for name, x in found[0].items() if name not in made}
         found.append(made)
     return found
@@ -127,7 +127,9 @@ def _per_token(value: object, length: int) -> bool:
 def _document(
     dataset: Documents, index: int, length: int, masked: bool, per_token: Collection[str] | None
 ) -> LocalBatch:
-    """Return a document's values by key. Numeric values become tensors; labels are shifted."""
+    """Return a document's values by key. Numeric values are converted to tensors, and labels are
+    shifted.
+    """
     found = dataset[index]
     item: LocalBatch = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
     if "input_ids" not in item:
@@ -158,6 +160,7 @@ def _document(
 
 def _as_tensor(value: object) -> object:
     if isinstance(value, np.ndarray | list | tuple):
-        with suppress(TypeError, ValueError, RuntimeError):  # strings, ragged lists
+        # Strings and ragged lists cannot be converted.
+        with suppress(TypeError, ValueError, RuntimeError):
             return torch.as_tensor(value)
     return value

@@ -1,7 +1,7 @@
 """Cells: the attention that each rank computes for its queries, before any work moves.
 
-A cell is a contiguous span of a document's query rows on one rank, with all keys that these rows
-may attend to. Cells are disjoint. All cells together contain every visible (query, key) pair.
+A cell is a contiguous span of a document's query rows on one rank, with all keys to which these
+rows can attend. Cells are disjoint. All cells together contain every visible (query, key) pair.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 
 def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
-    """Return (n,) predicted seconds of each cell, or its number of pairs if `costs` is None."""
+    """Return (n,) the predicted seconds of each cell, or its number of pairs if `costs` is None."""
     pairs = cells.areas().astype(np.float64)
     if costs is None:
         return pairs
     rows, keys = (cells.q_stops - cells.q_starts), (cells.k_stops - cells.k_starts)
-    # 1 if the window of any row excludes keys. Rows near a document's start may exclude none.
+    # 1 if the window of at least one row of the cell excludes keys.
     windowed = np.where(cells.lows > cells.k_starts - cells.q_stops, 1.0, 0.0)
     calls = Tasks.of(rows, keys, pairs, np.where(pairs > 0, windowed, 0.0))
     grid, heads = costs.cluster.device.attention, (costs.model.heads, costs.model.head_dim)
@@ -58,7 +58,7 @@ class Unions:
         begins, ends = sort_keys(number, starts), sort_keys(number, stops)
         order = np.argsort(begins, kind="stable")
         begins, ends = begins[order], np.maximum.accumulate(ends[order])
-        apart = begins[1:] > ends[:-1]  # always true between groups
+        apart = begins[1:] > ends[:-1]  # always true between two pairs of server and document
         first, last = np.r_[True, apart][: begins.size], np.r_[apart, True][: begins.size]
         positions = 2**POSITION_BITS - 1
         self._starts, self._stops = begins[first] & positions, ends[last] & positions
@@ -78,7 +78,7 @@ class Unions:
         return found
 
     def sizes(self, servers: int) -> Ints:
-        """Return (servers,) how many positions each server has, over all documents."""
+        """Return (servers,) the number of positions of each server, in all documents."""
         lengths = self._stops - self._starts
         return np.bincount(self.servers[self._number], lengths, servers).astype(np.int64)
 
@@ -124,7 +124,7 @@ def covered(ranges: Intervals, start: float, stop: float) -> float:
 
 
 class KeyPlacement:
-    """The keys that each server holds, and the keys that it receives if no work moves.
+    """The keys that each server holds, and the keys that it receives if no work is moved.
 
     `counts` (documents,) is the number of servers that have keys of each document.
     """
@@ -139,7 +139,7 @@ class KeyPlacement:
         self.counts: list[int] = np.diff(self._edges).tolist()
 
     def received(self, servers: int) -> Ints:
-        """Return (servers,): how many keys each server receives if no work moves."""
+        """Return (servers,) the number of keys that each server receives if no work is moved."""
         return self._all.sizes(servers) - self._own.sizes(servers)
 
     def foreign(self, server: int, document: int) -> Intervals:

@@ -6,9 +6,9 @@ differs from the paper in three points:
 
 * Overloaded servers give work away until no server has more than (1 + tolerance) times the mean
   work. The paper fills underloaded servers, which can leave too much work on overloaded servers.
-* A task may use only some keys of its queries.
-* If several tasks on a server need the same key, the bytes of the key count once. The bytes do not
-  count if the server has the key already.
+* A task can contain only some of the keys to which its queries attend.
+* The bytes of a key count once for a server, even if several of its tasks need the key, and not at
+  all if the server holds the key.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 TILE_ROWS = 128  # query rows that a kernel computes together
-MIN_RELATIVE_SPEED = 1e-9  # a server gets no work if its speed divided by the fastest is less
-MAX_NUMBER = 1e18  # limit on `tolerance` and `price`
+MIN_RELATIVE_SPEED = 1e-9  # slower servers, relative to the fastest one, get no work
+MAX_NUMBER = 1e18  # largest allowed `tolerance` and `price`
 LIMIT_ROUNDS = 4  # rounds in which `_even` corrects the limits of servers
 
 
 class Stage(NamedTuple):
-    """A batch of attention that servers compute in one tick, such as a pipeline stage's batch.
+    """The attention of one pipeline stage's batch, among those that servers compute in the same
+    tick.
 
     Attributes:
         layout: which rank owns which queries.
         mask: which keys each query attends to.
         kv_layout: which rank owns which keys, if it differs from `layout`.
-        servers: the server number of each rank of the layout; by default the rank's number.
+        servers: for each rank of the layout, the index of its server. By default rank r is server
+            r.
     """
 
     layout: Layout | Geometry
@@ -67,30 +69,30 @@ def disaggregate(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> TaskRectangles:
-    """Return tasks with which all ranks have about equal work, and few bytes are sent.
+    """Return tasks that give all ranks about equal work, and for which few bytes are sent.
 
-    Nothing is computed or sent. The same arguments give the same tasks on every rank. Raise a
-    ValueError that names the argument which is wrong.
+    This is only a plan: no attention is computed and nothing is sent. The same arguments give the
+    same tasks on every rank. Raises a ValueError that names a wrong argument.
 
     Args:
         layout: which rank owns which queries, and needs their results.
         mask: which keys each query attends to.
-        costs: predicts the forward and backward seconds of tasks; by default a task costs its
-            number of visible pairs.
+        costs: predicts the seconds of a task's forward and backward. By default, the cost of a task
+            is its number of visible pairs.
         row_bytes: bytes of a row of queries and of keys.
         kv_layout: which rank owns which keys, if it differs from `layout`.
-        tolerance: fraction by which the work of a server may exceed the mean.
-        weights: (ranks,) relative speeds. A rank of weight 0 receives no work, and gives away as
-            much as it can.
-        memory: maximum bytes of queries, results and keys on a server, as one number or one number
-            per rank. Rows that the server holds count, and so do rows that it receives. Work stays
-            on its rank if no other server has memory for this work.
-        price: the time to send a byte to a server, in units of work. A server computes the work of
-            its own queries while it receives data, so only the time that exceeds this work counts.
-            Default: with `costs`, the seconds of a link to send a byte and to return a byte;
-            otherwise 0.
-        tile: number of query rows that a kernel computes together. The number of rows of a task is
-            a multiple of `tile`. A task at the end of its owner's span may have any number of rows.
+        tolerance: the fraction by which the work of a server can exceed the mean.
+        weights: (ranks,) the relative speeds of ranks. A rank of weight 0 receives no work, and
+            gives away as much work as possible.
+        memory: one number, or (ranks,). The largest number of bytes of queries, results and keys on
+            a server, including rows that the server holds itself. Work stays on its rank if no
+            other server has enough memory for it.
+        price: the time for sending a byte to a server, in units of work. A server computes the work
+            of its own queries while it receives data, so only the time beyond this work counts. By
+            default, it is the seconds in which a link sends a byte and returns a byte, or 0 without
+            `costs`.
+        tile: the number of query rows that a kernel computes together. The number of rows of a task
+            is a multiple of `tile`, except for a task at the end of its owner's span.
     """
     return disaggregate_stages(
         [Stage(layout, mask, kv_layout)],
@@ -118,10 +120,11 @@ def disaggregate_stages(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> list[TaskRectangles]:
-    """Return one set of tasks per stage, for batches that the same servers compute in one tick.
+    """Return the tasks of each stage, for stages whose batches the same servers compute in one
+    tick.
 
     A tick lasts as long as its slowest server, so the work of a server is summed over all stages.
-    The other arguments and errors are as in `disaggregate`.
+    Arguments and errors are as in `disaggregate`.
     """
     servers, tile = as_ranks("servers", servers), as_int("tile", tile, 1)
     row_bytes = check_row_bytes(row_bytes)
@@ -159,8 +162,8 @@ def disaggregate_stages(
     for i, stage in enumerate(stages):
         own = evened.take(number == i)
         found = TaskRectangles(own.documents - edges[i], *own[1:5], own.servers)
-        # The tasks of two ranges of a mask may lie in the same rectangle of queries and keys, so
-        # each task must keep the band of its range.
+        # Tasks of two ranges of a mask can have the same rectangle of queries and keys, so each
+        # task must keep the band of its range.
         if stage.mask.ranges is not None:
             found = found._replace(lows=own.lows, highs=own.highs)
         tasks.append(found)
@@ -181,8 +184,8 @@ def _even(
     trust = np.ones(shares.size)
     best, least = cells, np.inf
     # If messages or memory prevent this, bisection finds the lowest limit of work that all servers
-    # can keep. After each round, the limit of each server is corrected by the ratio of its planned
-    # work to its predicted work.
+    # can meet. After each round, each server's limit is multiplied by the ratio of its planned work
+    # to its predicted work.
     for _ in range(LIMIT_ROUNDS):
         limits = level * shares * trust * (1 - min(LIMIT_TOLERANCE, tolerance))
         plan = ServerLoads(cells, work, keys, limits, terms)
@@ -257,7 +260,7 @@ def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
 
 
 def _price(costs: Costs | None) -> float:
-    """Return the seconds to send a byte to a server, plus the seconds to return its gradient."""
+    """Return the seconds for sending a byte to a server and returning a byte of its gradient."""
     if costs is None:
         return 0.0
     cluster = costs.cluster

@@ -1,9 +1,9 @@
 """Choose which rank holds which tokens, for balanced attention and few messages.
 
 The *home* of a token is the rank that holds it. Under a causal mask, the last rows of a document
-have the most work per token. The remaining first rows are again a complete, shorter document. A
-document with more work than the mean work of a rank is therefore cut from its end: the last rows
-are placed on one rank, the rows before them on the next rank, and so on. Cutting ends when the
+have the most work per token. If they are cut off, the remaining rows are again a complete, shorter
+document. A document with more work than the mean work of a rank is therefore cut from its end: the
+last rows are placed on one rank, the rows before them on the next rank, and so on, until the
 remaining rows have at most the mean work of a rank. Short documents are then added until all ranks
 have equal numbers of tokens. With this layout, no queries and few keys are sent.
 """
@@ -22,8 +22,8 @@ from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
 
-# Fractions by which a rank's tokens may exceed the mean. `place_homes` uses the first fraction that
-# leaves enough memory for keys.
+# Fractions by which the number of tokens of a rank can exceed the mean. `place_homes` uses the
+# first one that leaves enough memory for keys.
 SLACKS = (0.0, 0.01, 0.02, 0.03, 0.05)
 
 
@@ -40,18 +40,17 @@ def place_homes(
     """Return a layout whose causal attention is balanced over the ranks and sends few keys.
 
     No rank has much more work, memory or tokens than the mean, unless the documents make such a
-    layout impossible. `disaggregate` can balance the remaining differences in work. Nothing is
-    computed or sent, and the same arguments give the same layout. Raise a ValueError that names the
-    argument which is wrong.
+    layout impossible. `disaggregate` can balance the remaining differences in work. The same
+    arguments give the same layout. Raises a ValueError that names a wrong argument.
 
     Args:
-        lengths: (documents,) tokens of each document.
-        ranks: number of ranks over which documents are spread.
+        lengths: (documents,) the number of tokens of each document.
+        ranks: the number of ranks.
         row_bytes: bytes of a row of queries and of keys.
-        token_bytes: bytes that a rank keeps per token in a layer, in addition to keys that other
-            ranks send to it; by default the token's rows.
-        tolerance: fraction by which a rank's work and bytes may exceed the mean. If received keys
-            take too much memory on a rank, the rank gets up to 5% fewer tokens.
+        token_bytes: the bytes that a rank keeps for each of its tokens in a layer. By default,
+            these are the token's rows.
+        tolerance: the fraction by which a rank's work and bytes can exceed the mean. If keys from
+            other ranks take too much memory on a rank, the rank gets up to 5% fewer tokens.
         tile: documents are cut at multiples of this number of tokens.
     """
     lengths, ranks = as_lengths("lengths", lengths), as_ranks("ranks", ranks)
@@ -75,7 +74,9 @@ def place_homes(
 
 
 class _Placing:
-    """Documents to place, and the work, tokens and bytes that each rank can still take."""
+    """Documents that are to be placed, and the work, tokens and bytes that each rank can still
+    receive.
+    """
 
     def __init__(
         self, lengths: Ints, ranks: int, key: float, token: float, tolerance: float, tile: int
@@ -85,21 +86,24 @@ class _Placing:
         mean = work.sum() / ranks
         self.time = np.full(ranks, mean * (1 + tolerance))
         self.tokens, self.received = np.zeros(ranks, np.int64), np.zeros(ranks)
-        # A document is light if it has less work per token than the average.
+        # Documents are called light if they have less work per token than the average of all
+        # tokens.
         self.light = int(2 * mean * ranks / max(lengths.sum(), 1))
         light = lengths < self.light
         self.light_work, self.light_tokens = float(work[light].sum()), float(lengths[light].sum())
         self.pieces: list[tuple[int, int, int, int]] = []  # rank, document, start and stop
 
     def place(self, most_tokens: int, most_bytes: float) -> None:
-        """Place all documents, longest first. The remainder of a cut document is placed later."""
+        """Place all documents, longest first. The remainder of a cut document is placed like a
+        document of its length.
+        """
         left = [(-length, i) for i, length in enumerate(self.lengths.tolist()) if length]
         heapq.heapify(left)
         while left:
             length, document = -left[0][0], left[0][1]
             room = (most_tokens - self.tokens).astype(np.float64)
             with_keys = np.minimum(room, (most_bytes - self.received) / self.token - self.tokens)
-            # The document is placed even if no rank has memory left.
+            # If no rank has memory left, the document is placed nevertheless.
             if with_keys.max() >= self.tile:
                 room = with_keys
             rank, start = self._choose(length, room)
@@ -121,9 +125,9 @@ class _Placing:
         self.light_tokens += sign * length
 
     def _choose(self, length: int, room: Floats) -> tuple[int, int]:
-        """Choose the rank with the most time left, without the time for light documents.
+        """Choose the rank with the most free time, not counting the time for light documents.
 
-        Return the rank, and the position of the document from which the rank holds all rows.
+        Returns the rank, and the first position of the document that is placed on the rank.
         """
         density = self.light_work / max(self.light_tokens, 1.0)
         spare = self.time - density * np.maximum(room, 0.0)

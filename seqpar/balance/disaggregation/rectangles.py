@@ -4,10 +4,10 @@ A cell is the attention of a span of query rows on one server (`cells.py`). A *r
 of n query rows of a cell and w of its keys. If a rectangle moves to another server, n rows of
 queries and results are sent, and w rows of keys and values. Let m = n·w be the number of pairs, q
 the bytes of a row of queries and results, and k the bytes of a row of keys and values. For a given
-m, the bytes are fewest if n·q = w·k, and are then 2·sqrt(m·q·k).
+m, the fewest bytes are sent if n·q = w·k: they are then 2·sqrt(m·q·k).
 
 Under a causal mask, the best rectangles have the last queries and the first keys of a cell. The
-mask may hide a corner of such a rectangle.
+mask can hide a corner of such a rectangle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDING_ERROR = 1e-9  # relative error of computed numbers of rows and keys
 
 
 class Cell(NamedTuple):
-    """A cell, in Python numbers, with the work of one pair."""
+    """A cell, as Python numbers."""
 
     pairs: int  # number of visible (query, key) pairs
     document: int  # as in `Parts`
@@ -35,7 +35,9 @@ class Cell(NamedTuple):
     rate: float  # the work of a pair
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return up to two cells: rows before the part, and later keys of the part's rows."""
+        """Return what remains without a part, as up to two cells: the rows before the part, and the
+        later keys of the part's rows.
+        """
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
         beside = part.q_start, q_stop, part.k_stop, k_stop
@@ -62,11 +64,13 @@ class CellPart(NamedTuple):
 class Prices(NamedTuple):
     query: float  # bytes of a row of queries
     key: float  # bytes of a row of keys
-    held: Intervals  # keys of the document that the new server already has or receives
+    held: Intervals  # keys of the document that the new server holds, or receives anyway
     foreign: Intervals  # keys that the cell's current server receives only for this cell
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
-        """Return two numbers of keys: those that a move sends, and those that a move saves."""
+        """Return the number of keys that a move sends to the new server, and the number of keys
+        that the old server no longer receives.
+        """
         freed = 0.0
         if self.foreign and rows >= cell.q_stop - cell.q_start:
             freed = covered(self.foreign, first, stop)
@@ -104,23 +108,23 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
 def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> CellPart | None:
     """Return the part with about `pairs` pairs that costs the fewest bytes, or None if none exists.
 
-    The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. The number may
-    violate this limit by up to half a pair for each row that the mask cuts. The number of rows
-    before the part is a multiple of `tile`, so the part and the remaining cell together have no
-    more tiles than the whole cell.
+    The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. The number can
+    be wrong by up to half a pair for each row that the mask cuts. The number of rows before the
+    part is a multiple of `tile`, so that the part and the rest of the cell together have as many
+    tiles as the whole cell.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:
         return _part(cell, rows, width, prices)
-    if cell.low > cell.k_start - cell.q_stop + 1:  # not all rows attend to the first keys
+    if cell.low > cell.k_start - cell.q_stop + 1:  # some rows do not attend to the first keys
         return _last_rows(cell, pairs, prices, tile, at_least)
-    # Number of keys that the last row could attend to; inf if all rows attend to all keys.
+    # The number of keys to which the last row could attend; inf if all rows attend to all keys.
     bottom = inf if cell.pairs == rows * width else cell.q_stop + cell.high - cell.k_start
     best, least = float(rows), inf
     for w in _widths(cell, pairs, bottom, prices):
         n = _rows_over(w, bottom, pairs)
         if rows - tile / 2 < n < rows * (1 + ROUNDING_ERROR):
-            n = rows  # rounding below may reach all rows, and moving all rows frees many keys
+            n = rows  # the rounding below can give all rows, and moving all rows frees many keys
         if n <= rows:
             keys, freed = prices.keys(cell, n, cell.k_start, cell.k_start + w)
             nbytes = n * prices.query + (keys - freed) * prices.key
@@ -140,14 +144,14 @@ def _last_rows(
     cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool
 ) -> CellPart | None:
     """Return the part with about `pairs` pairs that has all keys of the last rows."""
-    # In a sliding window, rows attend to different keys, so a part with fewer keys would save few
+    # With a sliding window, rows attend to different keys, so a part with fewer keys would save few
     # bytes.
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
 
     def part(before: int) -> CellPart:
         return _part(cell, rows - before * tile, width, prices)
 
-    # The most tiles of rows that the part can leave out and still have at least `pairs`.
+    # The largest number of tiles before the part with which the part still has `pairs` pairs.
     tiles = range(1, (rows - 1) // tile + 1)
     before = bisect_left(tiles, True, key=lambda n: part(n).pairs < pairs)
     found = part(before)
@@ -164,7 +168,9 @@ def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:
 
 
 def _rows_over(width: float, bottom: float, pairs: float) -> float:
-    """Return the number of last rows with `pairs` pairs over `width` keys; inf: all have fewer."""
+    """Return how many last rows have `pairs` pairs with the first `width` keys; inf if all rows
+    have fewer.
+    """
     full = max(bottom - width, 0.0)  # rows that attend to all `width` keys
     if pairs <= full * width:
         return pairs / width
@@ -174,7 +180,9 @@ def _rows_over(width: float, bottom: float, pairs: float) -> float:
 
 
 def _width_of(rows: float, bottom: float, pairs: float) -> float:
-    """Return the number of first keys with `pairs` pairs in the last rows; inf: all have fewer."""
+    """Return how many first keys have `pairs` pairs with the last `rows` rows; inf if all keys have
+    fewer.
+    """
     top = bottom - rows  # keys that the first of the rows attends to
     if pairs <= rows * top:
         return pairs / rows
@@ -184,21 +192,23 @@ def _width_of(rows: float, bottom: float, pairs: float) -> float:
 
 
 def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[float]:
-    """Return candidate numbers of keys for a part with `pairs` pairs, the cheapest among them."""
+    """Return candidate numbers of keys for a part with `pairs` pairs. One of them is the
+    cheapest.
+    """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     ratio = prices.query / prices.key
-    # All keys of the cell, the cheapest full rectangle, and the width if the part takes all rows.
+    # Candidates: all keys of the cell; the cheapest full rectangle; the width for all rows.
     found = [float(width), sqrt(pairs * ratio), _width_of(rows, bottom, pairs)]
     if bottom < inf:
-        # The largest width at which the mask hides no corner.
+        # Candidate: the largest width at which the mask hides no corner.
         square = bottom * bottom - 4 * pairs
         if square >= 0:  # (bottom − w)·w = pairs
             found.append((bottom + sqrt(square)) / 2)
-        # The width at which the mask hides a corner, and rows and keys cost the same. The width
+        # Candidate: the width at which the mask hides a corner, and rows and keys cost the same. It
         # solves n·w − (n + w − bottom)²/2 = pairs with bottom − n = ratio·(bottom − w).
         square = bottom * bottom - ((bottom / ratio) ** 2 + 2 * pairs) / (1 + 1 / ratio**2)
         if square >= 0:
             found.append(bottom - sqrt(square) / ratio)
-    # The keys that the new server already has.
+    # Candidates: the ends of key ranges that the new server holds.
     found += [stop - cell.k_start for _, stop in prices.held]
     return [w for w in found if 0 < w <= width]

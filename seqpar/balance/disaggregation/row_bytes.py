@@ -8,7 +8,7 @@ from typing import NamedTuple
 from seqpar.core.arguments import as_float, as_int, shown
 from seqpar.core.dtypes import accumulator_itemsize
 
-MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # limits that no row reaches, in any unit
+MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # limits beyond any real row, whatever the unit
 
 
 class RowBytes(NamedTuple):
@@ -44,13 +44,14 @@ class RowBytes(NamedTuple):
         itemsize: int = 2,
         backward: float = 2.5,
     ) -> RowBytes:
-        """Return the bytes that `DisaggregatedAttention` sends, scaled to passes of equal time.
+        """Return the bytes that `DisaggregatedAttention` sends, as if both passes took the same
+        time.
 
         `backward` is the time of a backward pass divided by the time of a forward pass. The bytes
-        of each pass are multiplied by the mean time of both passes and divided by the time of that
-        pass. The larger of the two results is returned. A plan with a `price` then fits both
-        passes, so that neither pass waits for messages. Results are sent in fp32, or in fp64 if the
-        tensors are fp64.
+        of a pass are multiplied by the mean time of both passes and divided by the time of this
+        pass, and the larger of the two results is returned. A plan with these bytes and a `price`
+        then suits both passes: neither of them waits for messages. Results are sent in fp32 (fp64
+        for fp64).
         """
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize
@@ -60,7 +61,7 @@ class RowBytes(NamedTuple):
             raise ValueError(f"backward must be above 0 and finite, got {backward}")
         exact = accumulator_itemsize(itemsize)
         operands, width = head_dim * itemsize, head_dim + value_dim
-        # The mean time of the two passes, divided by the time of each pass.
+        # The mean time of both passes, divided by the time of each pass.
         forward, backward = (1 + backward) / 2, (1 + 1 / backward) / 2
         query = operands + (value_dim + 1) * exact
         returned = operands + value_dim * itemsize + (head_dim + 2) * exact

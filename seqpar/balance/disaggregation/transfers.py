@@ -1,9 +1,9 @@
 """Move work from overloaded servers to servers that have time, sending few bytes.
 
-Each server has a limit of work. The *surplus* of a server is its work above the limit. The *room*
-of a server is the additional work with which it reaches the limit. The *giver* of a move is a
-server with a surplus, and the *taker* is a server with room. *Guest* work is work that a server has
-received from other servers, and guest keys are keys that the server has received for such work.
+Each server has a limit of work. The *surplus* of a server is its work above the limit, and the
+*room* of a server is its free work below the limit. A move takes work from a *giver*, a server with
+a surplus, to a *taker*, a server with room. *Guest* work is work that a server has received in this
+way, and guest keys are the keys that it has received for guest work.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from seqpar.balance.disaggregation.rectangles import Cell, CellPart, Prices, cut
 from seqpar.costs.grid import Floats
 from seqpar.layout.tasks.tasks import Parts
 
-MAX_CELLS_PER_STEP = 3  # the giver's largest cells, from which a part may move
-MAX_PARTS_COMPUTED = 3  # parts with the lowest bounds, which are then computed exactly
-MAX_HOLDERS = 2  # takers to try because they have keys of the cell's document
-MAX_SERVERS_SCANNED = 64  # holders are ignored if more servers have keys of the document
-MIN_TASK_SHARE = 1 / 16  # of the surplus, or of the room if less: a holder's room must be larger
-MAX_OTHER_SERVERS = 8  # takers with the most room, which are tried if no other part fits
-MAX_ATTEMPTS = 4  # attempts to cut a part that fits a server's time and memory
-LIMIT_TOLERANCE = 2e-3  # fraction of a server's limit; a smaller surplus stays
+MAX_CELLS_PER_STEP = 3  # only the giver's largest cells are cut
+MAX_PARTS_COMPUTED = 3  # only parts with the lowest bounds are computed exactly
+MAX_HOLDERS = 2  # takers that are tried because they have keys of the cell's document
+MAX_SERVERS_SCANNED = 64  # if more servers have keys of the document, these takers are not tried
+# Such a taker must have room for this fraction of the surplus or of the largest room.
+MIN_TASK_SHARE = 1 / 16
+MAX_OTHER_SERVERS = 8  # takers with the most room that are tried if no other part fits
+MAX_ATTEMPTS = 4  # attempts to cut a part that fits into a server's time and memory
+LIMIT_TOLERANCE = 2e-3  # a surplus of at most this fraction of the limit is accepted
 
 
 class Terms(NamedTuple):
     memory: Floats  # (servers,) bytes that may be sent to each server
     query: float  # bytes of a row of queries
     key: float  # bytes of a row of keys
-    exposed: float  # the time of a byte to a server, in units of work
+    exposed: float  # the time for sending a byte to a server, in units of work
     tile: int  # number of query rows that a kernel computes together
 
 
 class Move(NamedTuple):
-    """A part of a cell that moves to a server. `price` is in bytes sent per unit of work."""
+    """A part of a cell that is moved to a server. `price` is the number of bytes sent per unit of
+    work.
+    """
 
     price: float
     work: float
@@ -51,7 +54,7 @@ class Move(NamedTuple):
 class Offer(NamedTuple):
     """A possible move.
 
-    Offers are sorted by `least`, a lower bound on the bytes per unit of work.
+    Offers are sorted by `least`, a lower bound on the bytes sent per unit of work.
     """
 
     least: float
@@ -62,7 +65,9 @@ class Offer(NamedTuple):
 
 
 class ServerLoads:
-    """The work, the memory and the received bytes of each server, while parts of cells move."""
+    """The work, the memory and the received bytes of each server, while parts of cells are
+    moved.
+    """
 
     def __init__(
         self, cells: Parts, work: Floats, keys: KeyPlacement, limits: Floats, terms: Terms
@@ -99,26 +104,25 @@ class ServerLoads:
         return np.array(self._home) + self._guests
 
     def ends(self) -> Floats:
-        """Return (servers,) the time at which each server ends, in units of work."""
         servers = range(len(self._home))
         return np.array([self._own(server) + self._guests[server] for server in servers])
 
     def room(self, server: int) -> float:
-        """Return how much more work a server can take; a negative number is its surplus."""
+        """Return how much more work a server can receive. A negative number is its surplus."""
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
         """Return the time at which a server can start work from other servers, in units of work.
 
-        The server first computes the work of its own queries. If data arrives later than the end of
-        this work, the server also waits for the data.
+        A server first computes the work of its own queries, and then waits for data that has not
+        arrived yet.
         """
         return max(self._home[server], self._terms.exposed * self._received[server])
 
     def level(self) -> None:
         """Move parts from the server with the largest surplus, until no server has a surplus."""
-        # If a server with a surplus can give no more work away, all limits rise in proportion until
-        # this server has no surplus.
+        # If a server with a surplus cannot give away more work, all limits are raised by the factor
+        # with which this server has no surplus.
         while (stuck := self._move()) is not None:
             late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]
             self._limits = [limit * late for limit in self._limits]
@@ -126,7 +130,7 @@ class ServerLoads:
     def _move(self) -> int | None:
         """Move parts until no server has a surplus.
 
-        Return a server that can give nothing away while other servers have a surplus too, or None.
+        Returns None, or a server that has a surplus but cannot give work away.
         """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
@@ -158,9 +162,9 @@ class ServerLoads:
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
         # Larger parts send fewer bytes per unit of work. The first candidate is therefore the
-        # server with the smallest room that is enough for the whole surplus. If no room is enough,
-        # the first candidate is the server with the largest room. Servers that have keys of the
-        # document are further candidates.
+        # server with the least room that suffices for the whole surplus or, if no room suffices,
+        # the server with the most room. Further candidates are servers that have keys of the
+        # document.
         fitting = bisect_left(takers, (surplus, -1))
         room, server = takers[fitting if fitting < len(takers) else -1]
         least = min(surplus, room) * MIN_TASK_SHARE
@@ -183,7 +187,7 @@ class ServerLoads:
         return best or self._any(giver, surplus, takers)
 
     def _any(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return a move of any cell to a server with much room, or None if none fits."""
+        """Return a move of any cell to a server with much room, or None if no move fits."""
         for room, server in takers[: -MAX_OTHER_SERVERS - 1 : -1]:
             for cell in self._cells_of(giver):
                 held = self._held(server, cell.document)
@@ -242,9 +246,11 @@ class ServerLoads:
         return found
 
     def _holders(self, document: int, least: float) -> list[int]:
-        """Return at most `MAX_HOLDERS` servers with keys of a document and `least` room."""
-        # If more than `MAX_SERVERS_SCANNED` servers have keys of the document, the server with the
-        # best room probably has keys of the document too.
+        """Return at most `MAX_HOLDERS` servers that have keys of a document and room for `least`
+        work.
+        """
+        # If more than `MAX_SERVERS_SCANNED` servers have keys of the document, no search is needed:
+        # the first candidate probably has some too.
         found, guests = set[int](), self._guest_keys.get(document, {})
         if len(guests) <= MAX_SERVERS_SCANNED:
             found.update(guests)

@@ -1,5 +1,5 @@
 """Methods that assign documents to ranks.
 
-Start with `greedy.py`, which has most of the published methods. `zeppelin.py` has one more
-published method. `baselines.py` has the packings that trainers commonly use.
+Start with `greedy.py`, which contains most of the published methods. Zeppelin is in `zeppelin.py`.
+The packings that trainers commonly use are in `baselines.py`.
 """

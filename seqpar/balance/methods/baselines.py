@@ -19,9 +19,10 @@ from seqpar.layout.cuts.zigzag import EvenZigzag
 
 
 def contiguous(batch: DocumentBatch) -> Pieces:
-    """Cut the batch into P equal parts: rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1.
+    """Cut the T tokens of the batch into P equal parts. Rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ −
+    1.
 
-    Loaders that concatenate documents and cut the result into equal sequences pack in this way.
+    Loaders that concatenate documents and cut the result into equal sequences do the same.
     """
     edges, (documents, starts, stops) = Contiguous(batch.ranks).table(_cu_seqlens(batch))
     return Pieces(documents, np.repeat(np.arange(batch.ranks), np.diff(edges)), starts, stops)
@@ -30,15 +31,14 @@ def contiguous(batch: DocumentBatch) -> Pieces:
 def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
     """Cut every document into 2P chunks, as usual in context parallelism, and predict the ranks."""
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
-    if ranks == 1:  # one span per document instead of two that touch
+    if ranks == 1:  # one span per document, instead of two adjacent spans
         documents = np.arange(batch.lengths.size)
         here = np.zeros_like(documents)
         return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
     cu = _cu_seqlens(batch)
     tokens = cut.counts(cu).tokens
-    # Pieces are not listed, because their number would be documents × ranks. The prediction is made
-    # for the first rank and for the last rank, and is interpolated for all ranks in between, which
-    # differ little.
+    # Pieces are not listed, because their number would be documents × ranks. The ranks differ
+    # little, so only the first and the last rank are predicted, and the others are interpolated.
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
     pairs = (ends[0].seconds, ends[1].seconds), (ends[0].bytes, ends[1].bytes)
     seconds, sent = (np.linspace(float(x[0]), float(y[-1]), ranks) for x, y in pairs)
@@ -51,8 +51,8 @@ def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> Docum
     documents, share = np.unique(held, return_inverse=True)
     sizes = np.minimum(batch.lengths[documents], batch.ranks)
     beside = np.minimum(sizes, batch.costs.cluster.devices_per_node)
-    # The keys of the low chunk are sent to all other ranks. The keys of the high chunk are sent to
-    # lower ranks only, whose high chunks come after it in the document.
+    # The keys of a rank's low chunk are sent to all other ranks. The keys of its high chunk are
+    # sent only to lower ranks, because their high chunks come later in the document.
     high = 2 * starts >= batch.lengths[held]
     readers = np.where(high, np.minimum(rank, sizes[share] - 1), sizes[share] - 1)
     ends = share_ends(share, pieces, documents.size)

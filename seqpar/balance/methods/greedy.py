@@ -1,4 +1,4 @@
-"""Greedy methods: each document is placed on the ranks with the least load so far."""
+"""Greedy methods, which place each document on the ranks with the least load so far."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MIN_RANKS_FOR_ROUNDS = 32  # with fewer ranks, placing one document at a time is
 class GreedyAssigner:
     """The load of each rank while a method places documents.
 
-    The load of a rank is the larger of two ratios. The first ratio is its seconds divided by the
-    mean (`seconds`, (ranks,)). The second ratio is its tokens divided by its capacity (`held`,
-    (ranks,)). If memory is tight, tokens are therefore balanced as well as seconds.
+    The load of a rank is the larger of two ratios: its seconds divided by the mean (`seconds`,
+    (ranks,)), and its tokens divided by its capacity (`held`, (ranks,)). Because of the second
+    ratio, tokens are balanced too if memory is tight.
     """
 
     def __init__(self, batch: DocumentBatch) -> None:
@@ -28,14 +28,15 @@ class GreedyAssigner:
 
     @property
     def load(self) -> Floats:
-        """(ranks,) the load of each rank: 1 at the mean of seconds, or at its capacity."""
+        """(ranks,) the load of each rank. It is 1 if the rank has the mean seconds or a full
+        device.
+        """
         of_time = self.seconds / max(self.batch.mean, 1e-30)
         return np.maximum(of_time, self.held / self.batch.capacity)
 
     def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
-        """Place documents on rings.
-
-        `members` lists the ranks of one ring after those of another.
+        """Place documents on rings. `members` lists the ranks of the first ring, then of the
+        second, …
         """
         pieces = Pieces.rings(self.batch, documents, sizes, members)
         seconds = (self.batch.weights[documents] / sizes)[_owners(sizes)]
@@ -45,9 +46,9 @@ class GreedyAssigner:
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
         """Place each document, in order, on the ranks with the least load.
 
-        `sizes` is the number of ranks for each document, by default 1. If these ranks have no room
-        for a document, the document is placed on the ranks with the fewest tokens. If those ranks
-        have no room either, the document is cut to fit.
+        `sizes` is the number of ranks for each document, by default 1. If the ranks with the least
+        load have no room for a document, it is placed on the ranks with the fewest tokens. If these
+        have no room either, the document is cut into parts that fit.
         """
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):
@@ -61,10 +62,10 @@ class GreedyAssigner:
             self._squeeze(document)
 
     def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
-        """Place whole documents one at a time; return the indices of documents without room.
+        """Place whole documents one at a time. Returns the indices of documents for which there is
+        no room.
 
-        For few ranks, this method is faster than `_rounds`. The results for whole documents are the
-        same.
+        For few ranks, this method is faster than `_rounds`. Both place whole documents equally.
         """
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()
@@ -89,15 +90,17 @@ class GreedyAssigner:
         return np.flatnonzero(~placed)
 
     def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
-        """Place documents in rounds; return the indices of documents without room."""
+        """Place documents in rounds. Returns the indices of documents for which there is no
+        room.
+        """
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
         weights = batch.weights[documents] / sizes
         held, before = batch.ring_held(documents, sizes), self.held.copy()
         heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
         late, chosen = np.zeros(sizes.size, bool), []
-        # Each round sorts the ranks by load and fills them in that order. A round ends when the
-        # next rank no longer has the least load, but not before a sixteenth of the ranks are
-        # filled.
+        # Each round sorts the ranks by load and adds documents in that order. A round ends when the
+        # next rank no longer has the least load, but not before it has used a sixteenth of the
+        # ranks.
         while place < documents.size:
             load = self.held / batch.capacity if by_tokens else self.load
             order = np.argsort(load, kind="stable")
@@ -120,8 +123,8 @@ class GreedyAssigner:
             chosen.append(members)
             place += count
         if chosen:
-            # The rounds counted an upper limit on the tokens of a share of a cut document. `_add`
-            # counts the tokens again, exactly.
+            # The rounds have counted upper bounds for shares of cut documents. `_add` counts
+            # exactly.
             self.held = before
             members, placed = np.concatenate(chosen), ~late
             self._add(Pieces.rings(batch, documents[placed], sizes[placed], members))
@@ -139,7 +142,8 @@ class GreedyAssigner:
         order = np.argsort(-room, kind="stable")
         count = int(np.searchsorted(np.cumsum(room[order]), length)) + 1
         members, stops = order[:count], np.minimum(np.cumsum(room[order[:count]]), length)
-        # The last rank gets at least a tile, if it has room and the rank before it keeps a tile.
+        # The last rank gets at least a tile, if it has room for a tile and the rank before it keeps
+        # one.
         enough = min(MIN_SHARE_TOKENS, int(room[members[-1]]))
         if stops[-2] > length - enough and room[members[-2]] >= 2 * MIN_SHARE_TOKENS:
             stops[-2] = length - enough
@@ -164,11 +168,11 @@ def _owners(sizes: Ints) -> Ints:
 
 
 def wlb(batch: DocumentBatch) -> Pieces:
-    """Place each document, longest first, on the rank with the least work among ranks with room.
+    """Place documents, longest first, each on the rank with the least work among ranks with room.
 
     Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training"
-    (2025), section 4. Unlike in the paper, outliers are not deferred. Only documents longer than a
-    rank's capacity are cut.
+    (2025), section 4. Only documents longer than a rank's capacity are cut. Unlike in the paper, no
+    documents are deferred to later steps.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     ranks.deal(order, batch.least_ranks[order])
@@ -179,10 +183,9 @@ def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
     """Cut documents by their work, and place the parts on the ranks with the least load.
 
     Ge et al., "ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length on More
-    Than 12,000 GPUs" (2025), sections 4 and 5. A document may be on any number of ranks of one
-    global group. A part of a document takes at most `part` times the mean seconds of a rank, but
-    has at least `MIN_SHARE_TOKENS` tokens. Small parts make it possible to balance both tokens and
-    work.
+    Than 12,000 GPUs" (2025), sections 4 and 5. A document can be on any number of ranks. A part of
+    a document takes at most `part` times the mean seconds of a rank, but has at least
+    `MIN_SHARE_TOKENS` tokens. Small parts make it possible to balance both tokens and work.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     ranks.deal(order, batch.shares_of(batch.mean * part)[order])
@@ -190,15 +193,14 @@ def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
 
 
 def power_of_two(batch: DocumentBatch) -> Pieces:
-    """Place each document, longest first, on the aligned block of ranks with the least load.
+    """Place documents, longest first, each on the aligned block of ranks with the least load.
 
     The number of ranks of a block is a power of two. Megatron Core's dynamic context parallelism
     (`default_dynamic_cp`) uses the same blocks, because communicators for these blocks can be
     created once.
     """
-    # The size of a document's block follows from two numbers: the document's fraction of all work,
-    # and its number of tokens. If no block has room for a document, the document is cut to fit the
-    # remaining room.
+    # The size of a document's block depends on the document's fraction of all work and on its
+    # number of tokens. If no block has room for a document, it is cut into parts that fit.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
     sizes = np.minimum(wanted, 2 ** int(np.log2(batch.ranks)))
@@ -223,9 +225,9 @@ def karmarkar_karp(batch: DocumentBatch) -> Pieces:
 
     Trainers for reinforcement learning balance documents in this way.
     """
-    # Documents longer than a rank's capacity are first cut over the fewest ranks. Then the sets
-    # with the most work are placed on the ranks with the least load. A document that does not fit
-    # on the rank of its set is placed on another rank.
+    # Documents longer than a rank's capacity are first cut over as few ranks as possible. Then the
+    # sets with the most work are placed on the ranks with the least load. A document that does not
+    # fit on its set's rank is placed on a different rank.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     cut = batch.least_ranks[order] > 1
     ranks.deal(order[cut], batch.least_ranks[order[cut]])
@@ -242,10 +244,10 @@ def karmarkar_karp(batch: DocumentBatch) -> Pieces:
 
 
 def partition(weights: Floats, ranks: int) -> list[Ints]:
-    """Partition items into `ranks` sets of nearly equal weight; return the heaviest set first.
+    """Partition items into `ranks` sets of nearly equal weight. Returns the heaviest set first.
 
     Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). The method takes P·log P
-    steps per document, so it suits few ranks.
+    steps per document, so it is slow for many ranks P.
     """
     empty: list[list[int]] = [[] for _ in range(ranks)]
     heap: list[tuple[float, int, Floats, list[list[int]]]] = []
@@ -257,8 +259,8 @@ def partition(weights: Floats, ranks: int) -> list[Ints]:
     heapq.heapify(heap)
     number = len(heap)
     # A partial solution is a list of P sets. Each step merges the two partial solutions in which
-    # the heaviest and the lightest set differ most. The step joins the heaviest sets of one
-    # solution with the lightest sets of the other solution.
+    # the heaviest and the lightest set differ most, by joining the heaviest sets of one solution
+    # with the lightest sets of the other.
     while len(heap) > 1:
         _, _, one, of_one = heapq.heappop(heap)
         _, _, two, of_two = heapq.heappop(heap)

@@ -1,9 +1,9 @@
 """Zeppelin's hierarchical partitioning: long documents over nodes, then over a node's devices.
 
 "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
-section 4.1. From certain lengths on, quadratic compute takes longer than communication. These
-lengths divide documents into three zones: inter-node, intra-node and local. The ranks that hold a
-document form a ring, without any other ranks.
+section 4.1. The longer a document, the more communication its quadratic computation hides. Two
+lengths divide documents into three zones: a document is spread over nodes, over the devices of one
+node, or stays on one rank. The ranks that hold a document form a ring.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from seqpar.costs.grid import Floats
 def place(batch: DocumentBatch) -> Pieces:
     cluster, order = batch.costs.cluster, batch.longest_first
     nodes, devices = cluster.nodes, cluster.devices_per_node
-    # A ring hides its messages if each rank has `hidden_share` tokens. The smallest ring between
-    # nodes has two members.
+    # A ring hides its messages if each rank holds `hidden_share` tokens of the document. The
+    # smallest ring between nodes has two members.
     zone = 2 * devices * batch.hidden_share["between"]
     cluster_row, empty = np.zeros_like(order), np.zeros((2, 1, nodes))
     sizes, members = partition(batch, order, cluster_row, empty, zone, batch.capacity * devices)
@@ -46,22 +46,25 @@ def place(batch: DocumentBatch) -> Pieces:
 def partition(
     batch: DocumentBatch, documents: Ints, row: Ints, had: Floats, zone: float, capacity: int
 ) -> tuple[Ints, Ints]:
-    """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
+    """Partition each row's documents, longest first, among its buckets (Algorithms 1 and 2).
 
-    The function serves two levels. Either a row is a node, and its buckets are the ranks of the
-    node; or the only row is the cluster, and its buckets are the nodes. `had` (2, rows, width) is
-    the work and the number of tokens that are already in each bucket. A document of at least `zone`
-    tokens is cut over as many buckets as its work would fill. Each shorter document is placed whole
-    in the bucket with the least work. Return the number of buckets of each document, and the
-    numbers of these buckets, counted over all rows.
+    On the upper level, the only row is the cluster, and its buckets are the nodes. On the lower
+    level, each row is a node, and its buckets are the node's ranks.
+
+    A document of at least `zone` tokens is cut over as many buckets as its work would fill. A
+    shorter document is placed whole in the bucket with the least work. `had` (2, rows, width) is
+    the work and the number of tokens that are already in each bucket.
+
+    Returns the number of buckets of each document, and the indices of these buckets among the
+    buckets of all rows.
     """
     held, weights, width = batch.held[documents], batch.weights[documents], had.shape[2]
     mean = had[0].sum(1) + np.bincount(row, weights, had.shape[1])
     most = np.minimum(batch.most_ranks[documents], width)
     filled = np.ceil(weights * width / np.maximum(mean[row], 1e-30)).astype(np.int64)
     needed, dropped = np.ceil(held / capacity).astype(np.int64), 0
-    # While a bucket has too many tokens, more of the longest documents are cut. The number of cut
-    # documents at least doubles each time.
+    # As long as a bucket has too many tokens, more of the longest documents are cut. The number of
+    # cut documents at least doubles each time.
     while True:
         sizes = np.where(batch.lengths[documents] >= zone, filled, 1)
         sizes[:dropped] = np.maximum(sizes[:dropped], width)
@@ -75,7 +78,9 @@ def partition(
 def _assign(
     held: Floats, weights: Floats, row: Ints, had: Floats, sizes: Ints
 ) -> tuple[Ints, Floats]:
-    """Place documents in the buckets with the least work of their rows, cut documents first."""
+    """Place documents in those buckets of their rows that have the least work, cut documents
+    first.
+    """
     _, rows, width = had.shape
     work, tokens = had.copy()
     firsts = np.cumsum(sizes) - sizes

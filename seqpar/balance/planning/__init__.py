@@ -1,4 +1,4 @@
-"""Plan from the lengths of documents: which documents share a micro-batch, and on which ranks.
+"""Plan which documents form a micro-batch, and which ranks hold their tokens.
 
 Start with `planner.py`, then `plans.py`, the result that users receive.
 """

@@ -14,9 +14,11 @@ from seqpar.costs.grid import Floats
 
 
 def as_few(batch: DocumentBatch) -> list[Ints]:
-    """Divide documents into few micro-batches: the fewest possible, if documents pack well."""
-    # Documents are assigned longest first, back and forth over the micro-batches. A document that
-    # does not fit is added to the micro-batch with the fewest tokens, or to an additional
+    """Divide documents into few micro-batches. Their number is the smallest possible if documents
+    pack well.
+    """
+    # Documents are assigned to micro-batches longest first, in alternating direction. A document
+    # that does not fit is added to the micro-batch with the fewest tokens, or to an additional
     # micro-batch.
     most, lengths, held = batch.room, batch.lengths, batch.held
     count = math.ceil(held.sum() / most)
@@ -44,14 +46,14 @@ def as_few(batch: DocumentBatch) -> list[Ints]:
 
 
 def even(batch: DocumentBatch, count: int) -> list[Ints]:
-    """Divide documents into `count` micro-batches that take about equally long.
+    """Divide documents into `count` micro-batches that take about the same time.
 
-    Each document, most work first, is added to the micro-batch with the least work among those with
-    room. Every micro-batch therefore has documents of all lengths, as for pipelines in "ByteScale"
-    (2025), section 5. No micro-batch exceeds the mean by more than the work of a short document,
-    unless a single document has more work than the mean.
+    Documents, those with the most work first, are added to the micro-batch with the least work
+    among those with room. Every micro-batch therefore has documents of all lengths, as for
+    pipelines in "ByteScale" (2025), section 5. Unless a single document has more work than the
+    mean, no micro-batch exceeds the mean by more than the work of a short document.
 
-    Raise a ValueError that names `micro_batches` if `count` micro-batches do not hold all
+    Raises a ValueError that names `micro_batches` if `count` micro-batches cannot hold all
     documents.
     """
     order = np.argsort(-batch.weights, kind="stable")
@@ -67,12 +69,13 @@ def even(batch: DocumentBatch, count: int) -> list[Ints]:
 
 
 def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float) -> Ints | None:
-    """Put items into `count` bins, each into the bin with the least weight that has room.
+    """Put each item into the bin with the least weight among the bins that have room.
 
-    Return the bin of each item, or None if no bin has room for an item.
+    Returns the bin of each item, or None if an item fits into none of the `count` bins.
     """
     lightest, held = [(0.0, number) for number in range(count)], [0.0] * count
-    full: list[tuple[float, float, int]] = []  # bins that lacked room for an item, by their tokens
+    # A heap of bins that had no room for an item, by their tokens.
+    full: list[tuple[float, float, int]] = []
     found = np.empty(weights.size, np.int64)
     for i, (taken, weight) in enumerate(zip(tokens.tolist(), weights.tolist(), strict=True)):
         while full and full[0][0] + taken <= room:
@@ -109,8 +112,9 @@ def steps_of_epoch(
     """Return the documents of each step of an epoch: all documents once, in random order.
 
     A step has the next documents of this order, as many as fit into `tokens` tokens. With
-    `deferral`, the documents of `deferral` + 1 consecutive steps are then spread evenly over these
-    steps. The documents are sorted by hashes, so the order is the same with every version of numpy.
+    `deferral`, the documents of `deferral` + 1 consecutive steps are then distributed evenly over
+    these steps. Documents are sorted by hashes, so that the order is the same with every version of
+    numpy.
     """
     of_epoch = int(mix(np.array([epoch]), seed)[0])
     order = np.argsort(mix(np.arange(lengths.size), of_epoch), kind="stable")
@@ -129,6 +133,6 @@ def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
     # A document's work is its fraction of all tokens plus its fraction of all squared lengths.
     work = size / size.sum() + np.square(size) / np.square(size).sum()
     found = to_lightest(lengths[documents], work, len(steps), tokens)
-    if found is None:  # a document has no room: the steps stay as they are
+    if found is None:  # a document did not fit, so the steps stay unchanged
         return steps
     return [documents[found == number] for number in range(len(steps))]

@@ -1,8 +1,8 @@
 """Refine a placement of documents on ranks by two kinds of steps.
 
 *Levelling* moves tokens of cut documents from slower ranks to faster ranks. *Exchanging* moves a
-whole document to another rank, or swaps two whole documents of two ranks. A rank's *share* of a
-document is the part of the document on this rank.
+whole document to a different rank, or swaps two whole documents of two ranks. A rank's *share* of a
+document is the part of the document that the rank holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ DONE_RATIO = 1.001  # the search ends if slowest rank / mean is below this
 
 
 def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
-    """Level pieces, exchange documents, and level again, while the slowest rank gets faster."""
+    """Level shares, exchange documents, and level again, as long as the slowest rank gets
+    faster.
+    """
     for improve, enough in ((level, LEVEL_RATIO), (exchange, DONE_RATIO), (level, DONE_RATIO)):
         if found.seconds.max() <= enough * found.seconds.mean():
             break
@@ -39,14 +41,15 @@ def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pie
 
 
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
-    """Return pieces with more equal seconds on the ranks that share documents.
+    """Move tokens of cut documents so that the ranks that share a document take about the same
+    time.
 
-    No rank exceeds its capacity, or gets a share of less than a tile. Whole documents stay on their
-    ranks.
+    No rank exceeds its capacity, and no share becomes smaller than a tile. Whole documents stay on
+    their ranks.
     """
     # With a symmetric cut, a rank has equal numbers of tokens from the front and from the back of a
-    # document. Every token of the front has the same work together with its mirror image in the
-    # back. Ranks that share a document can therefore be balanced to the token.
+    # document. A token of the front and its mirror image in the back together have the same work
+    # for all tokens, so ranks that share a document can be balanced to the token.
     cut = ~pieces.whole(batch)
     if not cut.any():
         return pieces
@@ -96,22 +99,23 @@ def _symmetric(
 ) -> Pieces:
     """Cut each document into shares, half from its front and half from its back.
 
-    Share i has `tokens[i]` tokens. The shares of a document are consecutive in the arrays, and
-    their sum is the length of the document. Each share is rounded to a multiple of `unit`, and the
-    last share has the remainder. A remainder of less than a tile is added to the previous share.
+    Share i has `tokens[i]` tokens. The shares of a document are consecutive in the arrays, and add
+    up to the document's length. Each share is rounded to a multiple of `unit`, and the last share
+    gets the remainder. A remainder of less than a tile is added to the previous share.
     """
     ends = np.cumsum(tokens)
     last = np.flatnonzero(np.diff(documents, append=-1))
     before = np.repeat(np.r_[0.0, ends[last[:-1]]], np.diff(last, prepend=-1))
     length = batch.lengths[documents]
     stops = np.rint((ends - before) / unit).astype(np.int64) * unit
-    stops[length - stops < min(unit, MIN_SHARE_TOKENS)] = 2**62  # less than a tile would be left
+    # Otherwise less than a tile would be left.
+    stops[length - stops < min(unit, MIN_SHARE_TOKENS)] = 2**62
     stops[last] = 2**62
     stops = np.minimum(stops, length)
     starts = np.r_[0, stops[:-1]]
     starts[np.r_[0, last[:-1] + 1]] = 0
     low, high = starts // 2, stops // 2  # tokens from the front; the rest is from the back
-    high = np.where(stops - starts == length, length, high)  # one piece if whole
+    high = np.where(stops - starts == length, length, high)  # one piece for a whole document
     front = Pieces(documents, ranks, low, high)
     back = Pieces(documents, ranks, length - (stops - high), length - (starts - low))
     both = Pieces.joined([front, back])
@@ -121,7 +125,7 @@ def _symmetric(
 def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Move or swap whole documents between ranks until the slowest rank is close to the mean.
 
-    Return `pieces` itself if no step helps.
+    Returns `pieces` itself if no step makes the slowest rank faster.
     """
     seconds, ranks = found.seconds.copy(), pieces.ranks.copy()
     taken, room = pieces.held(batch), batch.capacity - pieces.held_by_rank(batch)
@@ -129,7 +133,7 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     whole = np.flatnonzero(pieces.whole(batch))
     whole = whole[np.lexsort((weight[whole], ranks[whole]))]
     edges = np.searchsorted(ranks[whole], np.arange(batch.ranks + 1))
-    held: dict[int, Ints] = {}  # by rank; filled when a rank is first tried
+    held: dict[int, Ints] = {}  # the documents of each rank that was tried
     enough = DONE_RATIO * float(seconds.mean())
 
     def of(rank: int) -> Ints:
@@ -138,7 +142,7 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
         return held[rank]
 
     # Each step moves a document from the slowest rank to one of the fastest, possibly in exchange
-    # for another document, so that the two ranks come as close as possible.
+    # for another document, so that the times of the two ranks become as close as possible.
     for _ in range(MAX_STEPS):
         slow = int(seconds.argmax())
         if seconds[slow] <= enough or not of(slow).size:
@@ -177,11 +181,12 @@ def _some(documents: Ints) -> Ints:
 def _step(
     ones: Ints, twos: Ints, weight: Floats, taken: Floats, gap: float, room: tuple[float, float]
 ) -> tuple[int, int] | None:
-    """Return the two documents to swap: that of the slower rank, and that of the faster rank.
+    """Return the two documents to swap: one of the slower rank, and one of the faster rank.
 
     −1 stands for no document. `gap` is the difference between the seconds of the two ranks. The
-    difference between the seconds of the two documents is as close to half of `gap` as possible.
-    Return None if no swap reduces the gap and leaves both ranks with enough room.
+    difference between the seconds of the two documents is as close as possible to half of `gap`,
+    because a swap changes the gap by twice this difference. Returns None if no swap reduces the gap
+    and fits on both ranks.
     """
     twos = np.append(twos, -1)
     values, sizes = weight[twos], taken[twos]

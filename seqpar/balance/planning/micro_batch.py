@@ -22,13 +22,13 @@ class MicroBatch:
 
     Attributes:
         documents: (n,) indices into the planned lengths, in the layout's order.
-        lengths: (n,) tokens of each document.
+        lengths: (n,) the number of tokens of each document.
         cut: the spans of documents that each rank holds.
         seconds: (ranks,) predicted seconds of a forward and a backward pass.
-        tokens: (ranks,) tokens that each rank holds.
-        bytes: (ranks,) bytes sent in the forward and backward passes of all layers.
-        offload: (ranks,) the fraction of its activations that each rank copies to host memory so
-            that its tokens fit. Pass this ratio to `seqpar.offload`.
+        tokens: (ranks,) the number of tokens that each rank holds.
+        bytes: (ranks,) the bytes that each rank sends in forward and backward of all layers.
+        offload: (ranks,) the fraction of each rank's activations that must be copied to host memory
+            so that its tokens fit. Pass this number to `seqpar.offload`.
     """
 
     documents: Ints
@@ -58,7 +58,7 @@ class MicroBatch:
                 raise ValueError(f"{name} must have {expected}, got {shape}")
 
     def as_dict(self) -> dict[str, list[float]]:
-        """Return the fields as plain numbers and lists, for JSON. The cut becomes integers."""
+        """Return the fields as plain numbers and lists, for JSON."""
         arrays = {name: getattr(self, name) for name in (*_INTS, *_FLOATS)}
         arrays["cut"] = encode(self.cut)
         return {name: array.tolist() for name, array in arrays.items()}
@@ -67,7 +67,7 @@ class MicroBatch:
     def from_dict(cls, values: Mapping[str, object]) -> MicroBatch:
         """Return the micro-batch from which `as_dict` made these values.
 
-        Raise a KeyError if a field is missing, and a ValueError that names a wrong field.
+        Raises a KeyError if a field is missing, and a ValueError that names a wrong field.
         """
         fields: dict[str, Any] = {}
         for name in (*_INTS, *_FLOATS, "cut"):

@@ -38,8 +38,8 @@ from seqpar.costs.model import Model
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.handle import LayoutCut
 
-# Methods that return pieces. Zigzag is not in this table: zigzag cuts every document, so the number
-# of pieces would be documents × ranks.
+# Methods that return pieces. Zigzag is not in this table, because it cuts every document and would
+# return documents × ranks pieces.
 PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
     "zeppelin": zeppelin.place,
     "bytescale": greedy.bytescale,
@@ -51,11 +51,11 @@ PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
 METHODS = (*PLACES, "zigzag")
 """The names of the methods, without "auto"."""
 
-# "auto" tries several thresholds. A document is cut if its work is more than this fraction of the
+# The thresholds that "auto" tries. A document is cut if its work is more than this fraction of the
 # mean work of a rank. With 0, every rank holds a part of each long document.
 CUT_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
-# If documents × ranks reaches this limit, "auto" tries less capacity only if the plan takes more
-# than DONE_RATIO times the bound. For smaller plans, a trial takes little time.
+# If documents × ranks reaches this limit, "auto" tries smaller capacities only for plans that take
+# more than DONE_RATIO times the bound. For smaller plans, a trial takes little time.
 MEDIUM_PRODUCT = 2**10
 # A plan is *large* if documents × ranks reaches LARGE_PRODUCT, if there are more than LARGE_RANKS
 # ranks, or if there are more than LARGE_BATCHES micro-batches. In a large plan, "auto" refines only
@@ -64,13 +64,15 @@ LARGE_PRODUCT = 2**17
 LARGE_RANKS = 128
 LARGE_BATCHES = 8
 CUT_THRESHOLDS_WHEN_LARGE = (0.5, 0.125, 1.0)
-GOOD_RATIO = 1.01  # a large plan tries no more methods at this slowest rank / mean
-MAX_REFINED = 2  # placements that local search improves, best first
-DONE_RATIO = 1.005  # no further placement is refined at this slowest rank / mean
-MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks, above which "auto" does not try it
+# If slowest rank / mean is at most this, no more methods are tried for a large plan.
+GOOD_RATIO = 1.01
+MAX_REFINED = 2  # the number of placements that local search improves
+DONE_RATIO = 1.005  # if slowest rank / mean is at most this, no further placement is refined
+# Documents × ranks above which "auto" does not try Karmarkar-Karp.
+MAX_KARMARKAR_KARP_PRODUCT = 2**15
 MAX_BATCHES = 2**20
 
-Tried = tuple[str, Pieces, Prediction]  # a method and its result
+Tried = tuple[str, Pieces, Prediction]  # a method, its pieces and their prediction
 
 
 class Placed(NamedTuple):
@@ -97,40 +99,41 @@ def plan(
 ) -> Plan:
     """Plan a step: which documents are computed together, and which tokens each rank holds.
 
-    The plan does not choose a strategy. `seqpar.recommend` compares strategies: it simulates whole
-    steps, and this plan is one of the layouts.
+    A plan does not choose a strategy. To compare strategies, use `seqpar.recommend`, which
+    simulates whole steps.
 
     Args:
-        lengths: (documents,) tokens of each document. Empty documents are left out, and the plan
-            has their number.
+        lengths: (documents,) integers. The number of tokens of each document. Empty documents are
+            left out, and counted in the plan's `dropped`.
         cluster: the devices and their links, or the name of a preset, such as "4x8-h100".
         model: the model, or the name of a preset, such as "llama-8b". The kinds of its layers
             determine the cost of attention.
-        capacity: tokens that a rank may hold in a micro-batch (`Costs.token_capacity`).
+        capacity: the largest number of tokens that a rank can hold in a micro-batch.
+            `Costs.token_capacity` computes it.
         method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
             "power_of_two"; "auto" uses the method with the least predicted seconds, and refines its
-            result. "auto" also tries smaller capacities, so that a larger capacity never makes a
-            step slower.
-        offload: the largest fraction of its activations that a rank may copy to host memory, from 0
-            to 1. With `offload` > 0, ranks hold more tokens than their capacity, as far as
-            compute hides the copies (ByteScale). Each micro-batch has the ratio to pass to
-            `seqpar.offload`. `offload` must be 0 with contiguous packing and with `remap`.
+            result. It also tries smaller capacities, so that a larger capacity never makes a step
+            slower.
+        offload: a number from 0 to 1. The largest fraction of a rank's activations that may be
+            copied to host memory. If it is above 0, ranks hold more tokens than their capacity, as
+            far as computation hides the copies (ByteScale). `MicroBatch.offload` has the ratios for
+            `seqpar.offload`. Must be 0 with contiguous packing and with `remap`.
         checkpointing: how activations are kept, as in `Costs.activation_bytes`. Activations that
             are recomputed are not copied to host memory.
-        remap: whether linear modules run on a layout with equal numbers of tokens per rank
-            (`token_balanced`); `Layout.remap` moves tokens to that layout and back in each layer.
-            With `remap`, the plan balances only attention, and its seconds include these moves
-            (Zeppelin). Must be False with `heads` > 1.
-        micro_batches: number of micro-batches. With a number, all micro-batches take about equally
-            long, as a pipeline requires (ByteScale's balance for pipelines). None: the fewest
-            micro-batches that hold the documents, or more if "auto" predicts a faster step with
-            more. Must be None with contiguous packing, which keeps the order of documents.
-        heads: number of ranks of a node that share attention's heads. With `heads` > 1, the plan is
-            for `USPAttention` on a mesh of (ranks / heads, heads). Each row of the mesh is planned
-            as if it were one rank. The ranks of a row hold equal numbers of the tokens of the row.
+        remap: whether each layer moves tokens, by `Layout.remap`, to a layout with equal numbers of
+            tokens per rank (`token_balanced`) for its linear modules, and back (Zeppelin). If True,
+            the plan balances attention only, and its seconds include the moves. Must be False with
+            `heads` > 1.
+        micro_batches: the number of micro-batches. With a number, all micro-batches take about the
+            same time, as a pipeline requires (ByteScale's balance for pipelines). With None, as few
+            micro-batches as possible are used, or more if "auto" predicts a faster step with more.
+            Must be None with contiguous packing, which keeps the order of documents.
+        heads: the number of ranks of a node that divide the heads of attention. If above 1, the
+            plan is for `USPAttention` on a mesh of (ranks / heads, heads). Each row of the mesh is
+            planned like a single rank, and the row's tokens are divided equally among its ranks.
 
-    Raise a ValueError that names the argument which is wrong, for example if a document exceeds the
-    capacity of all ranks together.
+    Raises a ValueError that names a wrong argument, for example if a document exceeds the capacity
+    of all ranks together.
     """
     lengths = as_lengths("lengths", lengths)
     costs = Costs(cluster, model)
@@ -168,8 +171,8 @@ def plan(
     kept, offloading = np.flatnonzero(lengths), None
     whole = DocumentBatch.of(lengths[kept], costs, capacity * heads, None, remap)
     if offload:
-        # A rank may hold one token more than another rank of its group. A group therefore leaves up
-        # to heads − 1 tokens of its capacity unused.
+        # A rank can hold one token more than another rank of its group, so up to heads − 1 tokens
+        # of a group's capacity stay unused.
         room = capacity * heads - (heads - 1)
         offloading = Offloading.of(costs, room, offload, checkpointing)
         offloaded = replace(whole, capacity=room, offloading=offloading)
@@ -203,8 +206,6 @@ def plan(
 
 
 class _Division:
-    """The documents of a step, divided between micro-batches."""
-
     def __init__(self, whole: DocumentBatch, documents: list[Ints]) -> None:
         self.documents = documents
         self.batches = [whole.part(index) for index in documents]
@@ -218,7 +219,9 @@ class _Division:
 
 
 class _Fastest:
-    """The fastest way so far to divide documents between micro-batches and to place them."""
+    """The fastest result so far: a division of documents into micro-batches, and their
+    placement.
+    """
 
     def __init__(self) -> None:
         # The documents of each micro-batch, and their placement; None if there are no documents.
@@ -226,13 +229,13 @@ class _Fastest:
         self.seconds = np.inf
 
     def consider(self, division: _Division, method: str) -> float:
-        """Place the documents of each micro-batch; keep the result if it is the fastest so far.
+        """Place the documents of each micro-batch. Keep the result if it is the fastest so far.
 
-        Return the largest number of tokens that any method placed on a rank, or infinity if not all
-        micro-batches were placed.
+        Returns the largest number of tokens that any method placed on a rank, or infinity if not
+        all micro-batches were placed.
         """
-        # The seconds of all micro-batches that are placed, plus the lower bounds of all
-        # micro-batches that are not placed yet.
+        # The seconds of all placed micro-batches, plus the lower bounds of those that are not
+        # placed yet.
         seconds, most = sum(division.bounds), 0.0
         found = list[tuple[Ints, Placed | None]]()
         for documents, batch, bound in zip(
@@ -253,9 +256,9 @@ class _Fastest:
 def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
     """Find the plan of "auto".
 
-    Heuristics may find a faster plan with a smaller capacity. "auto" therefore also tries half of
-    the capacity, a quarter of the capacity, and so on. A plan for twice the capacity is then never
-    slower.
+    The methods are heuristics, which can find a faster plan with a smaller capacity. "auto"
+    therefore also tries a half of the capacity, a quarter, and so on. Doubling the capacity then
+    never makes a plan slower.
     """
     fastest, before, most = _Fastest(), None, np.inf
     bound, documents = whole.lower_bound(), whole.lengths.size
@@ -266,9 +269,9 @@ def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
         except ValueError:
             if before is None:
                 raise
-            return fastest  # with half the capacity, `micro_batches` do not hold the documents
-        # The capacity affects a method only if a rank is full. If no rank was full, and if the
-        # documents are divided in the same way, the result would be the same.
+            return fastest  # the documents do not fit with half of the capacity
+        # If no rank was full, and the documents are divided in the same way, the smaller capacity
+        # would not change the result.
         if before is None or most > whole.capacity or not division.same_as(before):
             most = fastest.consider(division, "auto")
         for name in _others(whole) if division.is_large else ():
@@ -290,9 +293,8 @@ def _divided(whole: DocumentBatch, micro_batches: int | None) -> _Division:
 
 
 def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
-    """Return whether offloading makes it harder to fit these documents.
-
-    With offloading, `room` is smaller by one token per rank.
+    """Return whether these documents fit less well with offloading, whose `room` is smaller by a
+    token per rank.
     """
     if batch.lengths.max(initial=0) > batch.room:
         return False
@@ -305,7 +307,7 @@ def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
     """Raise a ValueError if a document does not fit on all ranks together.
 
-    `indices` are the positions of the documents in the lengths that the user gave.
+    `indices` are the indices of the documents in the lengths that the user gave.
     """
     too_long = (batch.held > batch.room) | (batch.lengths > MAX_DOCUMENT_TOKENS)
     if not too_long.any():
@@ -357,12 +359,11 @@ def _best(batch: DocumentBatch, method: str, large: bool) -> Placed:
 
 
 def _others(batch: DocumentBatch) -> list[str]:
-    """Return the methods that "auto" tries in addition to ByteScale."""
     left_out = {"bytescale"}
     if batch.lengths.size * batch.ranks > MAX_KARMARKAR_KARP_PRODUCT:
         left_out.add("karmarkar_karp")
     if batch.offloading is not None:
-        left_out.add("contiguous")  # this method counts tokens with offloaded activations too
+        left_out.add("contiguous")  # contiguous packing counts tokens as if nothing were offloaded
     return [name for name in METHODS if name not in left_out]
 
 
@@ -371,7 +372,9 @@ def _slowest(tried: Tried) -> float:
 
 
 def _ordered(batch: DocumentBatch, tried: Tried, most: float) -> Placed:
-    """Order documents as Zeppelin's queues do: inter-node, intra-node, local."""
+    """Order documents as in Zeppelin's queues: those on several nodes first, then those on several
+    ranks.
+    """
     method, pieces, found = tried
     order = np.arange(batch.lengths.size)
     if method != "contiguous":

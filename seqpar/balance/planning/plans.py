@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "seqpar.plan", 2
 MAX_RANKS_DRAWN = 64
-MAX_COLOURS = 19  # documents that have a colour; further documents are grey
+MAX_COLOURS = 19  # the longest documents have colours, and all others are grey
 _INK, _GREY, _LOCAL = "#222222", "#777777", "#d9d9d9"
 
 
@@ -31,17 +31,16 @@ class Plan:
 
     Attributes:
         micro_batches: the documents that are computed together, and their placement.
-        method: how documents were placed.
+        method: the method by which documents were placed.
         ranks: number of ranks.
-        capacity: tokens that a rank may hold.
-        bound: lower bound on the seconds of any plan, according to the predicted costs. The bound
-            is the largest of three times: the mean time of the ranks if nothing were sent, the time
-            of the longest document on all ranks together, and the time of a rank with a single
-            token.
+        capacity: the largest number of tokens that a rank can hold.
+        bound: a lower bound on the predicted seconds of any plan. It is the largest of three times:
+            the mean time of the ranks if nothing were sent, the time of the longest document on all
+            ranks together, and the time of a rank with a single token.
         dropped: number of empty documents that were left out.
-        remap: whether linear modules run on separate layouts, which `token_balanced` returns.
-        heads: number of ranks of a node that share attention's heads: the row length of
-            `USPAttention`'s mesh.
+        remap: whether linear modules run on separate layouts, those of `token_balanced`.
+        heads: the number of ranks of a node that divide the heads of attention, which is the length
+            of a row of `USPAttention`'s mesh.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -80,7 +79,7 @@ class Plan:
         return hash(self.digest)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the plan as JSON. With `path`, also write it into that file."""
+        """Return the plan as JSON. If `path` is given, also write the JSON to this file."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         batches = [batch.as_dict() for batch in self.micro_batches]
         values = {"format": FORMAT, "version": VERSION, **fields, "digest": self.digest}
@@ -93,7 +92,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan from which `to_json` made this text.
 
-        Raise a ValueError if the text has a different version, or if a field is missing or wrong.
+        Raises a ValueError if the text has a different version, or if a field is missing or wrong.
         The error names the field.
         """
         try:
@@ -127,10 +126,11 @@ class Plan:
         return plan
 
     def plot(self, path: str | Path) -> None:
-        """Draw ranks × time into `path`, one colour per document. Requires matplotlib.
+        """Draw the time of each rank into a file, with one colour per document. Requires
+        matplotlib.
 
-        The time of a rank is divided between its documents according to their (query, key) pairs
-        and tokens. The `MAX_COLOURS` longest documents have colours, and all shorter documents are
+        A rank's time is divided among its documents according to their (query, key) pairs and
+        tokens. The `MAX_COLOURS` longest documents have colours, and all shorter documents are
         grey. At most `MAX_RANKS_DRAWN` ranks are drawn. A dotted line shows the bound.
         """
         path = as_path("path", path)

@@ -1,4 +1,4 @@
-"""Predict the duration and the memory of a batch under a given assignment.
+"""Predict the time and memory of a batch whose documents were assigned to ranks.
 
 Start with `prediction.py`.
 """

@@ -13,9 +13,11 @@ from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
 
-MIN_SHARE_TOKENS = 128  # least tokens of a cut document on a rank: one tile of a kernel
+# The least number of tokens of a cut document on a rank: one tile of a kernel.
+MIN_SHARE_TOKENS = 128
 WAYS = (False, True)  # forward, backward
-COMPUTE_BOUND_TOKENS = 2**20  # with so many tokens, FLOPs take longer than reading the weights
+# A number of tokens at which FLOPs take longer than reading the weights.
+COMPUTE_BOUND_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,14 @@ class Offloading:
     """Activations that are kept in host memory until backward, so that ranks hold more tokens.
 
     Ge et al., "ByteScale" (2025), section 4. For a document of s tokens, r is the largest fraction
-    of activations whose copy is hidden by compute. D(s) is the smallest number of ranks with
-    capacity C that hold the remaining activations:
+    of activations that can be copied to the host while the document is computed. D(s) is the
+    smallest number of ranks with capacity C that can hold the remaining activations:
 
         T(s) ≥ r·Act(s)/min(B_d2h, B_h2d)
         D(s) = ⌈[2·Act(s) + (1 − r)(l − 2)·Act(s)] / (l·Act(C))⌉
 
-    Act is the bytes of activations in a layer, T is the time of a layer, and l is the number of
-    layers.
+    Act is the bytes of activations of a layer, T the time of a layer, and l the number of layers.
+    B_d2h and B_h2d are the bandwidths of copies to the host and back.
 
     With `seqpar.offload(r)` around the model, the activations of (1 − r)·l layers stay on the
     device. A fraction r of the activations of two more layers is also on the device, because these
@@ -40,7 +42,7 @@ class Offloading:
     most: float  # largest fraction of a rank's activations to offload, from 0 to 1
     capacity: int  # tokens whose activations fit on a device
     layers: int  # number of the model's layers
-    copy_seconds: float  # seconds to copy everything that a token's forward pass keeps, one way
+    copy_seconds: float  # seconds for copying all activations of a token to the host
 
     @classmethod
     def of(cls, costs: Costs, capacity: int, most: float, checkpointing: str) -> Offloading:
@@ -56,13 +58,15 @@ class Offloading:
     def kept(self, tokens: Ints, forward: Floats) -> Floats:
         """Return the fractions of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
 
-        Each ratio r is the largest ratio, up to `most`, whose copy is hidden by the forward pass. A
+        Each r is the largest ratio, up to `most`, for which the forward pass hides the copy. A
         backward pass takes longer, so it hides the copy back too.
         """
         return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
     def needed(self, tokens: Ints) -> Floats:
-        """Return the least ratios, up to `most`, with which ranks can hold `tokens` tokens."""
+        """Return the least ratios, up to `most`, with which ranks can hold these numbers of
+        tokens.
+        """
         if not self.free:
             return np.zeros(tokens.shape)
         over = 1 - self.capacity / np.maximum(tokens, self.capacity)
@@ -71,10 +75,10 @@ class Offloading:
 
 @dataclass(frozen=True, eq=False)
 class DocumentBatch:
-    lengths: Ints  # (documents,) tokens of each document, at least 1; all of them fit
+    lengths: Ints  # (documents,) the tokens of each document, at least 1
     attention: Floats  # (2, documents) seconds of each document's attention, forward and backward
     costs: Costs  # the costs of work and messages
-    capacity: int  # tokens that a rank may hold if all of their activations stay on it
+    capacity: int  # tokens that a rank can hold if all of their activations stay on its device
     offloading: Offloading | None = None  # the limits of copies to host memory; None: no copies
     remap: bool = False  # whether linear modules run on equal numbers of tokens per rank
 
@@ -111,14 +115,13 @@ class DocumentBatch:
 
     @cached_property
     def held(self) -> Floats:
-        """(documents,) the number of tokens of the capacity that each document uses."""
+        """(documents,) how much of the capacity each document uses, in tokens."""
         return self.lengths * self.kept
 
     @property
     def room(self) -> int:
-        """Tokens of capacity that documents may take on all ranks together.
-
-        Offloading leaves up to one token per rank unused.
+        """The capacity of all ranks together, in tokens. Offloading leaves up to one token per rank
+        unused.
         """
         return (self.capacity - (self.offloading is not None)) * self.ranks
 
@@ -130,7 +133,9 @@ class DocumentBatch:
 
     @cached_property
     def weights(self) -> Floats:
-        """(documents,) seconds that each whole document adds to a rank, which methods balance."""
+        """(documents,) the seconds that a whole document adds to a rank. Methods balance these
+        seconds.
+        """
         return self.attention.sum(0) + self.linear * (not self.remap)
 
     @cached_property
@@ -145,15 +150,14 @@ class DocumentBatch:
 
     @cached_property
     def mean(self) -> float:
-        """Mean seconds that documents add to a rank, as if work could be cut anywhere.
-
-        With `remap`, only attention counts.
+        """The mean of the seconds that documents add to a rank. With `remap`, only attention
+        counts.
         """
         return float(self.weights.sum()) / self.ranks
 
     @cached_property
     def ideal(self) -> float:
-        """Seconds of each rank if nothing were sent and work could be cut anywhere.
+        """The seconds of a rank if nothing were sent and all work were divided equally.
 
         Linear modules count, even with `remap`.
         """
@@ -178,7 +182,7 @@ class DocumentBatch:
         return self.by_length(np.arange(self.lengths.size))
 
     def by_length(self, documents: Ints) -> Ints:
-        """Return documents, longest first; documents of equal length stay in order."""
+        """Sort documents, longest first. Documents of equal length keep their order."""
         return documents[np.argsort(-self.lengths[documents], kind="stable")]
 
     @property
@@ -187,7 +191,7 @@ class DocumentBatch:
 
     @cached_property
     def most_ranks(self) -> Ints:
-        """(documents,) the largest number of ranks over which each document may be cut."""
+        """(documents,) the largest number of ranks over which each document can be cut."""
         return np.clip(self.lengths // MIN_SHARE_TOKENS, 1, self.ranks)
 
     @cached_property
@@ -196,13 +200,16 @@ class DocumentBatch:
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def ring_held(self, documents: Ints, sizes: Ints) -> Floats:
-        """Return the most tokens of the capacity that each document uses on a rank of its ring."""
-        # Each rank of a ring has two chunks. A chunk may have one token more than another chunk.
+        """Return the largest part of the capacity that each document uses on a rank of its ring, in
+        tokens.
+        """
+        # Each rank of a ring has two chunks, each of which can have one token more than other
+        # chunks.
         tokens = -(-self.lengths[documents] // sizes) + 2 * (sizes > 1)
         return tokens * self.kept[documents]
 
     def shares_of(self, seconds: float) -> Ints:
-        """Return the number of ranks of each document, for parts that take about `seconds`.
+        """Return how many ranks should share each document so that a part takes about `seconds`.
 
         The numbers are between `least_ranks` and `most_ranks`.
         """
@@ -211,10 +218,11 @@ class DocumentBatch:
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:
-        """By link, the tokens per rank with which the work of a ring hides its messages.
+        """For each kind of link, the tokens per rank with which the work of a ring hides its
+        messages.
 
-        The number is infinite for a model without softmax layers, and if messages and work do not
-        overlap.
+        The number is infinite for a model without softmax layers, and if computation and messages
+        do not overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
@@ -253,7 +261,7 @@ class Pieces(NamedTuple):
         chunks = np.stack([i, 2 * size - 1 - i])
         starts, stops = ((length * x // (2 * size)).ravel() for x in (chunks, chunks + 1))
         whole = cls(np.tile(document, 2), np.tile(members, 2), starts, stops)
-        # A ring of one rank holds a whole document, as one span instead of two adjacent spans.
+        # A ring of one rank holds a whole document as one span, instead of two adjacent spans.
         single = size == 1
         whole.stops[: size.size][single] = length[single]
         kept = np.r_[np.ones(size.size, bool), ~single] & (whole.stops > whole.starts)
@@ -266,13 +274,15 @@ class Pieces(NamedTuple):
         return Pieces(*(column[chosen] for column in self))
 
     def shares(self, ranks: int) -> tuple[Ints, Ints, Ints]:
-        """Return the documents and the ranks of all shares, sorted, and the share of each piece."""
+        """Return the documents and ranks of all shares, sorted, and the index of each piece's
+        share.
+        """
         found, share = np.unique(self.documents * ranks + self.ranks, return_inverse=True)
         documents, owners = np.divmod(found, ranks)
         return documents, owners, share
 
     def held(self, batch: DocumentBatch) -> Floats:
-        """Return the tokens of the capacity that each piece uses."""
+        """Return how much of the capacity each piece uses, in tokens."""
         return (self.stops - self.starts) * batch.kept[self.documents]
 
     def held_by_rank(self, batch: DocumentBatch) -> Floats:

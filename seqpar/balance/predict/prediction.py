@@ -1,8 +1,8 @@
 """Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
 
-The prediction assumes the messages of `RingAttention`: a rank receives keys directly from the ranks
-that hold them. Work on the same document hides these messages, and only the time that this work
-does not hide is added. The time of messages with states of linear layers is added in full.
+The prediction assumes that a rank receives keys directly from the ranks that hold them, as in
+`RingAttention`. The work on a document hides the document's messages; only the time beyond this
+work is added. Messages with states of linear layers are not hidden, so their whole time is added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, as_amounts, causal_pairs
 
 Bools = NDArray[np.bool_]
-KeyCounts = dict[int | None, Floats]  # by window, or None for layers without one
+KeyCounts = dict[int | None, Floats]  # by window, with None for layers without a window
 
 
 class DocumentShares(NamedTuple):
@@ -28,14 +28,16 @@ class DocumentShares(NamedTuple):
 
     ranks: Ints  # the rank of each share
     sizes: Ints  # number of ranks that have a share of the document
-    beside: Ints  # number of these ranks in the rank's node, the rank included
+    beside: Ints  # how many of these ranks are in the rank's node, including the rank itself
     seen: KeyCounts  # number of keys on other ranks that the share's queries attend to
     sent: KeyCounts  # number of keys that the rank sends; a key counts once for each receiver
     work: Floats  # (2, n) seconds of attention, forward and backward
 
 
 class Prediction(NamedTuple):
-    """(ranks,) arrays: seconds of a step, tokens, bytes sent, and the ratio to offload."""
+    """For each rank: the seconds of a step, the tokens, the bytes sent, and the ratio to
+    offload.
+    """
 
     seconds: Floats
     tokens: Ints
@@ -63,20 +65,22 @@ def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
     alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
     if any(layer.kind != "softmax" for layer in costs.model.counts):
         return alone
-    # Interpolation between the points of a grid predicts too little time for some spans. A piece
-    # with a fraction x of the pairs of its document therefore takes at least the fraction x of the
-    # seconds of the document.
+    # For some spans, interpolation in the grid gives too few seconds. A piece with a fraction x of
+    # its document's pairs is therefore assumed to take at least the fraction x of the document's
+    # seconds.
     length = batch.lengths[pieces.documents]
     share = causal_pairs(starts, stops) / causal_pairs(np.zeros_like(length), length)
     return np.maximum(alone, share * batch.attention[:, pieces.documents])
 
 
 def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
-    """Sum pieces to shares of documents, and count the keys that each share receives and sends."""
+    """Combine pieces into shares of documents, and count the keys that each share receives and
+    sends.
+    """
     documents, ranks, share = pieces.shares(batch.ranks)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
     node = documents * batch.costs.cluster.nodes + ranks // batch.costs.cluster.devices_per_node
-    first = np.flatnonzero(np.diff(node, prepend=-1))  # it ascends, so equal nodes are adjacent
+    first = np.flatnonzero(np.diff(node, prepend=-1))  # `node` ascends, so equal nodes are adjacent
     count = np.diff(first, append=ranks.size)
     beside = np.repeat(count, count)
     # A piece is sent to each other rank whose last query comes after it. No two ranks have the same
@@ -97,11 +101,11 @@ def keys_and_work(
     readers: Ints,
     reached: NDArray[np.bool_],
 ) -> tuple[KeyCounts, KeyCounts, Floats]:
-    """Return `seen`, `sent` and `work` of shares (`DocumentShares`).
+    """Return the fields `seen`, `sent` and `work` of `DocumentShares`.
 
-    Piece i is a part of share `share[i]`. The queries of share j end before position `ends[j]`. The
-    keys of piece i are sent to `readers[i]` ranks. `reached[i]` is whether windows of other ranks'
-    queries reach piece i.
+    Piece i belongs to share `share[i]`. The queries of share j end before position `ends[j]`. The
+    keys of piece i are sent to `readers[i]` ranks. `reached[i]` is whether the windows of other
+    ranks' queries contain keys of piece i.
     """
 
     def total(values: Floats | Ints) -> Floats:
@@ -128,7 +132,7 @@ def seconds_of(
     """Predict ranks that hold these shares.
 
     `tokens` (ranks,) is the number of all tokens on each rank. `local` (2, ranks) is the seconds of
-    attention, forward and backward, that are not part of any share.
+    attention, forward and backward, of documents that are not in `shares`.
     """
     costs, ranks, cut = batch.costs, tokens.size, shares.sizes > 1
     local = np.zeros((2, ranks)) if local is None else local
@@ -137,12 +141,12 @@ def seconds_of(
     if batch.remap:
         linear = np.full(ranks, -(-int(tokens.sum()) // ranks))
         remapped, moved = remapping(costs, tokens)
-        seconds, sent = seconds + 2 * remapped, sent + 2 * moved  # backward moves gradients
+        seconds, sent = seconds + 2 * remapped, sent + 2 * moved  # backward moves gradients back
     if batch.offloading is not None:
         offload = batch.offloading.needed(tokens)
         copying = offload * tokens * batch.offloading.copy_seconds
     np.maximum.at(steps, shares.ranks, shares.sizes)
-    # In the last step of a ring, no message remains to be hidden.
+    # In the last step of a ring, there is no message to hide.
     hides = cut * (1 - 1 / shares.sizes)
     for way in WAYS:
         work = local[int(way)] + np.bincount(shares.ranks, shares.work[int(way)], ranks)
@@ -159,10 +163,9 @@ def seconds_of(
 def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Return each share's bytes, and the seconds of messages of each rank.
+    """Return each share's bytes, and two arrays (ranks,) of the seconds of messages.
 
-    The first seconds (ranks,) are those of messages that work can hide. The second seconds (ranks,)
-    are those of all other messages.
+    The first array is for messages that work can hide, and the second one for all other messages.
     """
     row = float(costs.kv_bytes(1))
     moved = np.zeros(shares.ranks.size)
@@ -177,8 +180,8 @@ def _messages(
         incoming = shares.seen[layer.window] * row
         if backward:  # gradients of received keys are sent back
             # Each rank has one span of a document, or two spans that are mirror images. Without a
-            # window, one kernel call then computes a rank's queries over the keys of another rank.
-            # With a window, several calls may be needed, and the prediction assumes several calls.
+            # window, one kernel call computes a rank's queries over the keys of another rank. With
+            # a window, several calls can be necessary, and are assumed.
             is_one_call = layer.window is None
             itemsize = costs.key_gradient_itemsize if is_one_call else costs.accumulator_itemsize
             returned = itemsize / costs.itemsize

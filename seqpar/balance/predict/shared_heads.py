@@ -1,7 +1,8 @@
-"""Costs for groups of ranks that share the heads of attention. A group is planned as one rank.
+"""Costs for groups of ranks that divide the heads of attention. A group is planned as one rank.
 
 Fang and Zhao, "USP" (2024). Heads are exchanged within a group of ranks of one node. A ring
-connects the groups. In the ring, a rank sends only the heads that it computes.
+connects the groups. In the ring, a rank sends only the keys and values of the heads that it
+computes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from seqpar.layout.handle import LayoutCut
 class SharedHeads(Costs):
     """Costs of a cluster whose ranks are groups of `heads` ranks of a node.
 
-    Numbers of tokens are per group. Seconds and bytes are per rank. A ValueError names `heads` if
-    `heads` does not divide the number of a node's devices, the number of query heads and the number
-    of KV heads, or if the model has linear layers.
+    Numbers of tokens are per group, and seconds and bytes are per rank. Raises a ValueError that
+    names `heads` if the model has linear layers, or if `heads` does not divide the number of
+    devices per node, of query heads and of KV heads.
     """
 
     def __init__(self, cluster: Cluster, model: Model, heads: int) -> None:
@@ -44,7 +45,8 @@ class SharedHeads(Costs):
         if any(layer.kind == "linear" for layer in model.layers):
             raise ValueError(f"heads must be 1 for a model with linear layers, got {heads}")
         self.heads, self._alone = heads, Costs(cluster, model)
-        share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, if all devices send
+        # The fraction of a NIC that a device gets if all devices send.
+        share = min(1.0, cluster.nics / cluster.devices_per_node)
         between = Link(cluster.between.latency, cluster.between.rate * (share or 1.0))
         groups = cluster.devices_per_node // heads
         grouped = replace(cluster, devices_per_node=groups, nics=groups, between=between)
@@ -58,9 +60,8 @@ class SharedHeads(Costs):
         return self._alone.tokenwise(part, backward) + exchange
 
     def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
-        """Return the bytes that each rank keeps from forward to backward.
-
-        `tokens` is the number of tokens of its group.
+        """Return the bytes that each rank keeps until backward. `tokens` is the number of tokens of
+        its group.
         """
         return self._alone.kept_bytes(tokens, checkpointing) / self.heads
 
@@ -77,7 +78,7 @@ def spread(
     found: Prediction,
     offloading: Offloading | None,
 ) -> tuple[LayoutCut, Prediction]:
-    """Spread each group's tokens evenly over its ranks; return the cut and the prediction.
+    """Divide each group's tokens equally among its ranks. Returns the cut and the prediction.
 
     Each rank offloads as `offloading` describes.
     """

@@ -1,14 +1,15 @@
-"""Layouts with equal numbers of tokens per rank, for layers whose work depends on tokens alone.
+"""Layouts with equal numbers of tokens per rank, for layers whose work depends only on tokens.
 
-Zeppelin (2025), "Remapping", moves the tokens that a rank has above the mean. Let M_ij be the
-number of tokens that rank i sends to rank j, and C_ij the time of a token. The moves minimise the
-time of the rank that sends longest, a linear program:
+As in Zeppelin (2025), "Remapping", a rank with more tokens than the mean sends the additional
+tokens to other ranks. Let M_ij be the number of tokens that rank i sends to rank j, and C_ij the
+time for sending one token. The time of the rank that sends longest is minimised, which is a linear
+program:
 
     min_M max_i Σ_j C_ij M_ij
 
 C has only two values, one inside a node and one between nodes, so the program has a closed
-solution. Ranks below the mean first receive tokens from the ranks of their node that would
-otherwise send longest.
+solution: the free places of a node are filled first by those ranks of the node that would otherwise
+send longest.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from seqpar.layout.layout import Layout
 
 @outside_graphs
 def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
-    """Return the balanced layout to which tokens of `layout` move in the least time.
+    """Return the layout with equal numbers of tokens to which `layout` can be moved in the least
+    time.
 
-    A balanced layout has ⌊T/P⌋ or ⌈T/P⌉ tokens on each of the P ranks.
-    `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves as few tokens as
-    possible, and moves as many of these tokens as possible inside nodes. A rank that sends tokens
-    keeps its first tokens. `cluster` may be the name of a preset.
+    Each of the P ranks has ⌊T/P⌋ or ⌈T/P⌉ tokens. `layout.remap(x, to=token_balanced(layout,
+    cluster), group)` moves as few tokens as possible, and as many of them as possible inside nodes.
+    A rank that sends tokens keeps its first tokens. `cluster` can be the name of a preset.
 
-    Raise a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
+    Raises a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
@@ -43,7 +44,7 @@ def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
         raise ValueError(f"cluster must have {wanted}, got one with {cluster.ranks}")
     tokens = np.array(layout.tokens_per_rank, np.int64)
     owners, counts = _owners(tokens, moves(tokens, cluster))
-    pieces = []  # each rank's spans, cut where the rank that receives tokens changes
+    pieces = []  # each rank's spans, cut where the receiving rank changes
     for holding, owner, count in zip(layout.geometry.holdings, owners, counts, strict=True):
         stops = np.cumsum(count)
         index, spans = holding.spans_in(stops - count, stops)
@@ -52,11 +53,12 @@ def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
 
 
 def moves(tokens: Ints, cluster: Cluster) -> Ints:
-    """Return (n, 3) sender, receiver and number of tokens to move; `tokens` is (ranks,)."""
+    """Return (n, 3): the sender, the receiver and the number of tokens of each move."""
     ranks, size = tokens.size, cluster.devices_per_node
     target = np.full(ranks, tokens.sum() // ranks)
     most = np.argsort(-tokens, kind="stable")[: tokens.sum() % ranks]
-    target[most] += 1  # the ranks with the most tokens keep one more, so fewer move
+    # The ranks with the most tokens keep one token more, so that fewer tokens are moved.
+    target[most] += 1
     surplus, room = np.maximum(tokens - target, 0), np.maximum(target - tokens, 0)
     prices = 1 / cluster.inside.rate, 1 / cluster.between.rate if cluster.nodes > 1 else 1.0
     found: list[Ints] = []
@@ -77,7 +79,7 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
     if surplus.sum() <= room:
         return surplus
     gain = max(between - inside, 0.0)
-    if not gain:  # links inside are not faster, so any choice is optimal
+    if not gain:  # links inside nodes are not faster, so any choice is optimal
         return _fill(surplus, room)
     low, high = 0.0, float(surplus.max()) * between
 
@@ -93,13 +95,15 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
 
 
 def _fill(most: Ints, total: int) -> Ints:
-    """Return counts that sum to `total`, each at most `most`, filling the first ranks first."""
+    """Return counts that add up to `total`, each at most `most`. The first ranks are filled
+    first.
+    """
     before = np.cumsum(most) - most
     return np.clip(total - before, 0, most)
 
 
 def _match(sent: Ints, room: Ints) -> Ints:
-    """Return (n, 3) sender, receiver and count. Tokens and free places are matched in order."""
+    """Match sent tokens and free places in order. Returns (n, 3): sender, receiver and count."""
     ends = np.cumsum(sent), np.cumsum(room)
     total = min(int(ends[0][-1]), int(ends[1][-1]))
     stops = np.unique(np.minimum(np.concatenate(ends), total))
@@ -110,7 +114,9 @@ def _match(sent: Ints, room: Ints) -> Ints:
 
 
 def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
-    """Return each rank's receivers, itself first, and the number of tokens for each receiver."""
+    """Return the receivers of each rank, first of all itself, and the number of tokens for each
+    receiver.
+    """
     ranks = np.arange(tokens.size)
     kept = tokens - np.bincount(moved[:, 0], moved[:, 2], tokens.size).astype(np.int64)
     table = np.concatenate([np.stack([ranks, ranks, kept], 1), moved])
@@ -120,12 +126,14 @@ def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
 
 
 def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
-    """Return (ranks,) seconds and bytes sent to remap all layers, in forward or in backward."""
-    # `tokens` (ranks,) are the numbers of tokens in attention. A rank with more tokens in attention
-    # than in linear modules receives attention's inputs for the difference, and sends attention's
-    # results. A rank with fewer tokens in attention sends inputs and receives results. Gradients
-    # are sent in the opposite direction, so each rank sends half of its moved bytes over both
-    # passes together.
+    """Return (ranks,) the seconds and the sent bytes for remapping all layers, in forward or in
+    backward.
+    """
+    # `tokens` (ranks,) are the numbers of tokens in attention. If a rank has more tokens in
+    # attention than in linear modules, it receives inputs of attention for the difference, and
+    # sends results. If it has fewer tokens in attention, it sends inputs and receives results.
+    # Gradients are sent in the opposite direction. Over both passes, a rank therefore sends half of
+    # the bytes that are moved from or to it.
     cluster, ranks = costs.cluster, tokens.size
     one, other, count = moves(tokens, cluster).T
     inside = one // cluster.devices_per_node == other // cluster.devices_per_node
