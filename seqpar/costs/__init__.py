@@ -1,8 +1,7 @@
-"""Describe a cluster and a model, and compute the cost of work and messages.
+"""Describe a cluster and a model, and predict the cost of their work and messages.
 
-`Cluster` and `Model` are the descriptions, and `Costs` combines a cluster with a model. Start with
-`costs.py`. `grid.py` has the measured seconds of softmax attention, and `profile/` measures this
-machine.
+Start with `costs.py`: `Costs` combines a `Cluster` with a `Model`. `grid.py` holds the measured
+seconds of softmax attention, and `profile/` measures this machine.
 """
 
 from seqpar.costs.cluster import Cluster

@@ -21,7 +21,7 @@ from seqpar.costs.profile.harness import Profile, environment
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")
-_MAX_LOCK_SECONDS = 300.0  # after waiting this long for another process, a process measures
+_MAX_LOCK_SECONDS = 300.0  # a process that has waited this long for another one measures itself
 _log = logging.getLogger("seqpar")
 
 
@@ -35,18 +35,18 @@ class Cluster:
         name: a name for messages and tables.
         nodes: the number of nodes.
         devices_per_node: the number of devices per node, one for each rank.
-        nics: the number of NICs per node, which the devices of the node share; 0 is allowed for a
-            single node.
+        nics: the number of NICs per node, which the devices of the node share. It can be 0 if there
+            is only one node.
         device: the speed and memory of each device.
         inside: the link between two devices of a node, one for each device.
         between: the link between two nodes, one for each NIC.
         host: the link between a device and the memory of its host, one for each device.
-        overlaps: whether messages travel while devices compute. If False, a core is busy while it
-            sends or receives, so computation never hides communication.
-        fabric: a `FatTree` or a `Torus`, whose links carry messages of several nodes; None if
-            messages of different nodes share no links.
-        measured: the profile (hardware, versions, raw samples) that the figures were fitted to, or
-            None. JSON files include the profile, and comparisons of clusters ignore it.
+        overlaps: whether devices can send messages while they compute. If False, a core is busy
+            while it sends or receives, so computation never hides communication.
+        fabric: a `FatTree` or a `Torus`, whose links are shared by the messages of several nodes.
+            None if messages of different nodes share no links.
+        measured: the profile from which the figures were computed, with hardware, versions and raw
+            samples, or None. JSON files contain the profile. Comparisons of clusters ignore it.
     """
 
     name: str
@@ -81,16 +81,15 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """The total number of devices."""
         return self.nodes * self.devices_per_node
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """Return a cluster by name: "4x8-h100" has 4 nodes of 8 H100.
+        """Return the cluster with a name such as "4x8-h100", which has 4 nodes of 8 H100.
 
         A cluster can have any number of nodes, with 1 to 8 devices per node. A node with fewer than
-        8 devices has proportionally fewer NICs. Devices: h100, h200, h100_fa4, h200_fa4 (both with
-        FlashAttention-4), h800, a100, a800.
+        8 devices has proportionally fewer NICs. These devices are known: h100, h200, h100_fa4 and
+        h200_fa4 (both with FlashAttention-4), h800, a100 and a800.
         """
         match = re.fullmatch(r"(\d+)x(\d+)-(\w+)", name.lower() if isinstance(name, str) else "")
         if not match or match[3] not in NODES:
@@ -114,12 +113,13 @@ class Cluster:
         same file.
 
         If several processes use the same folder, one process measures, and all other processes wait
-        and then read the result. A default file that is damaged or describes another device is
+        and then read the result. A default file that is damaged or describes a different device is
         replaced by a new measurement. If the default folder is not writable, the profile is not
-        saved. In both cases, a warning is logged. If you pass a `path`, a damaged file raises a
+        saved. In both cases, a warning is logged. If `path` is given, a damaged file raises a
         ValueError, and a file that cannot be written raises an OSError.
         """
-        from seqpar.costs.profile import machine  # imports kernels, which presets do not need
+        # Imported here, because it imports kernels, which presets do not need.
+        from seqpar.costs.profile import machine
 
         is_default = path is None
         if path is None:
@@ -129,7 +129,7 @@ class Cluster:
         try:
             file = file.expanduser()
             file.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        except (OSError, RuntimeError) as error:  # RuntimeError if the user has no home folder
             if not is_default:
                 raise
             return cls(**describe(machine.profile()))._unsaved(file, error)
@@ -151,7 +151,7 @@ class Cluster:
     def _kept(cls, path: Path, is_default: bool, quiet: bool = False) -> Cluster | None:
         """Return the cluster in a file, or None if there is no file.
 
-        A default file that is damaged or describes another device is ignored.
+        A default file that is damaged or describes a different device is ignored.
         """
         if not path.exists():
             return None
@@ -178,7 +178,7 @@ class Cluster:
 
     @classmethod
     def assumed(cls) -> Cluster:
-        """Return this machine as one node, with figures of similar devices and no measurement.
+        """Return this machine as one node, with figures of similar devices instead of measurements.
 
         If the name of the GPU contains the name of a preset's device, the GPU has the figures of
         this preset. Otherwise the GPU has the figures of an H100. A core has the figures of
@@ -200,7 +200,7 @@ class Cluster:
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the cluster as JSON text, including its profile.
 
-        With `path`, the text is also written to that file.
+        If `path` is given, the text is also written to this file.
         """
         values = {name: getattr(self, name) for name in ("name", "nodes", "devices_per_node")}
         values |= {"ranks": self.ranks, "nics": self.nics, "device": self.device.as_dict()}
@@ -212,7 +212,7 @@ class Cluster:
             written = Path(f"{path}.{os.getpid()}")
             try:
                 written.write_text(text)
-                written.replace(path)  # atomic, because other ranks may be reading the file
+                written.replace(path)  # atomic, because other ranks can be reading the file
             except OSError:
                 written.unlink(missing_ok=True)
                 raise
@@ -222,8 +222,8 @@ class Cluster:
     def from_json(cls, path: str | Path) -> Cluster:
         """Return the cluster of a file that `to_json` has written.
 
-        Raise a ValueError if the version is unknown, or if a field is missing, wrong or
-        inconsistent with another field. The error names the field.
+        Raises a ValueError if the version is unknown, or if a field is missing, wrong or
+        inconsistent with a different field. The error names the field.
         """
         try:
             return cls.from_text(Path(path).read_text())
@@ -240,7 +240,7 @@ class Cluster:
 
 
 def as_cluster(value: Cluster | str) -> Cluster:
-    """Return the cluster, or the preset of this name; raise an error that names `cluster`."""
+    """Return the cluster, or the preset of this name. Errors name the argument `cluster`."""
     if isinstance(value, str):
         try:
             return Cluster.preset(value)
@@ -269,7 +269,8 @@ def _measuring_alone(folder: Path) -> Iterator[None]:
                 if time.monotonic() > end:
                     break
                 time.sleep(0.1)
-    except OSError:  # no locks on this file system: both measure, and the last file remains
+    # The file system has no locks; several processes can measure, and the last file remains.
+    except OSError:
         pass
     try:
         yield

@@ -1,8 +1,8 @@
 """Costs: seconds and bytes of a model on a cluster, without computing or sending anything.
 
-Methods take numbers or arrays and return float64 arrays of the same shape. Seconds are per device
-and for the whole model, unless a method states otherwise. Forward and backward are separate;
-recomputing a checkpointed layer costs one more forward.
+Methods take numbers or arrays and return float64 arrays of the same shape. Seconds are those of one
+device for the whole model, unless a method states otherwise. Each pass, forward or backward, has
+its own cost. Recomputing a checkpointed layer costs one more forward.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CHECKPOINTING = ("none", "attention", "full")
 class Costs:
     """The cost of work and messages of a `model` on a `cluster`.
 
-    The cluster and the model may be given by the names of presets, as in `Costs("1x8-h100",
-    "llama-8b")`. The seconds of softmax attention come from the measured grid of the device (see
-    `Grid`). All other costs are amounts divided by rates.
+    Names of presets can take the place of the cluster and the model: `Costs("1x8-h100",
+    "llama-8b")`. The seconds of softmax attention come from the device's measured grid (see
+    `Grid`). All other costs are amounts of FLOPs or bytes, divided by rates.
     """
 
     def __init__(self, cluster: Cluster | str, model: Model | str) -> None:
@@ -52,18 +52,20 @@ class Costs:
     def key_gradient_itemsize(self) -> int:
         """Bytes of an element of the gradients of keys that one kernel call returns.
 
-        GPUs are assumed to have FlashAttention-4. Gradients have the dtype of the accumulator in
-        three cases: on CPUs, for fp32 and fp64 tensors, and for head dims that FlashAttention-4
-        does not compute.
+        GPUs are assumed to use FlashAttention-4, which returns gradients in the dtype of the
+        tensors. Gradients have the dtype of the accumulator on CPUs, for fp32 and fp64 tensors, and
+        for head dims that FlashAttention-4 does not support.
         """
-        # Only kernels on GPUs compute all tasks together.
+        # Only GPU kernels compute all tasks of a call together, so `fused` shows the kind of
+        # device.
         device = torch.device("meta" if self.cluster.device.attention.fused else "cpu")
         dtype, dim = getattr(torch, self.cluster.device.dtype), self.model.head_dim
         options = CallOptions(1.0, 0.0, DEFAULT, True)
         return dtype_of_one_call(HeadDims(dtype, dim, dim), options, device, True).itemsize
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
-        """Return (n,) seconds of attention in one softmax layer, with one call per task.
+        """Return (n,) the seconds of attention in one softmax layer, if each task is a separate
+        call.
 
         `heads` is the number of query heads on the device, by default all heads.
         """
@@ -80,10 +82,11 @@ class Costs:
         backward: bool = False,
         heads: int | None = None,
     ) -> Floats:
-        """Return (owners,) seconds of one softmax layer, with one call for all tasks of each owner.
+        """Return (owners,) the seconds of one softmax layer, if one call computes all tasks of an
+        owner.
 
-        `owner` (n,) is the number of the owner of each task. An owner is, for example, a rank, or a
-        step of a rank. By default, all tasks have the same owner.
+        An owner is, for example, a rank, or a step of a rank. `owner` (n,) is the index of each
+        task's owner. By default, all tasks have the same owner.
         """
         check_type("tasks", tasks, Tasks)
         backward, heads = as_bool("backward", backward), self._heads(heads)
@@ -101,12 +104,11 @@ class Costs:
         return np.where(tokens > 0, call + self._recurrent_work(tokens, backward), 0.0)
 
     def span_work(self, starts: ArrayLike, stops: ArrayLike, backward: bool = False) -> Floats:
-        """Return (n,) seconds that each span adds to a rank in the attention of all layers.
+        """Return (n,) the seconds that each span adds to a rank in the attention of all layers.
 
-        A span has the positions start to stop − 1 of a document. Under a causal mask, each query
-        attends to all earlier keys of the document or, in a layer with a window, to the keys in the
-        window. Linear layers are included. The constant cost of calls (`call_seconds`) is not
-        included, so the work of several spans can be added.
+        A span has the positions start … stop − 1 of a document. The mask is causal, with a window
+        in layers that have one. Linear layers are included. The constant cost of calls
+        (`call_seconds`) is not included, so that the results for several spans can be added.
         """
         starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
         backward = as_bool("backward", backward)
@@ -121,7 +123,7 @@ class Costs:
         return seconds
 
     def call_seconds(self, backward: bool = False) -> float:
-        """Return the seconds of attention's calls that do not depend on their size, all layers."""
+        """Return the constant part of the seconds of attention calls, summed over all layers."""
         device, backward = self.cluster.device, as_bool("backward", backward)
         return sum(
             count * (device.recurrent if x.kind == "linear" else device.attention).call[backward]
@@ -136,10 +138,11 @@ class Costs:
         owners: int = 1,
         backward: bool = False,
     ) -> Floats:
-        """Return (owners,) seconds of the attention of all layers, one call per layer and owner.
+        """Return (owners,) the seconds of attention in all layers, with one call per layer and
+        owner.
 
-        Spans are as in `span_work`, and owners are as in `attention_call`. The result does not
-        include waiting for keys, or the cost of several calls per layer and owner.
+        Spans are as in `span_work`, and owners are as in `attention_call`. Waiting for keys is not
+        included.
         """
         starts, stops = np.broadcast_arrays(*(np.atleast_1d(x) for x in (starts, stops)))
         index = owners_of(owner, starts, owners)
@@ -157,9 +160,9 @@ class Costs:
     def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of all linear modules: projections, feed-forward parts and the head.
 
-        The result is the larger of two times. The first time is the FLOPs of the modules (doubled
-        in backward) divided by the FLOP/s that the device reaches. The second time is the time to
-        read the weights of the modules from memory.
+        The result is the larger of two times: the FLOPs of the modules, which are twice as many in
+        backward, divided by the FLOP/s that the device reaches; and the time for reading the
+        modules' weights from memory.
         """
         device, tokens = self.cluster.device, as_amounts("tokens", tokens)
         ways = 2 if as_bool("backward", backward) else 1
@@ -174,15 +177,15 @@ class Costs:
         """Return the seconds of messages over a class of links. A message of 0 bytes takes 0 s.
 
         Args:
-            nbytes: the bytes of each message, b.
+            nbytes: the bytes b of each message.
             link: "inside" a node, "between" nodes, or "host" (to or from host memory).
-            senders: the number of devices of a node that send such a message to another node at the
-                same time. These devices share the NICs of the node.
-            nics: x, the number of NICs that each message uses. With x > 1, the message is divided
+            senders: the number of devices of a node that send such a message to a different node at
+                the same time. They share the NICs of the node.
+            nics: the number x of NICs that each message uses. With x > 1, the message is divided
                 into x equal parts, and x − 1 further devices in each of the two nodes forward one
-                part each (Zeppelin's routing). The message then takes the sum of three times: that
-                of b·(x − 1)/x bytes inside the sender's node, b/x bytes between nodes, and b·(x −
-                1)/x bytes inside the receiver's node.
+                part each (Zeppelin's routing). The time is then the sum of the times of b·(x − 1)/x
+                bytes inside the sender's node, b/x bytes between the nodes, and b·(x − 1)/x bytes
+                inside the receiver's node.
         """
         as_choice("link", link, LINKS)
         cluster, nbytes = self.cluster, as_amounts("nbytes", nbytes)
@@ -198,8 +201,8 @@ class Costs:
             raise ValueError(
                 f"nics must be at most {most}, the NICs and the devices of a node, got {nics}"
             )
-        # The fraction of a message on each NIC. The fraction is the larger of 1/x and the number of
-        # senders divided by the number of NICs.
+        # The fraction of a message that each NIC sends. If there are more senders than NICs / x, a
+        # NIC sends parts of several messages.
         part = max(1 / nics, senders / cluster.nics)
         passed_on = cluster.inside.seconds(nbytes * (nics - 1) / nics)
         return cluster.between.seconds(nbytes * part) + 2 * passed_on
@@ -218,13 +221,15 @@ class Costs:
         return self.model.state_elements * self.accumulator_itemsize
 
     def activation_bytes_per_token(self, checkpointing: str = "none") -> tuple[int, int]:
-        """Return (each, once): two numbers of bytes per token of the activations in all layers.
+        """Return the bytes per token of the activations in all layers, as two numbers (each, once).
 
-        `each` bytes are kept from forward to backward. `once` bytes are needed in addition while
-        backward recomputes a layer; they are 0 without checkpointing. `checkpointing` is "none";
-        "full", which keeps only each layer's input; or "attention", which also keeps the results of
-        attention, as `seqpar.checkpoint` does. Logits are not included, because they are computed
-        in blocks. Copies of tokens for several experts are not included either.
+        `each` bytes are kept from forward to backward. Additional `once` bytes are needed while
+        backward recomputes a layer; without checkpointing, there are none.
+
+        `checkpointing` is "none"; "full", which keeps only each layer's input; or "attention",
+        which also keeps the results of attention, as `seqpar.checkpoint` does. Logits are not
+        included, because they are computed in chunks. Copies of tokens for several experts are not
+        included either.
         """
         as_choice("checkpointing", checkpointing, CHECKPOINTING)
         counts = self.model.counts
@@ -259,14 +264,14 @@ class Costs:
 
         * 0: nothing;
         * 1: Adam's state and the copies of 4 bytes;
-        * 2: gradients in addition;
-        * 3 (FSDP): parameters in addition. Stage 3 also needs memory for the gathered parameters of
-          two layers.
+        * 2: also gradients;
+        * 3 (FSDP): also parameters. This stage needs memory for the gathered parameters of two
+          layers.
         """
         ranks, stage = self._sharding(ranks, stage)
         model, itemsize = self.model, self.itemsize
         state = 2 * self.accumulator_itemsize + (4 if itemsize < 4 else 0)
-        parts = [state, itemsize, itemsize]  # in the order in which the stages shard them
+        parts = [state, itemsize, itemsize]  # the order in which the stages of ZeRO shard them
         sharded, whole = sum(parts[:stage]), sum(parts[stage:])
         gathered = 0
         if stage == 3 and ranks > 1:
@@ -278,9 +283,9 @@ class Costs:
         """Return the seconds of Adam's update on a rank: bytes divided by the memory bandwidth.
 
         A rank updates the parameters of its shard or, at stage 0, all parameters. For each
-        parameter, the update reads the gradient, reads and writes two moments of 4 bytes (8 in
-        fp64), and writes the parameter. The update also reads the parameter, or the fp32 copy of
-        the parameter. `ranks` and `stage` are as in `parameter_bytes`.
+        parameter, the update reads the gradient and the parameter (or its fp32 copy), reads and
+        writes two moments of 4 bytes (8 in fp64), and writes the parameter. `ranks` and `stage` are
+        as in `parameter_bytes`.
         """
         ranks, stage = self._sharding(ranks, stage)
         parameters, itemsize = self.model.parameters, self.itemsize
@@ -292,7 +297,9 @@ class Costs:
     def token_capacity(
         self, checkpointing: str = "none", ranks: int | None = None, stage: int = 3
     ) -> int:
-        """Return the number of tokens that fit into a device's memory in addition to parameters."""
+        """Return the number of tokens whose activations fit into a device's memory beside
+        parameters.
+        """
         free = self.cluster.device.memory - self.parameter_bytes(ranks, stage)
         return max(0, int(free // sum(self.activation_bytes_per_token(checkpointing))))
 
@@ -333,9 +340,9 @@ class Costs:
     def _layer_bytes(self, layer: Layer) -> int:
         """Return the bytes per token that a layer keeps for backward in PyTorch with fused norms.
 
-        A layer keeps the inputs of two norms, and the inputs of the projections after these norms.
-        A layer also keeps the operands and the results of attention, and the input and the result
-        of the feed-forward part. A gated feed-forward part also keeps the gate and the product.
+        These are the inputs of two norms, the inputs of the projections after these norms, the
+        operands and results of attention, the input and result of the feed-forward part and, if
+        this part is gated, the gate and the product.
         """
         model = self.model
         if layer.kind == "linear":

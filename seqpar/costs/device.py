@@ -34,10 +34,10 @@ class Link:
     """A class of equal links.
 
     Attributes:
-        latency: seconds of a message, regardless of its size.
+        latency: the seconds that every message takes in addition to its bytes.
         rate: bytes per second in each direction.
-        shared: the fraction of `rate` that remains in total if several messages use the same sender
-            or receiver.
+        shared: the total rate of several messages with the same sender or receiver, divided by
+            `rate`.
     """
 
     latency: float
@@ -50,7 +50,7 @@ class Link:
             raise ValueError(f"shared must be at most 1, got {self.shared}")
 
     def seconds(self, nbytes: ArrayLike) -> Floats:
-        """Return the seconds of messages; a message of 0 bytes is not sent."""
+        """Return the seconds of messages. A message of 0 bytes is not sent and takes no time."""
         nbytes = np.asarray(nbytes, np.float64)
         return np.where(nbytes > 0, self.latency + nbytes / self.rate, 0.0)
 
@@ -63,9 +63,9 @@ class FatTree:
         nodes_per_leaf: the number of consecutive nodes on a leaf switch.
         oversubscription: the rate of all NICs on a leaf switch divided by the rate of its uplinks,
             at least 1.
-        rails: whether these nodes have several leaf switches, one for each NIC of a node. The
-            device with index i in its node then sends through NIC i, and messages between devices
-            with different indices use the uplinks.
+        rails: whether NICs with different indices are on different leaf switches. If so, the device
+            with index i in its node sends through NIC i, and messages between devices with
+            different indices use the uplinks.
     """
 
     nodes_per_leaf: int
@@ -82,11 +82,10 @@ class FatTree:
 
 @dataclass(frozen=True)
 class Torus:
-    """Nodes in a grid whose rows, columns, … are rings of links, as TPUs have.
+    """Nodes in a grid. The nodes of each row, column, … are connected in a ring, as in TPUs.
 
-    Each link carries one message at full rate in each direction. A message takes the shortest
-    route, along one dimension after another, and takes the latency of a link on each link of the
-    route.
+    Each link carries one message at full rate in each direction. A message uses the shortest route,
+    along one dimension after another. Its latency is that of all links of the route together.
 
     Attributes:
         shape: the number of nodes in each dimension. Nodes are numbered along the last dimension
@@ -128,10 +127,10 @@ def fabric_as_dict(fabric: Fabric | None) -> dict[str, object] | None:
 
 
 def fabric_from_dict(values: Any) -> Fabric | None:
-    """Create a fabric from JSON values; raise a ValueError that names a wrong field."""
+    """Create a fabric from JSON values. Raises a ValueError that names a wrong field."""
     if values is None:
         return None
-    kinds = [*_FABRICS]  # a list, because the kind in a damaged file may be unhashable
+    kinds = [*_FABRICS]  # a list, because the kind in a damaged file can be unhashable
     if not isinstance(values, Mapping) or values.get("kind") not in kinds:
         raise ValueError(f"fabric.kind must be one of {kinds}, got {shown(values)}")
     others = {name: x for name, x in values.items() if name != "kind"}
@@ -147,9 +146,9 @@ class Recurrent:
     """The seconds of causal linear attention, forward and backward."""
 
     # Each pair is (forward, backward).
-    call: tuple[float, float]  # seconds per call, regardless of its size
-    row: tuple[float, float]  # seconds per token, regardless of the number of heads
-    token: tuple[float, float]  # seconds per token and KV head, with dims of `head_dim`
+    call: tuple[float, float]  # constant seconds per call
+    row: tuple[float, float]  # seconds per token, for any number of heads
+    token: tuple[float, float]  # seconds per token and KV head, for dims of `head_dim`
     head_dim: int  # the measured head dim; costs are proportional to it
 
     def __post_init__(self) -> None:
@@ -177,16 +176,16 @@ class Device:
 
     Attributes:
         name: its name.
-        memory: bytes.
+        memory: the bytes of memory.
         matmul_rate: peak FLOP/s of dense matrix products in `dtype`.
-        matmul_share: the fraction of `matmul_rate` that linear modules reach, between 0 and 1.
-        memory_bandwidth: bytes per second.
+        matmul_share: the fraction of `matmul_rate` that linear modules reach, from 0 to 1.
+        memory_bandwidth: the bandwidth of memory in bytes per second.
         dtype: the dtype of weights and activations.
         attention: the measured seconds of softmax attention.
         recurrent: the measured seconds of linear attention.
-        new_memory: seconds per byte to allocate memory, in addition to the time of using it; 0 if
-            torch reuses freed memory, as on GPUs.
-        operator: seconds of the host for each torch operator; 0 if the host runs ahead of the
+        new_memory: the seconds per byte for allocating memory, in addition to the time for using
+            it; 0 if torch reuses freed memory, as on GPUs.
+        operator: the host's seconds for each torch operator; 0 if the host runs ahead of the
             device.
     """
 
@@ -219,7 +218,7 @@ class Device:
 
     @property
     def reached_rate(self) -> float:
-        """FLOP/s that linear modules reach."""
+        """The FLOP/s that linear modules reach."""
         return self.matmul_rate * self.matmul_share
 
     def as_dict(self) -> dict[str, object]:
@@ -228,7 +227,9 @@ class Device:
 
     @classmethod
     def from_dict(cls, values: object) -> Device:
-        """Create a device from `as_dict`'s result; raise a ValueError that names a wrong field."""
+        """Create a device from the result of `as_dict`. Raises a ValueError that names a wrong
+        field.
+        """
         if not isinstance(values, dict):
             raise ValueError(f"device must be an object with fields, got {values!r}")
         parts = {

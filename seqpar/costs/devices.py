@@ -1,18 +1,18 @@
 """Devices and nodes of preset clusters, with the source of each figure.
 
-Rates of devices, memories and links come from NVIDIA's data sheets: "H100 Tensor Core GPU", "H200
-Tensor Core GPU", "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100 with NVLink at 400 GB/s in
-both directions together. An H800 is an H100 with such an NVLink. These rates are multiplied by
-assumed fractions, which programs reach:
+The rates of devices, memories and links come from NVIDIA's data sheets "H100 Tensor Core GPU",
+"H200 Tensor Core GPU" and "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100 whose NVLink has
+400 GB/s in both directions together, and an H800 is an H100 with the same NVLink. Programs do not
+reach these rates. The costs therefore use a fraction of each rate:
 
-* 65% of NVLink, 90% of InfiniBand, and latencies of 10 and 20 µs per message: calculon-ai/calculon,
-  systems/a100_80g.json. PCIe has the efficiency of InfiniBand.
-* 50% of the matrix rate for linear modules: DistCA.
-* 90% of the memory rate for linear attention: a copy reached 4.3 of an H200's 4.8 TB/s.
+* Links: 65% of NVLink with a latency of 10 µs, and 90% of InfiniBand with a latency of 20 µs. These
+  numbers are from calculon-ai/calculon, systems/a100_80g.json. PCIe is assumed to reach 90% too.
+* Linear modules: 50% of the rate of matrix products, as in the paper on DistCA.
+* Linear attention: 90% of the memory bandwidth. A copy on an H200 reached 4.3 of 4.8 TB/s.
 
-Kinds that end in "_fa4" have the rates of FlashAttention-4, as measured on one H200
-(benchmarks/results/nvidia-h200/quick.txt). An H100 has the same multiprocessors and clock rates as
-an H200.
+Devices whose names end in "_fa4" have the rates of FlashAttention-4 that were measured on an H200
+(benchmarks/results/nvidia-h200/quick.txt). An H100 is assumed to have the same rates, because it
+has the same multiprocessors and clock rates.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ PCIE_EFFICIENCY = 0.9
 MATMUL_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.9
 
-# DistCA's profile of an H100: seconds of a causal forward by tokens, with 64 heads and D = 128.
+# From DistCA's profile of an H100: number of tokens -> seconds of a causal forward, with 64 heads
+# and D = 128.
 H100_CAUSAL = {128: 0.030e-3, 1024: 0.133e-3, 8192: 3.71e-3, 65536: 206e-3}
 HEADS, HEAD_DIM, TILE_ROWS = 64, 128, 128
 MULTIPROCESSORS = 132
-H100_FLOPS_PER_SECOND = 341e12  # of the forward with 65,536 tokens
-# FlashAttention-2, abstract: 50 to 73% of an A100's 312 TFLOP/s; 0.615 is the middle.
+H100_FLOPS_PER_SECOND = 341e12  # FLOP/s of the forward with 65,536 tokens
+# FlashAttention-2's paper states 50 to 73% of an A100's 312 TFLOP/s; 0.615 is the middle.
 A100_FLOPS_PER_SECOND = 0.615 * 312e12
-# A backward has 2.5 times the FLOPs. FlashAttention-3's paper measures FlashAttention-2 on an H100
-# with D = 128: causal forward at 298 to 335 TFLOP/s, backward at 291 to 322.
+# A backward has 2.5 times the FLOPs of a forward. The rates are those of FlashAttention-2 on an
+# H100 with D = 128, from FlashAttention-3's paper: 298 to 335 TFLOP/s in a causal forward, and 291
+# to 322 TFLOP/s in its backward.
 BACKWARD_TO_FORWARD_SECONDS = 2.5 * (298 + 335) / (291 + 322)
-# FlashAttention-4 4.0.0b36 on an H200, 32:8 heads of 128, one step of Ring over 16,384 tokens:
-# FLOP/s of its kernels. The backward is not deterministic.
+# The FLOP/s of FlashAttention-4's kernels (4.0.0b36) on an H200, in one step of Ring over 16,384
+# tokens, with 32 query heads and 8 KV heads of 128. The backward is not deterministic.
 FLASH_ATTENTION_4_FLOPS_PER_SECOND = 742e12
 FLASH_ATTENTION_4_BACKWARD_TO_FORWARD = 2.5 * 742 / 672
 
@@ -50,18 +52,18 @@ FLASH_ATTENTION_4_BACKWARD_TO_FORWARD = 2.5 * 742 / 672
 def published_grid(
     rate: float = H100_FLOPS_PER_SECOND, to_forward: float = BACKWARD_TO_FORWARD_SECONDS
 ) -> Grid:
-    """Return the published seconds of an H100 as a grid, scaled to another saturated FLOP/s.
+    """Return the published seconds of an H100 as a grid, scaled to `rate` FLOP/s for large calls.
 
     `to_forward` is the seconds of backward divided by the seconds of forward.
 
-    The four published times are nodes of the grid. All further nodes follow from three constants:
-    the seconds per call, per row and per pair. The constants reproduce the four times with an error
-    of at most 0.5%. If a call has fewer tiles of rows × heads than the GPU has multiprocessors, the
-    pairs of the call take as long as with one tile per multiprocessor. The times include the cut
-    tiles of a causal call, so `edge` is 0. A window adds half a tile of keys per row.
+    The four published times are nodes of the grid. The times of all other nodes are computed from
+    three constants: the seconds per call, per row and per pair. These constants reproduce the four
+    published times with an error of at most 0.5%. A call with fewer tiles of rows × heads than
+    multiprocessors takes as long as with one tile per multiprocessor. `edge` is 0, because the
+    times include the cut tiles of a causal call. A window adds half a tile of keys per row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
-    seen = (rows + 1) / 2  # average keys per row
+    seen = (rows + 1) / 2  # the average number of keys per row
 
     def terms(rows: Floats, seen: Floats) -> Floats:
         pairs = np.maximum(rows, MULTIPROCESSORS / HEADS * TILE_ROWS) * seen
@@ -81,9 +83,9 @@ def published_grid(
 def memory_bound(bandwidth: float) -> Recurrent:
     """Return linear attention that is limited by memory bandwidth, as lightning attention is.
 
-    In bf16 with D = 128, a forward moves 1,536 bytes per token and head: the first pass reads keys
-    and values, and the second pass reads all operands. A backward has four passes and moves 3,584
-    bytes.
+    In bf16 with D = 128, a forward reads and writes 1,536 bytes per token and head: one pass reads
+    keys and values, and a second pass reads all operands. A backward has four passes and reads and
+    writes 3,584 bytes.
     """
     call, rate = published_grid().call, MEMORY_EFFICIENCY * bandwidth
     return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
@@ -98,8 +100,8 @@ def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: floa
 def core() -> Device:
     """Return one core of a server's CPU, for machines that were not measured.
 
-    The figures are rounded values of a core with AVX-512 in fp32. They are good enough to rank
-    strategies, but not to predict seconds.
+    The figures are rounded values of a core with AVX-512 in fp32. They suffice to rank strategies,
+    but not to predict seconds.
     """
     rows = keys = np.array([64.0, 512.0, 4096.0])
     heads, dim, rate = 8, 64, 30e9
@@ -122,7 +124,9 @@ class NodeKind(NamedTuple):
 
     @property
     def links(self) -> tuple[Link, Link, Link]:
-        """The links, with the rates that programs reach: in a node, between nodes, to the host."""
+        """The links inside a node, between nodes and to the host, with the rates that programs
+        reach.
+        """
         return (
             Link(10e-6, self.nvlink * NVLINK_EFFICIENCY),
             Link(20e-6, self.nic * INFINIBAND_EFFICIENCY),
@@ -137,10 +141,10 @@ _FLASH_ATTENTION_4 = published_grid(
     FLASH_ATTENTION_4_FLOPS_PER_SECOND, FLASH_ATTENTION_4_BACKWARD_TO_FORWARD
 )
 
-# By the kind of a device, the kind with the rates of FlashAttention-4.
+# Device -> the same device with the rates of FlashAttention-4.
 WITH_FLASH_ATTENTION_4 = {"h100": "h100_fa4", "h200": "h200_fa4"}
-# A DGX H100 has 8 NICs of 400 Gbit/s, and a DGX A100 has 8 NICs of 200 Gbit/s. The NICs of A800,
-# H800 and H200 come from the clusters in Zeppelin's evaluation.
+# A DGX H100 has 8 NICs of 400 Gbit/s, and a DGX A100 has 8 NICs of 200 Gbit/s. The NICs of nodes
+# with A800, H800 and H200 are those of the clusters in Zeppelin's evaluation.
 NODES = {
     "h100": NodeKind(_H100, 450e9, 8, 50e9, 64e9),
     "h200": NodeKind(_H200, 450e9, 8, 50e9, 64e9),
@@ -153,6 +157,8 @@ NODES = {
 
 
 def node_like(device: object) -> NodeKind:
-    """Return the node whose device is part of a GPU's name, or else a node of H100s."""
+    """Return the kind of node whose device's name is part of a GPU's name, or else a node of
+    H100s.
+    """
     named = [kind for kind in NODES if kind in str(device).lower()]
     return NODES[named[0] if named else "h100"]

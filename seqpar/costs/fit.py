@@ -1,4 +1,6 @@
-"""Fit the description of a machine to a profile, which has the timings of `profile/machine.py`."""
+"""Compute the description of a machine from a profile, which contains the timings of
+`profile/machine.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from seqpar.costs.grid import Floats, Grid, Tasks, causal_pairs
 from seqpar.costs.profile.harness import PASSES, Profile, Sample
 
 GPU_TILE_ROWS = 128  # query rows that a GPU kernel computes together
-# Measured between processes of one machine: gloo moves 1.7 to 2.3 GB/s in each direction.
+# Between processes of one machine, gloo was measured to send 1.7 to 2.3 GB/s in each direction.
 SHARED_MEMORY = Link(100e-6, 2.0e9)
 
 
@@ -23,7 +25,7 @@ def sample_tasks(sample: Sample) -> Tasks:
         pairs = float(rows * keys)
     else:
         pairs = float(causal_pairs(keys - rows, keys, window))
-    windowed = float(sample["kind"] == "window")  # the window of the first row is not cut
+    windowed = float(sample["kind"] == "window")  # even the first row has a whole window
     return Tasks.of(np.full(sample["documents"], rows), keys, pairs, windowed)
 
 
@@ -34,9 +36,8 @@ def seconds(sample: Sample) -> Floats:
 def fit_grid(profile: Profile) -> Grid:
     """Return the grid of a profile's samples.
 
-    `call` is the time that is saved for each task of equal size that is added to a call, compared
-    with a separate call. `edge` is the multiple of 16 keys with the smallest squared errors for the
-    causal samples.
+    `call` is the time that is saved if a task is added to a call instead of being a separate call.
+    `edge` is the multiple of 16 keys with the smallest squared errors for the causal samples.
     """
     samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]
@@ -75,12 +76,15 @@ def errors(grid: Grid, sample: Sample) -> Floats:
 
 
 def ascending(tables: Floats) -> Floats:
-    """Increase values of the tables such that no call takes less time than a smaller call."""
+    """Increase values of the tables so that no call takes less time than a smaller call."""
     return np.maximum.accumulate(np.maximum.accumulate(tables, -1), -2)
 
 
 def fit_recurrent(profile: Profile) -> Recurrent:
-    """Fit linear attention by a plane with constants ≥ 0 and least relative errors."""
+    """Fit the seconds of linear attention by a linear function of calls, tokens and heads.
+
+    The coefficients are at least 0, and minimise relative errors.
+    """
     samples = [sample for sample in profile["samples"] if sample["kind"] == "linear"]
     tokens = np.array([sample["rows"] for sample in samples])
     heads = np.array([sample["heads"] for sample in samples])
@@ -108,15 +112,15 @@ def fit_modules(profile: Profile) -> float:
 
 
 def fit_new_memory(profile: Profile) -> float:
-    """Return the additional seconds to write a byte of newly allocated memory; at least 0."""
+    """Return the additional seconds for writing a byte of newly allocated memory, at least 0."""
     new, kept = (profile["rates"].get(name) for name in ("new", "kept"))
-    if new is None or kept is None:  # GPUs and old profiles
+    if new is None or kept is None:  # profiles of GPUs and old profiles do not have these numbers
         return 0.0
     return max(0.0, float(1 / np.median(new) - 1 / np.median(kept)))
 
 
 def describe(profile: Profile) -> dict[str, Any]:
-    """Return the fields of the Cluster that a profile describes. Links are not timed."""
+    """Return the fields of a Cluster for a profile. Links are not in a profile."""
     matmul, copy = (float(np.median(profile["rates"][name])) for name in ("matmul", "copy"))
     reached = fit_modules(profile)
     device = Device(

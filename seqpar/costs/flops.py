@@ -1,4 +1,4 @@
-"""The FLOPs of a training step, as MFU (model FLOPs utilisation) counts them."""
+"""The FLOPs of a training step, as they are counted for MFU (model FLOPs utilisation)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from seqpar.costs.model import Model
 def step_flops(model: Model, lengths: CuSeqlens) -> float:
     """Return the FLOPs of a forward and a backward of a model on documents of these lengths.
 
-    The FLOPs include the products with all matrices, the products of the (query, key) pairs that a
-    causal mask or a window allows, and the products with the states of linear layers. A backward
-    has twice the FLOPs of a forward. Recomputation does not count.
+    Counted are products with all matrices, products of the (query, key) pairs that a causal mask or
+    a window allows, and products with the states of linear layers. A backward has twice the FLOPs
+    of a forward. Recomputation does not count.
 
     Args:
         model: the shapes of the model.
-        lengths: (documents,) integers, the tokens of each document.
+        lengths: (documents,) integers. The number of tokens of each document.
 
     Raises:
         ValueError: if `lengths` are not integers of at least 0.

@@ -1,9 +1,8 @@
 """Grid: measured seconds of softmax attention, with interpolation between the measurements.
 
-A *task* is a slice of a mask, or a span of a document with all keys that the span attends to. The
-time of a task depends on two numbers: the number of query rows, and the average number of keys per
-row. Between measured points, the time is nearly bilinear in these two numbers, as in DistCA's
-profiler.
+A *task* is a slice of a mask, or a span of a document with all keys to which the span attends. The
+time of a task depends on the number of its query rows and on the average number of keys per row.
+Between measured points, the time is nearly bilinear in these two numbers, as in DistCA's profiler.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ def as_amounts(name: str, values: ArrayLike) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Tasks, as arrays of one shape, which is called (n,) here.
+    """Tasks, as arrays of the same shape, called (n,).
 
     Attributes:
-        rows: query rows.
-        keys: key rows that any query row attends to.
-        pairs: (query, key) pairs that attend, at most rows · keys.
-        windowed: the fraction of pairs in rows whose window excludes keys on the left. The fraction
-            is 0 without a window. With a window, it is 1 far from the start of a document, and less
-            than 1 near the start.
+        rows: (n,) the number of query rows.
+        keys: (n,) the number of key rows to which at least one query row attends.
+        pairs: (n,) the number of visible (query, key) pairs, at most rows · keys.
+        windowed: (n,) the fraction of pairs that are in rows whose window excludes keys on the
+            left. It is 0 without a window. With a window, it is 1 except near the start of a
+            document.
     """
 
     rows: Floats
@@ -73,14 +72,18 @@ class Tasks:
 
     @property
     def cut_rows(self) -> Floats:
-        """The number of rows that attend to only some keys, if each row attends to one more key."""
+        """The number of rows that attend to only some of the keys, if each row attends to one more
+        key than the row before it.
+        """
         unseen = self.rows * self.keys - self.pairs
         cut = np.minimum((1 + np.sqrt(1 + 8 * unseen)) / 2, self.rows)
         return np.where(unseen > 0, cut, 0.0)
 
 
 def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Floats:
-    """Return the pairs of the queries start … stop − 1 with the last `window` keys, or all."""
+    """Return the number of causal pairs of queries start … stop − 1, within a window if it is not
+    None.
+    """
     starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
     if (stops < starts).any():
         raise ValueError("stops must be at least starts, the first positions of the spans")
@@ -88,20 +91,20 @@ def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None)
     def before(position: Floats) -> Floats:
         if window is None:
             return position * (position + 1) / 2
-        growing = np.minimum(position, window)  # rows whose window starts before the document
+        growing = np.minimum(position, window)  # rows whose window begins before the document
         return growing * (growing + 1) / 2 + (position - growing) * window
 
     return before(stops) - before(starts)
 
 
 def span_tasks(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Tasks:
-    """Return spans of documents as tasks, each with all keys that the span attends to."""
+    """Return spans of documents as tasks, each with all keys to which the span attends."""
     starts, stops = (np.asarray(x, np.float64) for x in (starts, stops))
     pairs, rows = causal_pairs(starts, stops, window), stops - starts
     if window is None:
         return Tasks.of(rows, stops, pairs)
     keys = np.where(rows > 0, np.minimum(stops, rows + window - 1), 0.0)
-    # The window excludes keys only for rows from position `window` on.
+    # The window excludes keys only in rows whose position is at least `window`.
     windowed = causal_pairs(np.maximum(starts, window), np.maximum(stops, window), window)
     return Tasks.of(rows, keys, pairs, windowed / np.maximum(pairs, 1.0))
 
@@ -118,23 +121,24 @@ def slice_tasks(slices: Slices) -> Tasks:
 class Grid:
     """Seconds of calls of softmax attention, by query rows and average keys per row.
 
-    A *node* is a measured point. Between nodes, a time is bilinear in both numbers. Above the last
-    node, the time is proportional to the number, with the pairs per second of the last node. Below
-    the first node, the time is constant.
+    A *node* is a measured number of rows or of keys. Between nodes, the seconds are interpolated
+    linearly in both numbers. Above the last node, they are proportional to the number, and below
+    the first node, they are constant.
     """
 
-    rows: Floats  # (n,) nodes: query rows of a call
-    keys: Floats  # (m,) nodes: keys per row
-    forward: Floats  # (n, m) seconds, if every row attends to all keys
+    rows: Floats  # (n,) the measured numbers of query rows of a call
+    keys: Floats  # (m,) the measured numbers of keys per row
+    forward: Floats  # (n, m) seconds if every row attends to all keys
     backward: Floats
     window_forward: Floats  # (n, m) seconds with a causal window; `keys` is the average per row
     window_backward: Floats
-    heads: int  # query heads of the measured calls; costs are proportional to heads
+    heads: int  # query heads of the measured calls
     head_dim: int
-    call: tuple[float, float]  # seconds of an empty forward and backward, once for all tasks
-    edge: float  # additional keys per row of a causal task, as the cost of cut tiles
-    tile: int  # query rows that a kernel computes together; a task's rows are rounded up to it
-    fused: bool  # whether a call computes all of its tasks at once, as kernels on GPUs do
+    call: tuple[float, float]  # constant seconds of a call: (forward, backward)
+    edge: float  # additional keys per row of a causal task, for the cost of cut tiles
+    # Query rows that a kernel computes together; a task's rows are rounded up to a multiple.
+    tile: int
+    fused: bool  # whether a call computes all of its tasks together, as GPU kernels do
 
     def __post_init__(self) -> None:
         for name in ("rows", "keys", *TABLES):
@@ -170,17 +174,18 @@ class Grid:
         return {x.name: np.asarray(getattr(self, x.name)).tolist() for x in fields(self)}
 
     def alone(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) seconds of each task in a separate call; 0 for tasks without pairs."""
+        """Return (n,) the seconds of each task in a separate call. A task without pairs takes 0
+        s.
+        """
         rows, scale = self._scaled(tasks, heads, head_dim)
         call = self.call[backward]
         seconds = call + (self._look_up(tasks, rows, backward) - call) * scale
         return np.where(tasks.pairs > 0, seconds, 0.0)
 
     def work(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) seconds that each task adds to a call.
+        """Return (n,) the seconds that each task adds to a call.
 
-        If the grid is `fused`, these are the seconds on a device with enough tasks to be fully
-        used.
+        If the grid is `fused`, the call is assumed to have enough tasks to use the whole device.
         """
         call = self.call[backward]
         if not self.fused:
@@ -199,25 +204,28 @@ class Grid:
         owner: ArrayLike | None = None,
         owners: int = 1,
     ) -> Floats:
-        """Return (owners,) seconds of one call with all tasks of each owner, in order of owners.
+        """Return (owners,) the seconds of each owner's call, which has all tasks of the owner.
 
-        `owner` (n,) is the owner of each task. By default, all tasks have the same owner. The time
-        of a call is the larger of two times: the sum of the work of its tasks, and the time of its
-        longest task in a separate call.
+        `owner` (n,) is the index of each task's owner. By default, all tasks have the same owner.
+        The time of a call is the sum of the work of its tasks, but at least the time of its longest
+        task in a separate call.
         """
         index = owners_of(owner, tasks.rows, owners)
         work = self.work(tasks, heads, head_dim, backward).ravel()
         is_called = np.bincount(index, tasks.pairs.ravel(), owners) > 0
         seconds = np.where(is_called, self.call[backward] + np.bincount(index, work, owners), 0.0)
-        if self.fused:  # if not fused, the sum is never below the longest task
+        if self.fused:  # otherwise the sum is never below the longest task
             np.maximum.at(seconds, index, self.alone(tasks, heads, head_dim, backward).ravel())
         return seconds
 
     def _scaled(self, tasks: Tasks, heads: int, head_dim: int) -> tuple[Floats, float]:
-        """Return rows of tasks, adapted to the number of heads, and a factor for their time."""
+        """Return the rows with which tasks are looked up in the grid, and a factor for their
+        seconds.
+        """
         rows = np.ceil(tasks.rows / self.tile) * self.tile
         scale = head_dim / self.head_dim
-        if self.fused:  # the kernel divides rows × heads, so fewer heads are like fewer rows
+        # The kernel divides rows × heads among multiprocessors, so fewer heads are like fewer rows.
+        if self.fused:
             return rows * (heads / self.heads), scale
         return rows, scale * heads / self.heads
 

@@ -1,4 +1,4 @@
-"""Model: the shapes of a transformer, also from a configuration of the package transformers."""
+"""Model: the shapes of a transformer, from a preset or from a transformers configuration."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ UNGATED = {
     "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt",
     "persimmon", "phi", "starcoder2",
 }  # fmt: skip
-# Attributes of configurations that are refused, because the costs of these models would be silently
-# wrong.
+# Attributes of configurations that are refused, because costs do not include what they describe.
 UNKNOWN = {
     "kv_lora_rank": "multi-head latent attention",
     "attention_chunk_size": "attention in chunks",
@@ -55,11 +54,10 @@ class Layer:
 
     Attributes:
         kind: "softmax", "window" (softmax attention with a window) or "linear" (a recurrence).
-        window: the number of keys that a query attends to, including the key of the same token;
-            None except for "window".
-        ffn: the feed-forward width that each token uses, summed over the experts of the token.
-        stored_ffn: the feed-forward width that is stored, summed over all experts; equal to `ffn`
-            without experts.
+        window: for "window", the number of keys to which a query attends, including the key of its
+            own token. Otherwise None.
+        ffn: the feed-forward width for each token, summed over the token's experts.
+        stored_ffn: the feed-forward width summed over all experts; equal to `ffn` without experts.
         experts: the number of experts of the router; 0 without experts.
     """
 
@@ -86,7 +84,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The linear layers of a model: heads with a state of key_dim × value_dim each.
+    """The linear layers of a model. Each of their heads has a state of key_dim × value_dim
+    elements.
 
     `kind` is one of `RecurrentAttention`'s kinds of decay; "linear" has no decay.
     """
@@ -100,7 +99,7 @@ class Recurrence:
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             as_int(f"recurrence.{name}", getattr(self, name), 1)
-        kind_of(self.kind)  # refuses unknown kinds
+        kind_of(self.kind)  # raises an error for an unknown kind
 
     @property
     def keys(self) -> int:
@@ -117,9 +116,9 @@ class Recurrence:
 class Model:
     """A decoder: layers of attention and feed-forward parts between an embedding and a head.
 
-    Create a model with `preset` or `from_config`. Numbers of parameters include all matrices, and
+    Create a model with `preset` or `from_config`. Numbers of parameters include all matrices and
     two norms per layer. They do not include biases, further norms and convolutions, which are less
-    than 0.1% of the parameters.
+    than 0.1% of all parameters.
 
     Attributes:
         name: its name.
@@ -130,8 +129,8 @@ class Model:
         vocabulary: the number of tokens in the vocabulary.
         gated: whether feed-forward parts have three matrices (as SwiGLU) instead of two.
         tied: whether the head shares the embedding's matrix.
-        output_gate: whether a gate scales the output of softmax attention. The gate has a matrix of
-            the same shape as the matrix of the queries.
+        output_gate: whether a gate scales the output of softmax attention. The gate's matrix has
+            the shape of the queries' matrix.
         recurrence: the shapes of linear layers; None without linear layers.
     """
 
@@ -160,7 +159,7 @@ class Model:
 
     @classmethod
     def preset(cls, name: str) -> Model:
-        """Return a published model by name, such as "llama-8b".
+        """Return a published model by its name, such as "llama-8b".
 
         The error for an unknown name lists all names.
         """
@@ -171,10 +170,10 @@ class Model:
     def from_config(cls, config: object) -> Model:
         """Return the model that a transformers configuration describes.
 
-        `config` is the object, or the mapping in config.json; transformers need not be installed.
-        Decoders with softmax attention are supported, with windows in all or some layers, mixtures
-        of experts, and linear layers of the gated delta rule or of lightning attention. Raise a
-        ValueError that names the attribute if an attribute is missing or not supported.
+        `config` is a configuration object, or the mapping in config.json. transformers need not be
+        installed. Supported are decoders with softmax attention, windows in all or some layers,
+        mixtures of experts, and linear layers of the gated delta rule or of lightning attention.
+        Raises a ValueError that names an attribute if it is missing or not supported.
         """
         return cls(**read_config(config))
 
@@ -188,7 +187,7 @@ class Model:
         if layer.kind == "linear":
             assert self.recurrence is not None
             r = self.recurrence
-            # q and k; v, its gate and the output; decay and beta of each head
+            # q and k; v, gate and output; decay and beta of each head
             return self.hidden * (2 * r.keys + 3 * r.values + 2 * r.value_heads)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return self.hidden * (queries * (3 if self.output_gate else 2) + 2 * keys)
@@ -212,10 +211,10 @@ class Model:
 
     @cached_property
     def flops_per_token(self) -> int:
-        """FLOPs of a token's forward through all matrices, including the head.
+        """The FLOPs of a token's forward through all matrices, including the head.
 
-        Each weight that the token uses counts 2 FLOPs. The products of queries, keys and values in
-        attention do not count.
+        Each weight that the token uses counts as 2 FLOPs. The products of queries, keys and values
+        in attention do not count.
         """
         weights = sum(
             n * (self.attention_weights(layer) + self.ffn_weights(layer))
@@ -247,14 +246,15 @@ class _Config:
         self._config = config
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these attributes (or entries of a mapping) that is not None."""
+        """Return the first of these attributes, or entries of a mapping, that is not None."""
         for name in names:
             if isinstance(self._config, Mapping):
                 value = self._config.get(name)
             else:
                 try:
                     value = getattr(self._config, name, None)
-                except RuntimeError as error:  # from transformers, if layers have different values
+                # Raised by transformers if layers have different values.
+                except RuntimeError as error:
                     found = "a value that differs between layers"
                     raise ValueError(f"config.{name}: {found} is not described") from error
             if value is not None:
@@ -264,8 +264,7 @@ class _Config:
     def number(self, *names: str, default: int | None = None) -> int:
         """Return the first of these attributes as a number, or the default.
 
-        Raise a ValueError unless it is a number of at least 1, or of at least 0 if the default is
-        0.
+        Raises a ValueError unless the number is at least 1, or at least 0 if the default is 0.
         """
         value = self.get(*names, default=default)
         if value is None:
@@ -274,7 +273,7 @@ class _Config:
 
 
 def as_model(value: Model | str) -> Model:
-    """Return the model, or the preset of this name; raise an error that names `model`."""
+    """Return the model, or the preset of this name. Errors name the argument `model`."""
     if isinstance(value, str):
         try:
             return Model.preset(value)
@@ -300,7 +299,7 @@ def read_config(config: object) -> dict[str, Any]:
     for name, feature in UNKNOWN.items():
         if attributes.get(name):
             raise ValueError(f"config.{name} must be unset: {feature} is not supported")
-    # In an object, this attribute is always a view, which is not a Mapping.
+    # In a configuration object, this attribute is always a view, which is not a Mapping.
     if isinstance(attributes.get("per_layer_config"), Mapping):
         raise ValueError(
             "config.per_layer_config must be unset: layers of different sizes are not supported"
@@ -356,14 +355,14 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
 def _default_types(config: _Config, count: int) -> list[str]:
     model_type, layers = config.get("model_type"), range(count)
     if config.get("full_attention_interval") is not None:
-        # Qwen3-Next: the last layer of each interval is not linear.
+        # In Qwen3-Next, all layers are linear except the last one of each interval.
         interval = config.number("full_attention_interval")
         full = [(i + 1) % interval == 0 for i in layers]
         return ["full_attention" if x else "linear_attention" for x in full]
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return ["full_attention"] * count
     # Gemma 2 has windows in every second layer. Gemma 3 and Cohere 2 have windows in all layers
-    # except every pattern-th layer.
+    # except every `pattern`-th one.
     pattern = config.number(
         "sliding_window_pattern",
         "_sliding_window_pattern",
@@ -371,7 +370,7 @@ def _default_types(config: _Config, count: int) -> list[str]:
     )
     if pattern:
         full = [(i + 1) % pattern == 0 for i in layers]
-    else:  # Qwen2 has windows from max_window_layers on, Mistral in all layers
+    else:  # Qwen2 has windows in layers from max_window_layers on, and Mistral in all layers
         first = config.number("max_window_layers", default=0) if model_type != "mistral" else 0
         full = [i < first for i in layers]
     return ["full_attention" if x else "sliding_attention" for x in full]
@@ -441,8 +440,8 @@ _GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _QWEN3 = {"head_dim": 128}
 
-# The entries of each model's config.json that costs depend on. LLaMA 7B to 30B are from the first
-# LLaMA paper. 34B is Code Llama, which DistCA measures with 16 KV heads.
+# The entries of each model's config.json on which costs depend. LLaMA 7B to 30B are from the first
+# LLaMA paper. 34B is Code Llama with 16 KV heads, as in DistCA's measurements.
 PUBLISHED_CONFIGS: dict[str, dict[str, object]] = {
     "llama-3b": _config("llama", 3072, 28, 24, 8, 8192, 128256, tie_word_embeddings=True),
     "llama-7b": _config("llama", 4096, 32, 32, 32, 11008, 32000),

@@ -130,7 +130,8 @@ class ServerLoads:
     def _move(self) -> int | None:
         """Move parts until no server has a surplus.
 
-        Returns None, or a server that has a surplus but cannot give work away.
+        Returns a server that cannot give work away while other servers have a surplus too, or None
+        if there is no such server.
         """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]

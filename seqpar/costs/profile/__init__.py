@@ -1,5 +1,5 @@
 """Measure this machine. `seqpar.costs.fit` computes costs from the measurements.
 
-`machine.py` measures. `calls.py` has the calls that are timed. `harness.py` has the parts that
+`machine.py` measures, `calls.py` defines the calls that are timed, and `harness.py` contains what
 benchmarks use too.
 """

@@ -24,7 +24,7 @@ from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, dtype, heads and backend of the calls of attention that are timed."""
+    """The device, dtype, heads and backend of the timed calls of attention."""
 
     device: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        # On a CPU, tiles of windows change their size somewhere between 1,024 and 4,096 keys.
+        # On a CPU, the kernel's tiles for windows change their size between 1,024 and 4,096 keys.
         return self.rows if self.device == "cuda" else (64, 256, 1024, 2048, 4096)
 
     @property
@@ -65,7 +65,7 @@ class Shape:
     rows: int
     keys: int
     documents: int = 1
-    window: int | None = None  # keys that a query attends to, its own included
+    window: int | None = None  # number of keys to which a query attends, including its own key
 
     def as_sample(self) -> Sample:
         return cast(Sample, asdict(self))
@@ -133,13 +133,15 @@ class LinearCalls:
 
 
 class Modules:
-    """Calls of a feed-forward part like Llama's, with three times the width."""
+    """Calls of a gated feed-forward part, as in Llama, whose inner width is three times the outer
+    one.
+    """
 
     def __init__(self, tokens: int, width: int, setting: Setting) -> None:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, dtype=setting.dtype, device=setting.device)
 
-        self.flops = 2 * 3 * tokens * width * 3 * width  # of a forward
+        self.flops = 2 * 3 * tokens * width * 3 * width  # FLOPs of a forward
         self._x = random(tokens, width).requires_grad_()
         self._norm = torch.ones(width, dtype=setting.dtype, device=setting.device).requires_grad_()
         self._gate_up = random(width, 2 * 3 * width).requires_grad_()

@@ -1,4 +1,4 @@
-"""Parts that measurements share: samples, profiles, hardware, medians, plots and progress."""
+"""Common code of measurements: samples, profiles, hardware, medians, plots and progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from seqpar.tracing.exposure import exposure
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
-CORES = len(os.sched_getaffinity(0))  # regardless of the threads that a benchmark uses
+CORES = len(os.sched_getaffinity(0))  # all cores, even if a benchmark uses fewer threads
 
 
 def median_time(function: Callable[[], object], repeats: int) -> float:
@@ -46,7 +46,7 @@ class ExposedCommunication(TypedDict):
     communication: float
     fraction: float
     spread: tuple[float, float]
-    # The seconds of each round, in the order of the fields above.
+    # For each round, the seconds in the order of the fields above.
     samples: tuple[tuple[float, float, float], ...]
 
 
@@ -68,7 +68,9 @@ def quartiles(figures: Sequence[float]) -> tuple[float, float]:
 
 
 class Sample(TypedDict, total=False):
-    """A timed call: its kind, its shape and the raw seconds. Further fields depend on the kind."""
+    """A timed call: its kind, its shape and the measured seconds. Further fields depend on the
+    kind.
+    """
 
     kind: str  # "full", "causal" and "window" (softmax attention), "linear" or "modules"
     rows: int
@@ -82,7 +84,7 @@ class Sample(TypedDict, total=False):
 
 
 class Profile(TypedDict):
-    """A measured machine: its hardware, and raw samples of the work of one rank."""
+    """A measured machine: its hardware, and samples of the work of one rank."""
 
     environment: Mapping[str, object]
     device: str
@@ -136,11 +138,11 @@ def _commit() -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError:  # git is not installed
+        except OSError:  # raised if git is not installed
             return ""
         return done.stdout.strip()
 
-    # This folder may lie, untracked, inside a user's repository.
+    # This folder can be an untracked folder inside a user's repository.
     tracked = git("ls-files", Path(__file__).name)
     if not tracked:
         return ""
@@ -149,7 +151,8 @@ def _commit() -> str:
     listed = git("ls-files", "--full-name", "-o", "--exclude-standard", "--", *code)
     changes = git("diff", "HEAD", "--", *code).encode()
     changes += b"".join((root / name).read_bytes() for name in listed.splitlines())
-    # A benchmark must not add results of changed code to results of the commit without the changes.
+    # Uncommitted changes are part of the name, so that results of changed code are not added to
+    # results of the commit.
     return f"{commit}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
 
 
@@ -168,7 +171,9 @@ def pyplot() -> ModuleType:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar, or lines, for `total` points. Yield a function that begins a point."""
+    """Show progress over `total` points. Yields a function to be called with the name of each new
+    point.
+    """
     from rich import progress as bars
     from rich.console import Console
 

@@ -1,8 +1,7 @@
 """Time the work of one rank on this machine: attention, matrix products and copies.
 
-On a CPU, a rank is one thread, and times are CPU times of this thread, so the time of other
-processes does not count. On a GPU, times are wall-clock times. `seqpar.costs.fit` computes the
-description of a cluster from these times.
+On a CPU, a rank is one thread, and times are CPU times of this thread, which do not include the
+time of other processes. On a GPU, times are wall-clock times.
 """
 
 from __future__ import annotations
@@ -24,14 +23,16 @@ from seqpar.costs.profile.harness import PASSES, Profile, Sample, environment, s
 
 ROUNDS = 3
 SHORT_CALL_SECONDS = 0.005  # shorter calls are repeated in each round
-_end = ContextVar("end", default=math.inf)  # profiles must end by this monotonic time
+_end = ContextVar("end", default=math.inf)  # the monotonic time at which profiles must end
 
 
 def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
-    """Return the shapes to time: all pairs of nodes, full and with windows, and causal calls."""
+    """Return the shapes to time: all pairs of nodes, both with a full mask and with a window, and
+    causal calls.
+    """
     pairs = [(rows, keys) for rows in row_nodes for keys in key_nodes]
     full = [Shape("full", rows, keys) for rows, keys in pairs]
-    # Documents begin before the timed rows, so the window of the first row is not cut.
+    # Documents begin before the timed rows, so that even the first row has a whole window.
     window = [Shape("window", rows, rows + keys - 1, 1, keys) for rows, keys in pairs]
     causal = [Shape("causal", tokens, tokens) for tokens in row_nodes]
     packed = [Shape("causal", few, few, row_nodes[-1] // few) for few in row_nodes[:2]]
@@ -59,14 +60,14 @@ def contenders(
 def take_turns(
     calls: Sequence[tuple[Sample, Calls]], device: str, rounds: int = ROUNDS
 ) -> list[Sample]:
-    """Time calls in interleaved rounds, and return the records with their raw seconds.
+    """Time calls in rounds, and return samples with the seconds of each round.
 
-    Rounds interleave all calls. A short call is run twice to fill caches, and is timed after that.
+    Each round runs all calls once, in turn. A short call first runs twice to fill caches.
     """
     samples: list[Sample] = [{**record, "forward": [], "backward": []} for record, _ in calls]
     for done in range(rounds):
         if done and time.monotonic() > _end.get():
-            break  # one round is enough for an estimate
+            break  # one round suffices for an estimate
         for sample, (_, each) in zip(samples, calls, strict=True):
             for name in PASSES:
                 if not done:
@@ -93,10 +94,11 @@ def core_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Return raw rates: FLOP/s of a large matrix product, and bytes/s of a copy, read and written.
+    """Return measured rates: FLOP/s of a large matrix product, and bytes/s that a copy reads and
+    writes.
 
-    On a CPU, also return the bytes/s of filling new memory and existing memory, and the operators
-    per second.
+    On a CPU, the result also contains the bytes/s of filling new memory, the bytes/s of filling
+    existing memory, and the number of operators per second.
     """
     side, size = (8192, 2**30) if setting.device == "cuda" else (1024, 2**26)
     x, y = torch.randn(2, side, side, dtype=setting.dtype, device=setting.device).unbind()
@@ -124,8 +126,8 @@ def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], objec
     size = tensors * rows * dtype.itemsize
 
     def new() -> list[torch.Tensor]:
-        # Earlier results stay in use, as in a training step. If they were freed, the allocator
-        # would reuse their memory, which costs nothing.
+        # The results are kept, as in a training step. If they were freed, the allocator would reuse
+        # their memory, so that no new memory would be measured.
         return [torch.empty(rows, dtype=dtype).fill_(1.0) for _ in range(tensors)]
 
     def operators() -> None:
@@ -140,7 +142,9 @@ def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], objec
 
 
 def memory() -> int:
-    """Return the memory of a device in bytes: that of a GPU, or a core's part of the host's."""
+    """Return the bytes of memory of a device: of a GPU, or of a core, which has its part of the
+    host's memory.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return usable_memory() // devices()
@@ -151,13 +155,15 @@ def devices() -> int:
 
 
 def machine() -> str:
-    """Return a file name for this machine, made of its devices."""
+    """Return a file name for this machine, which contains the names of its devices."""
     return slug(f"{devices()} {environment()['device']}")
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the time of this thread's profiles; raise an error if the first round is longer."""
+    """Limit the time of this thread's profiles. An error is raised if the first round takes
+    longer.
+    """
     token = _end.set(time.monotonic() + seconds)
     try:
         yield
@@ -177,7 +183,7 @@ def _check_time() -> None:
 @contextmanager
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    set_own_threads(1)  # of this thread only, because other threads may compute
+    set_own_threads(1)  # sets only this thread's number, because other threads can be computing
     try:
         yield
     finally:
@@ -185,7 +191,9 @@ def one_thread() -> Iterator[None]:
 
 
 def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:
-    """Return a profile of this machine: its hardware, raw samples, and samples of `held_out`."""
+    """Return a profile of this machine: its hardware, samples, and separate samples of
+    `held_out`.
+    """
     setting = Setting.of_this_machine()
     here = environment()
     with one_thread():
