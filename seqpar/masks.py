@@ -1,8 +1,8 @@
 """Common masks as lists of ranges, for `seqpar.Mask.of_ranges`.
 
 Each function returns a list of (document, q_start, q_stop, k_start, k_stop, low, high). Positions
-count from the start of the document. To give documents of a packed batch different masks, select
-ranges by their first number, the document, and join lists with `+`.
+count from the start of the document. To give different masks to the documents of a packed batch,
+select the ranges of each document from several lists, and join the selected ranges with `+`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ Ranges = list[Range]
 
 @outside_graphs
 def causal(cu_seqlens: CuSeqlens, window: int | None = None) -> Ranges:
-    """Return a causal mask: a query attends to itself and to all or `window` keys before it."""
+    """Return a causal mask. A query attends to itself and to all keys before it, or to the last
+    `window`.
+    """
     low = None if window is None else -as_int("window", window, 0)
     return [(i, 0, n, 0, n, low, 0) for i, n in _documents(cu_seqlens)]
 
@@ -56,7 +58,9 @@ def full(cu_seqlens: CuSeqlens) -> Ranges:
 
 @outside_graphs
 def chunked(cu_seqlens: CuSeqlens, chunk: int, causal: bool = True) -> Ranges:
-    """Return a mask of chunks of `chunk` tokens, causal or full within each, as in Llama 4."""
+    """Return a mask of chunks of `chunk` tokens. It is causal or full within each chunk, as in
+    Llama 4.
+    """
     high = 0 if as_bool("causal", causal) else None
     return [
         (i, first, stop, first, stop, None, high)
@@ -69,11 +73,11 @@ def chunked(cu_seqlens: CuSeqlens, chunk: int, causal: bool = True) -> Ranges:
 def image_blocks(
     cu_seqlens: CuSeqlens, blocks: Sequence[tuple[int, int, int]], window: int | None = None
 ) -> Ranges:
-    """Return a causal mask in which images attend to themselves fully (Gemma 3, PaliGemma).
+    """Return a causal mask in which each image is fully visible to itself (Gemma 3, PaliGemma).
 
-    `blocks` are (document, start, stop) of the images; they may touch but must not overlap. With a
-    `window`, queries attend to that many keys before them, and queries of an image also to the
-    whole image.
+    `blocks` are (document, start, stop) of the images. They can be adjacent, but must not overlap.
+    With a `window`, a query attends only to this number of keys before it and, if it belongs to an
+    image, to the whole image.
     """
     ranges, lengths = causal(cu_seqlens, window), dict(_documents(cu_seqlens))
     for i, block in enumerate(as_sequence("blocks", blocks, "(document, start, stop)")):
@@ -86,7 +90,7 @@ def image_blocks(
 
 @outside_graphs
 def global_keys(cu_seqlens: CuSeqlens, window: int, keys: int) -> Ranges:
-    """Return a causal window, plus the first `keys` keys of a document for all of its queries.
+    """Return a causal mask with a window that also shows the first `keys` keys of each document.
 
     These keys are StreamingLLM's attention sinks, or the global tokens of a causal Longformer. A
     query attends to itself, the `window` keys before it, and the first keys up to its own position.
@@ -103,8 +107,8 @@ def global_keys(cu_seqlens: CuSeqlens, window: int, keys: int) -> Ranges:
 def block_causal(cu_seqlens: CuSeqlens, block: int, window: int | None = None) -> Ranges:
     """Return a mask that is causal between blocks, such as the frames of a video.
 
-    A query attends to its whole block of `block` tokens and to all blocks before it or, with a
-    `window`, to that many blocks before it.
+    A query attends to its whole block of `block` tokens and to all earlier blocks or, with a
+    `window`, to the last `window` blocks before its own.
     """
     block = as_int("block", block, 1)
     before = None if window is None else as_int("window", window, 0) * block
@@ -119,10 +123,10 @@ def block_causal(cu_seqlens: CuSeqlens, block: int, window: int | None = None) -
 def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Ranges:
     """Return the mask of a tree of texts, each of which continues its parent.
 
-    All texts are in one document, in depth-first order. Text j has `lengths[j]` tokens and
-    continues text `parents[j]`, or starts a tree if that is −1. A token attends to its own text
-    causally, and to all tokens of its ancestors. The caller computes positions for RoPE: siblings
-    have the same positions.
+    All texts are in one document, in depth-first order. Text j has `lengths[j]` tokens. It
+    continues text `parents[j]`, or starts a tree if `parents[j]` is −1. A token attends causally to
+    its own text, and to all tokens of the text's ancestors. You must compute positions for RoPE
+    yourself, because siblings have the same positions.
     """
     parent_texts = as_int_array("parents", parents).tolist()
     sizes = as_lengths("lengths", lengths)
@@ -131,7 +135,7 @@ def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Range
     document = as_int("document", document, 0)
     edges = np.r_[0, np.cumsum(sizes)].tolist()
     ranges: Ranges = []
-    path: list[int] = []  # from the root to the text before
+    path: list[int] = []  # the texts from the root to the previous text
 
     def close(to: int, end: int) -> None:
         while path and path[-1] != to:
@@ -152,8 +156,8 @@ def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Range
 def shared_prefix(prefix: int, branches: CuSeqlens, document: int = 0) -> Ranges:
     """Return the mask of several continuations of one text that do not attend to each other.
 
-    One document has `prefix` tokens and then branches of these lengths, such as answers to a prompt
-    or candidates to rank. It is a `tree` of two levels.
+    The document has `prefix` tokens, followed by branches of these lengths, such as answers to a
+    prompt. The mask is that of a `tree` with two levels.
     """
     lengths = as_lengths("branches", branches)
     prefix = as_int("prefix", prefix, 0)
@@ -166,14 +170,14 @@ def from_magi(
 ) -> Ranges:
     """Return the mask of MagiAttention's tables of slices.
 
-    `q_ranges` and `k_ranges` are (n, 2): positions start … stop − 1 in the packed batch, as
-    `AttnRanges.to_naive_ranges()` gives them. Without `cu_seqlens` the batch is one document;
-    otherwise each slice must lie within one document. The type of a slice is a number, a name, or a
-    member of MagiAttention's enumeration:
+    `q_ranges` and `k_ranges` are (n, 2): for each slice, (start, stop) in the packed batch, as
+    `AttnRanges.to_naive_ranges()` returns them. Without `cu_seqlens`, the batch is one document.
+    With `cu_seqlens`, each slice must lie within one document. The type of a slice is a number, a
+    name, or a member of MagiAttention's enumeration:
 
     - 0, "full": all pairs.
-    - 1, "causal": keys up to a diagonal that ends at the last query and key.
-    - 2, "inv_causal": keys from a diagonal on that begins at the first query and key.
+    - 1, "causal": keys up to a diagonal. The diagonal ends at the last query and key.
+    - 2, "inv_causal": keys from a diagonal on. The diagonal begins at the first query and key.
     - 3, "bi_causal": keys between these two diagonals.
     """
     edges = [_pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)]
@@ -234,7 +238,7 @@ def _documents(cu_seqlens: CuSeqlens) -> Iterator[tuple[int, int]]:
 
 
 def _cut(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each piece of `size` tokens; the last may be shorter."""
+    """Yield (start, stop) of consecutive ranges of `size` tokens. The last range can be shorter."""
     return ((first, min(first + size, length)) for first in range(0, length, size))
 
 

@@ -23,7 +23,7 @@ from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import Program
 from seqpar.simulate.recording.recording import record
 
-# Recording and playing more ranks would take longer than a program can wait.
+# In larger groups, recording and playing all ranks would take too long.
 MAX_SIMULATED_RANKS = 128
 
 
@@ -31,10 +31,12 @@ class CandidatePrediction(NamedTuple):
     """The predicted time of a call with one candidate, or the reason why it is impossible."""
 
     candidate: Candidate  # the strategy and its mesh
-    seconds: float = torch.inf  # forward and backward, until the last rank ends; ∞: impossible
+    # Forward and backward, until the last rank ends; ∞ if it is impossible.
+    seconds: float = torch.inf
     sent_bytes: int = 0  # bytes sent by the rank that sends the most
     limit: str = ""  # the largest part of the time: "compute", "imbalance" or "communication"
-    why_not: str = ""  # why another is better, or why this is impossible; "" for the best
+    # Why this candidate is worse than the best one, or impossible; "" for the best.
+    why_not: str = ""
     measured: float | None = None  # the seconds that the call took on the group's ranks
 
 
@@ -44,7 +46,7 @@ class SimulatedCall:
 
     shape: OperandShape
     layout: Layout
-    options: dict[str, object]  # the call's other arguments
+    options: dict[str, object]  # the arguments of the call besides operands and layout
     backward: bool = True  # whether gradients are also computed
 
     def record(
@@ -55,7 +57,8 @@ class SimulatedCall:
         check: Callable[[], None] = lambda: None,
         only: Sequence[int] | None = None,
     ) -> list[Program]:
-        """Return the call's programs with a candidate; `check` is called before each rank.
+        """Return the call's programs with a candidate. `check` is called before each rank is
+        recorded.
 
         `ordered` and `only` are as in `simulate.record`.
         """
@@ -73,8 +76,8 @@ class SimulatedCall:
             q = empty(layout.tokens_on(comm.rank), shape.heads, shape.dim)
             keys = kv_layout.tokens_on(comm.rank)
             k, v = (empty(keys, shape.kv_heads, dim) for dim in (shape.dim, shape.value_dim))
-            # `forward` is called instead of the module, since global hooks of modules, such as
-            # those of FlopCounterMode, would add operators.
+            # `forward` is called instead of the module, because global module hooks, such as those
+            # of FlopCounterMode, would add operators.
             attend: Callable[..., Any] = candidate.make(comm).forward
             out = attend(q, k, v, layout, **self.options)
             if self.backward:
@@ -140,9 +143,9 @@ def choose(
     """Return the candidates ranked by the simulated time of a call on a cluster.
 
     Equal arguments give equal choices. No numbers are computed and no data is sent. On more than
-    128 devices, only four ranks are recorded, and their peers post messages when these ranks do
-    (`seconds_in_step`). On these devices, a candidate whose tensors exceed the memory of a device
-    is impossible.
+    128 devices, only four ranks are recorded, and their peers are assumed to post messages at the
+    same times (`seconds_in_step`). A candidate whose tensors exceed the memory of a device is then
+    impossible.
 
     Args:
         cluster: the devices and their links, or the name of a preset.
@@ -151,7 +154,8 @@ def choose(
         layout: which rank holds which tokens.
         backward: whether the call's gradients are also computed.
         pricing: as in `play`.
-        ordered: as in `record`. None: True if messages travel while devices compute.
+        ordered: as in `record`. None stands for True if the cluster's devices send messages while
+            they compute, and otherwise for False.
         call: the remaining arguments of the call. Tensors among these arguments must not be on the
             devices of the ranks.
 
@@ -191,9 +195,9 @@ def choose(
 
 
 def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the ranks to record: the first and the last, and two ranks of a middle node.
+    """Return the ranks to record: the first and the last, and two ranks of a node in the middle.
 
-    Return None if the number of ranks is small, so that all ranks are recorded.
+    Returns None for few ranks, which are all recorded.
     """
     if ranks <= MAX_SIMULATED_RANKS:
         return None

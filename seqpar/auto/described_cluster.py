@@ -24,15 +24,15 @@ from seqpar.strategies.registry import make_attention
 
 MEASURE_SECONDS = 60.0  # the default limit for rank 0 to measure its machine
 _ACTIVITY = "rank 0 measures this machine"
-_MEASURING_SHARE = 0.8  # fraction of the limit after which no new round begins
-_MIN_SECONDS = 2.0  # enough to read a profile from the cache
+_MEASURING_SHARE = 0.8  # no round begins after this fraction of the limit
+_MIN_SECONDS = 2.0  # suffices to read a profile from the cache
 _STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring")
 _RANKS = (2, 4, 8)
-_TOKENS_PER_RANK = 16  # few tokens, so that only the number of launches counts
+_TOKENS_PER_RANK = 16  # few tokens, so that the time depends only on the number of operators
 _MAX_ROUNDS = 12
 _MIN_ROUNDS = 4
-_MAX_SECONDS = 10.0  # for all strategies; later, each has only _MIN_ROUNDS
-_MIN_LAUNCH_SECONDS = 1e-9  # on a busy machine the fitted time may be negative
+_MAX_SECONDS = 10.0  # after this time, the remaining strategies have only _MIN_ROUNDS each
+_MIN_LAUNCH_SECONDS = 1e-9  # on a busy machine, the fitted time can be negative
 _names = count()
 _log = logging.getLogger("seqpar")
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("seqpar")
 def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
     """Return rank 0's `Cluster.here()` on all ranks, or raise rank 0's error on all ranks.
 
-    If rank 0 takes longer than `seconds`, log a warning and return `Cluster.assumed()`. All other
+    If rank 0 takes longer than `seconds`, it logs a warning and uses `Cluster.assumed()`. All other
     ranks wait at the group's store.
     """
     hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
@@ -50,7 +50,7 @@ def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
     def describe() -> dict[str, str]:
         try:
             cluster = replace(_here(seconds), measured=None)
-        except Exception as fault:  # any error must reach the ranks that wait
+        except Exception as fault:  # every error must reach the waiting ranks
             return {"cluster": "", "fault": f"{type(fault).__name__}: {fault}"}
         return {"cluster": cluster.to_json(), "fault": ""}
 
@@ -85,9 +85,9 @@ def operator_seconds() -> float:
     """Return the seconds that a core needs for one torch operator, whatever its size.
 
     Strategies run on tiny tensors, for several numbers of ranks, without messages and attention.
-    The result is the slope of a line: seconds of a call, by the number of recorded operators in the
-    call. The time of views and of Python code between operators is included. Measuring takes about
-    one second, and at most about ten seconds.
+    The result is the slope of a line that is fitted to the seconds of calls over their numbers of
+    operators. It includes the time of views and of Python code between operators. Measuring takes
+    about one second, and at most about ten seconds.
     """
     end = time.monotonic() + _MAX_SECONDS
     calls = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]
@@ -97,14 +97,15 @@ def operator_seconds() -> float:
 
 
 def with_host(cluster: Cluster) -> Cluster:
-    """Set this machine's time per operator in a cluster of cores; return GPUs unchanged."""
+    """Set this machine's time per operator in a cluster of cores. A cluster of GPUs is returned
+    unchanged.
+    """
     if cluster.overlaps:  # the host launches operators ahead of the device
         return cluster
     return replace(cluster, device=replace(cluster.device, operator=operator_seconds()))
 
 
 def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
-    """Return the number of operators of a call on the last rank, and the seconds of its core."""
     layout = Layout.zigzag(_TOKENS_PER_RANK * ranks, ranks)
 
     def step(comm: Comm, device: str = "meta") -> None:

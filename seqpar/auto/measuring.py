@@ -1,4 +1,4 @@
-"""Measure candidates with similar predictions on a group's live ranks."""
+"""Measure candidates with similar predictions on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from seqpar.simulate.playback.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 20  # in addition to one round that is not counted
-ROUND_QUANTILE = 0.25  # slower rounds were disturbed by other processes
-MAX_ROUNDS_SECONDS = 1.0  # unless the minimum number of rounds takes longer
+ROUND_QUANTILE = 0.25  # of the rounds' times; other processes can disturb the slower rounds
+MAX_ROUNDS_SECONDS = 1.0  # MIN_ROUNDS are measured even if they take longer
 # A candidate is *close* to the fastest candidate if its predicted time is longer by at most this
-# many standard errors of a prediction. This limit equals two standard deviations of the ratio of
+# many standard deviations of a prediction's error. This is two standard deviations of the ratio of
 # two predictions.
 MAX_RELATIVE_ERRORS = 2 * 2**0.5
 
 
 def can_be_measured(q: Tensor) -> bool:
-    """Return whether a call would take its usual time. The result is equal on all ranks."""
+    """Return whether a call can be measured now. The result is the same on all ranks."""
     replaced = hooks().skip_messages or hooks().replace_compute is not None
     return not (is_meta(q) or replaced or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
-    """Return a call's tensors as leaves of a new graph, with gradients if `backward`."""
+    """Return a call's tensors as leaves of a new graph. They require gradients if `backward` is
+    True.
+    """
     normal = not torch.is_inference_mode_enabled()
-    # Outside inference mode, tensors created inside it cannot require gradients.
+    # Tensors that were created in inference mode cannot require gradients outside of it.
     detached = (x.clone() if normal and x.is_inference() else x.detach() for x in tensors)
     return tuple(x.requires_grad_(backward) for x in detached)
 
@@ -43,8 +45,8 @@ def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
 def close(choice: Choice, error: float) -> list[Candidate]:
     """Return the candidates to measure, fastest prediction first.
 
-    They are within the predictions' error of the first candidate, or all of them are quick to
-    measure.
+    These are the candidates that are close to the first one, or all candidates if all can be
+    measured quickly.
     """
     max_seconds = choice.seconds * (1 + MAX_RELATIVE_ERRORS * error)
     measuring_seconds = 0.0
@@ -65,13 +67,13 @@ def measured(
     comm: Comm,
     backward: bool,
 ) -> Choice:
-    """Measure close candidates on the live ranks; return a choice that ranks them by this time.
+    """Measure close candidates on all ranks. Returns a choice that is sorted by the measured times.
 
-    All ranks call this function together. Each round runs every candidate once. `module` returns
-    the module of a candidate, and `call` calls this module. The time of a round is that of the
+    All ranks call this function together. `module` returns the module of a candidate, and `call`
+    calls this module. Each round runs every candidate once. The time of a round is that of the
     slowest rank, and the time of a candidate is the lower quartile over all rounds. Ranks exchange
-    their times, so all ranks make the same choice. `error` is the relative standard deviation of a
-    prediction.
+    their times, so all ranks make the same choice. `error` is the standard deviation of the
+    relative error of a prediction.
     """
     candidates = close(choice, error)
     if len(candidates) < 2:
@@ -90,10 +92,11 @@ def measured(
         return time.perf_counter() - start
 
     def run(rounds: int, synchronize_ranks: bool) -> Tensor:
-        """Return (rounds, candidates) seconds of the slowest rank."""
+        """Return (rounds, candidates): the seconds of the slowest rank."""
         times = [[0.0] * len(candidates) for _ in range(rounds)]
         for first, seconds in enumerate(times):
-            # Rotate the order: the time of a call depends on the call before it.
+            # The order is rotated in each round, because the time of a call depends on the call
+            # before it.
             for turn in range(len(candidates)):
                 i = (first + turn) % len(candidates)
                 seconds[i] = seconds_of(candidates[i], synchronize_ranks)
@@ -101,8 +104,8 @@ def measured(
         return torch.stack(comm.all_gather(own, label="seconds")).amax(0)
 
     with set_hooks(traces=()):
-        # No message is sent before the first round, because modules first compare the calls of all
-        # ranks.
+        # The first round runs without a barrier, so that the first messages are those by which
+        # modules compare the calls of all ranks.
         once = float(run(1, False).sum())
         rounds = max(MIN_ROUNDS, int(MAX_ROUNDS_SECONDS / once))
         slowest = run(min(MAX_ROUNDS, rounds), True)

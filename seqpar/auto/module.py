@@ -32,19 +32,19 @@ from seqpar.softmax.module import Attention
 from seqpar.softmax.strategy import Strategy
 from seqpar.strategies.registry import CHOOSERS
 
-# Arguments of a call on which the choice depends, in addition to the layout and shapes.
+# The arguments of a call on which the choice depends, in addition to layout and shapes.
 _SHARED_ARGUMENTS = ("causal", "kv_layout", "prefix_lens", "window_size", "mask", "softcap")
 
 _OPTIONS = (
     *("cluster", "strategies", "backward", "once", "measure", "measure_seconds"),
     *("check_ranks", "deterministic"),
 )
-_MAX_KEPT_CHOICES = 4096  # a choice for each kind of call
+_MAX_KEPT_CHOICES = 4096  # the number of calls whose choices are kept
 
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """The options of the choice. Ranks compare them; `plan` is a digest of the options."""
+    """The options of the choice, which ranks compare. `plan` is a digest of the options."""
 
     name: ClassVar[str] = "auto"
     routable: ClassVar[bool] = False
@@ -56,31 +56,31 @@ class AutoAttention(Attention):
     """Softmax attention that chooses a strategy for each layout, mask and shape.
 
     The module has several candidates: each strategy, and for USP each mesh whose rows lie within a
-    node. All candidates are simulated on a description of the cluster (`seqpar.simulate`).
-    Predictions have an error, so several candidates may be as fast as the fastest candidate within
-    this error. The first call with a new layout, mask or shape measures these candidates on the
-    ranks, forward and backward, in interleaved rounds. The module then calls the fastest candidate.
+    node. All candidates are simulated on a description of the cluster (`seqpar.simulate`). If
+    several candidates differ by less than the error of the predictions, the first call with a new
+    layout, mask or shape measures these candidates on the ranks, forward and backward, in
+    interleaved rounds. The module then calls the fastest candidate.
 
     All ranks make the same choice, once for each combination of layout, mask and shape. The layout
     keeps the predictions. If every batch has a new layout, the choice takes additional time in
     every batch (see the guide). `decode` needs no choice.
 
     See `Attention` for the call, which all strategies share. torch.compile breaks its graph at the
-    choice. With `once`, the graph breaks only in the first call, and otherwise in every call.
+    choice: with `once` only in the first call, and otherwise in every call.
 
     Args:
-        group: a process group or a mesh, whose ranks are counted along its rows.
+        group: a process group, or a mesh, whose ranks are numbered row by row.
         check_ranks, deterministic: as in `Attention`. With `check_ranks`, the first call and
             `decode` raise an error on all ranks if their clusters or options differ.
         cluster: the cluster of the ranks, or the name of a preset, equal on all ranks. The
-            docstring of `Cluster` says on which device each rank runs. None: rank 0 describes its
-            machine by `Cluster.here()`, and sends the description to all other ranks. With None,
-            all ranks must be on one host and construct the module together. The first time on a
-            machine, rank 0 measures the machine, which takes 15 seconds on a quiet CPU. All other
-            ranks wait, for longer than the timeout of the group if necessary. Rank 0 saves the
-            result in $SEQPAR_CACHE or ~/.cache/seqpar. An earlier program that calls
-            `Cluster.here()` saves the result too.
-        strategies: names of the strategies to choose from. None: all strategies.
+            docstring of `Cluster` says on which device each rank runs. With None, rank 0 describes
+            its machine by `Cluster.here()` and sends the description to all other ranks. All ranks
+            must then be on one host and construct the module together. The first time on a machine,
+            rank 0 measures the machine, which takes 15 seconds on a quiet CPU. All other ranks
+            wait, for longer than the timeout of the group if necessary. Rank 0 saves the result in
+            $SEQPAR_CACHE or ~/.cache/seqpar. An earlier program that calls `Cluster.here()` saves
+            the result too.
+        strategies: the names of the strategies to choose from. None stands for all strategies.
         backward: whether the backward pass is simulated in addition to the forward pass. In
             inference mode, only the forward pass is simulated.
         once: whether all calls use the choice of the first call. The module refuses a later call if
@@ -93,14 +93,14 @@ class AutoAttention(Attention):
             0 reads the saved profile, if one exists, and measures nothing.
 
     Attributes:
-        choice: the choice of the last call, with reasons (`str(choice)` is a table); None before
-            the first call.
+        choice: the choice of the last call, or None before the first call. `str(choice)` is a table
+            with reasons.
 
     Raises:
-        ValueError: if an argument is wrong, which the message names. A call raises the errors of
-            `Attention`. If no strategy can compute the call, the call raises a ValueError with the
-            reason of each strategy.
-        ImportError: without simpy, which the extra "plan" installs.
+        ValueError: if an argument is wrong. The message names the argument. A call raises the same
+            errors as `Attention`. If no strategy can compute the call, the call raises a ValueError
+            with the reason of each strategy.
+        ImportError: if simpy is not installed. The extra "plan" installs it.
     """
 
     strategy = Auto
@@ -124,7 +124,7 @@ class AutoAttention(Attention):
             raise unknown_option(name, "auto", list(_OPTIONS), call_arguments(self.forward))
         require_simpy()
         if as_deterministic(deterministic) == "ranks":
-            Auto().to_rank_invariant()  # raises the refusal
+            Auto().to_rank_invariant()  # raises the error of modules that are not rank-invariant
         names, comm = as_strategies(strategies), Comm.of(group)
         backward = as_bool("backward", backward)
         once = as_bool("once", once)
@@ -154,8 +154,8 @@ class AutoAttention(Attention):
         self._compared = False  # whether the ranks have compared clusters and options
         self._measure = measure and comm.size > 1
         self._measured: dict[Hashable, Choice] = {}
-        # Whether `once` may use the existing choice. A choice that `chosen` made may not be used,
-        # because `chosen` may have run on one rank only.
+        # Whether `once` can use the existing choice. It cannot use a choice that `chosen` has made,
+        # because `chosen` possibly ran on one rank only.
         self._settled = False
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
@@ -189,9 +189,8 @@ class AutoAttention(Attention):
     ) -> Attention:
         """Return the module that a call with these arguments uses.
 
-        If there is no choice yet, this method makes the choice, and computes and sends nothing.
-        Until a call has measured the candidates, the choice follows the predictions. Only the
-        shapes and dtypes of the tensors matter.
+        If there is no choice yet, this method makes one from predictions, without computing
+        attention or sending anything. Only the shapes and dtypes of the tensors matter.
         """
         self.choice = self._known_choice(q, k, v, layout, **options)
         return self._module(self.choice.candidate)
@@ -202,7 +201,7 @@ class AutoAttention(Attention):
     ) -> str | None:
         """Return the reason why this rank would refuse a call with these arguments, or None.
 
-        Nothing is computed or sent.
+        No attention is computed and nothing is sent.
         """
         try:
             module = self._module(self._known_choice(q, k, v, layout, **options).candidate)

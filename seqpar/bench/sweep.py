@@ -1,4 +1,6 @@
-"""Measure the points of a sweep: check results, measure costs, and time interleaved rounds."""
+"""Measure the points of a sweep: check results, measure costs, and time steps in interleaved
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _NO_FAULT = re.compile("refused|out of memory|it took|nothing to compare|.*memor
 def run(
     options: SweepOptions, results: SweepResults, ranks: RankProcesses, begin: Callable[[str], None]
 ) -> None:
-    """Measure the points that are not in the results yet. `begin` announces rounds."""
+    """Measure the points that are not in the results yet. `begin` is called with a text for each
+    round.
+    """
     workloads = options.workloads()
     points = itertools.product(workloads, (ONE, *options.contenders))
     if any(results.lacks(*point, options.rounds) for point in points):
@@ -56,7 +60,9 @@ def steps(options: SweepOptions) -> int:
 
 
 def preflight(most: int, results: SweepResults, ranks: RankProcesses) -> None:
-    """Measure links that are unknown; raise a ValueError if results are from other devices."""
+    """Measure the links, unless they are known. Raises a ValueError if the results are from
+    different devices.
+    """
     try:
         places = ranks.ask(most, {"do": "device"}, MAX_PREFLIGHT_SECONDS)
         known = results.content["links"]
@@ -82,7 +88,9 @@ class _Measured:
     rows: dict[str, Row]
 
     def add(self, name: str, action: Literal["check", "costs", "time"]) -> None:
-        """Measure a contender and write the results. If results are wrong, the point fails."""
+        """Measure a contender and write the results. A point with wrong results is recorded as
+        failed.
+        """
         row, answers = self.rows[name], self._ask(name, action)
         if answers is None:
             pass
@@ -100,7 +108,7 @@ class _Measured:
         self.results.write()
 
     def _ask(self, name: str, action: str) -> list[Any] | None:
-        """Return the answers of all ranks, or record the reason of a failure and return None."""
+        """Return the answers of all ranks. If a rank fails, record the reason and return None."""
         row = self.rows[name]
         if row["failed"] is not None:
             return None
@@ -110,8 +118,8 @@ class _Measured:
             "contender": name,
         }
         remaining = self.limit - row["spent"]
-        # If another contender has crashed the ranks, the ranks restart here. The time of the
-        # restart does not count as time of this contender.
+        # Ranks that an earlier contender has crashed are restarted here, before this contender's
+        # time begins.
         self.ranks.ready(self.workload.ranks)
         start = time.monotonic()
         try:
@@ -119,7 +127,7 @@ class _Measured:
                 raise PointError("it took too long", late=True)
             return self.ranks.ask(self.workload.ranks, request, remaining)
         except PointError as error:
-            # The limit applies to all steps of the point together.
+            # The limit applies to the sum of all steps of the point.
             row["failed"] = f"it took more than {self.limit:g} s" if error.late else str(error)
             return None
         finally:
@@ -129,10 +137,11 @@ class _Measured:
 def judge(
     workload: Workload, answers: list[CheckSums], one: Row | None
 ) -> tuple[Check, str | None]:
-    """Return a contender's errors, from the sums of all ranks, and a description of a fault.
+    """Return a contender's errors, computed from the sums of all ranks, and a description of a
+    fault.
 
-    `one` is the row of the contender "one device", which is the reference. If `one` is None, the
-    contender itself is one device, and is compared with PyTorch.
+    `one` is the row of the contender "one device", with whose errors the errors are compared. If
+    `one` is None, this contender is "one device", and is compared with PyTorch.
     """
     errors, sizes = oracle.add([answer["errors"] for answer in answers])
     eager, _ = oracle.add([answer["eager"] for answer in answers])
@@ -162,7 +171,9 @@ def judge(
 
 
 def faulty(rows: list[Row]) -> bool:
-    """Return whether a strategy of seqpar, or one device, was wrong or crashed (not: refused)."""
+    """Return whether a strategy of seqpar, or "one device", was wrong or crashed. Refusals do not
+    count.
+    """
     ours = (*attention_modules(), ONE)
     failed = [x["failed"] for x in rows if x["contender"] in ours and x["failed"] is not None]
     return any(not _NO_FAULT.match(reason) for reason in failed)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def seconds(text: str) -> float:
-    """Return an argument's seconds, or raise the error that argparse shows."""
+    """Parse an argument in seconds, or raise the error that argparse shows."""
     try:
         value = float(text)
     except ValueError:

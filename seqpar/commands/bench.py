@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and write; return 1 if one of our results is wrong or a rule is broken."""
+    """Measure the sweep, and print and write results. Returns 1 if a result of seqpar is wrong or a
+    rule is broken.
+    """
     for package in ("rich", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"it needs {package}: pip install 'seqpar[bench]'")
@@ -95,7 +97,7 @@ def _interrupt(*_: object) -> None:
 
 
 def conclude(results: SweepResults, rules: list[gate.Rule], as_json: bool) -> int:
-    """Write and print figures, plots and a page; return the exit status."""
+    """Write and print figures, plots and a page. Returns the exit status."""
     sweep_report.complete(results.rows)
     broken = gate.broken(rules, results.rows)
     results.content["broken"] = broken

@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line per server and transport. Returns 1 if a check fails."""
     for address in arguments.addresses:
         check_peer("address", address)
     torch.set_num_threads(1)

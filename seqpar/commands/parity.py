@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; return 1 if the runs differ."""
+    """Print the report. Returns 1 if the runs differ."""
     report = compare(arguments.first, arguments.second, arguments.again, _progress)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)

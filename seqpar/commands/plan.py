@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the recommendations; return 1 if no way to train fits, and 130 if interrupted."""
+    """Print the recommendations. Returns 1 if no way to train fits, and 130 after an interrupt."""
     rows = as_int("rows", arguments.rows, 0)
     model, cluster = _model(arguments.model), _cluster(arguments.cluster)
     lengths = _lengths(arguments.lengths)
@@ -120,7 +120,9 @@ class _Use:
 
 
 def _choice(x: Recommendation, use: _Use) -> str:
-    """Describe the first way to train in words, or what the way that comes closest lacks."""
+    """Describe the best way to train in words or, if no way fits, what is missing for the closest
+    way.
+    """
     if x.seconds == np.inf:
         return f"\nchoice: none. The closest is {x.name}: {x.why_not}"
     device = "GPU" if x.device == "cuda" else "core"
@@ -178,7 +180,7 @@ def _read(name: str, path: Path) -> str:
 
 
 def _as_dicts(recommendations: Recommendations, use: _Use) -> list[dict[str, object]]:
-    """Return the figures of each recommendation; infinity and NaN become None."""
+    """Return the figures of each recommendation, with None in place of infinity and NaN."""
     rows: list[dict[str, object]] = []
     for x in recommendations:
         figures = {"seconds": x.seconds, "error": x.error, "memory": x.memory}

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def gigabytes(text: str) -> float:
-    """Return an argument's GB, or raise the error that argparse shows."""
+    """Parse an argument in GB, or raise the error that argparse shows."""
     try:
         value = float(text)
     except ValueError:

@@ -20,9 +20,10 @@ from seqpar.servers.wire.limits import Limits
 if TYPE_CHECKING:
     from seqpar.servers.server.server import Server
 
-_THREAD_SWITCH_SECONDS = 0.0005  # a computing thread delays the reading thread by at most this
+# The most time by which a computing thread delays the reading thread.
+_THREAD_SWITCH_SECONDS = 0.0005
 _MAX_THREADS = 4096
-_LOG_SECONDS = 60.0  # between lines of a log, which cannot overwrite its last line
+_LOG_SECONDS = 60.0  # the time between lines of a log, where lines cannot be overwritten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         except ImportError as error:
             how = "pip install 'seqpar[serve]'"
             raise ImportError(f"metrics need {error.name}: {how}") from error
-    # Connections count as open files.
+    # The limit is raised, because each connection is an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     caps = {
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             publish(server.status, *place)
         except ValueError:
             server.stop()
-            server.run()  # the server has stopped, so this only frees its sockets
+            server.run()  # only frees the sockets, because the server has already stopped
             raise
     print(f"serving at {server.address} on {server.device}", flush=True)
     if server.direct is not None:
@@ -109,7 +110,7 @@ def _place(name: str, text: str) -> tuple[str, int]:
 
 
 def serve(server: Server, line: LiveLine | None = None) -> None:
-    """Run a server until SIGTERM or SIGINT; a second SIGINT ends the process immediately."""
+    """Run a server until SIGTERM or SIGINT. A second SIGINT ends the process at once."""
 
     def end(number: int, frame: object) -> None:
         server.stop()
@@ -125,7 +126,7 @@ def serve(server: Server, line: LiveLine | None = None) -> None:
 
 
 class LiveLine:
-    """Prints a server's load: every second on a terminal, otherwise once per minute."""
+    """Prints a server's load, every second on a terminal and otherwise once per minute."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -140,7 +141,7 @@ class LiveLine:
 
         status = self._server.status()
         text = live_line(status, self._last)
-        with contextlib.suppress(OSError):  # stderr was closed
+        with contextlib.suppress(OSError):  # raised if stderr was closed
             start, end = ("\r\x1b[K", "") if self._live else ("", "\n")
             print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
         self._last, self._time = status, now

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table of servers. Returns 1 if a server does not answer."""
-    # These need the extra "serve"; `--help` does not.
+    # The imports need the extra "serve", and `--help` must work without it.
     from seqpar.servers.server.counters import HEADINGS, cells
     from seqpar.servers.status_client import StatusError, ask
 

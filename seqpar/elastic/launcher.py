@@ -26,14 +26,14 @@ class _Worker:
 
 @dataclass(frozen=True)
 class LauncherLimits:
-    """How many processes a launcher starts, and how many seconds it waits for them."""
+    """The numbers of processes that a launcher starts, and the seconds for which it waits."""
 
-    ranks: int  # number of processes of the first group, and the most of any group
-    spares: int = 0  # number of processes that wait for a place, with everything imported
-    restarts: int = 0  # number of processes that may be started in place of dead ones
+    ranks: int  # the number of processes of the first group, and the largest number of any group
+    spares: int = 0  # the number of processes that wait for a place
+    restarts: int = 0  # the largest number of processes that are started in place of dead ones
     min_ranks: int = 1  # the fewest ranks of a group
     wait: float = 0.0  # seconds for which a group with fewer than `ranks` waits for spares
-    patience: float = 60.0  # seconds after which a member that does not report is killed
+    patience: float = 60.0  # seconds after which a member that has not reported is killed
 
     def __post_init__(self) -> None:
         for name in ("ranks", "min_ranks"):
@@ -47,32 +47,33 @@ class LauncherLimits:
 
 
 class Launcher:
-    """Keeps a training's processes, which call `seqpar.elastic.steps`, and their store.
+    """Keeps the processes of a training, which call `seqpar.elastic.steps`, and their store.
 
-    The processes of a group report when its training is over or has failed. When all live processes
-    have reported, the launcher gives each a place in the next group. A spare takes the rank of a
-    dead process. Without a spare the group shrinks, and later spares join at the next failure. When
-    no process of a group is left, the training ends.
+    Each process of a group reports when the group's training is over or has failed. When all live
+    processes have reported, the launcher gives each of them a place in the next group. A spare gets
+    the rank of a dead process. If there is no spare, the group shrinks, and spares that come later
+    join it at the next failure. When no process of a group is left, the training ends.
     """
 
     def __init__(
         self, store: Store, start: Callable[[int], subprocess.Popen[bytes]], limits: LauncherLimits
     ) -> None:
-        """`start(number)` starts a process; it passes the store and the number in `VARIABLE`."""
+        """`start(number)` must start a process, with the store and the number in `VARIABLE`."""
         self._store, self._start, self._limits = store, start, limits
         self._workers: dict[int, _Worker] = {}
         self._members: list[int] = []  # the processes of the current group, by rank
         self._started = self._generation = 0
         self._restarts = limits.restarts
         self._codes: dict[int, int] = {}  # the exit codes of processes that have ended
-        self._since: float | None = None  # when the first member reported that it needs a place
+        self._since: float | None = None  # the time at which the first member reported
         self._ended = ""
-        self._last_members: list[int] = []  # of the last group, told that the training has ended
+        # The members of the last group, which were told that the training has ended.
+        self._last_members: list[int] = []
 
     def run(self) -> int:
-        """Run the training; return 0 if it is done.
+        """Run the training. Returns 0 if it is done.
 
-        Return 1 if it cannot continue, or if a rank's script fails after the last step.
+        Returns 1 if the training cannot continue, or if a rank's script fails after the last step.
         """
         try:
             for _ in range(self._limits.ranks + self._limits.spares):
@@ -87,7 +88,7 @@ class Launcher:
                 worker.process.kill()
 
     def tick(self) -> None:
-        """Check all processes and reports once, and form a group if it is time for one."""
+        """Check all processes and reports once, and form a group if all have reported."""
         for number in list(self._workers):
             code = self._workers[number].process.poll()
             if code is not None:
@@ -104,8 +105,8 @@ class Launcher:
         if self._ended:
             return
         if self._members and not self._workers.keys() & set(self._members):
-            # Spares have no checkpoint, so the training ends. It counts as done if all members
-            # exited with 0, which a script may do before its last step.
+            # The training ends, because spares have no checkpoint. It counts as done if all members
+            # exited with 0, which a script can do before its last step.
             lost = any(map(self._codes.get, self._members))
             self._end("lost" if lost else "done", self._reports())
         elif self._complete():
@@ -116,12 +117,14 @@ class Launcher:
         self._workers[self._started] = _Worker(self._start(self._started))
 
     def _complete(self) -> bool:
-        """Return whether to answer now. Kill late members; end the training if too few are left."""
+        """Return whether reports can be answered now. Kills late members, and ends the training if
+        too few are left.
+        """
         ready = self._reports()
         present = [number for number in self._members if number in self._workers]
         late = [number for number in present if number not in ready]
         if not ready or (present and len(late) == len(present)):
-            self._since = None  # the group runs steps, or all processes are still starting
+            self._since = None  # no member has reported: the group runs steps or is starting
             return False
         now = time.monotonic()
         done = bool(present) and all(ready[x].done for x in present if x in ready)
@@ -145,7 +148,6 @@ class Launcher:
         return True
 
     def _reports(self) -> dict[int, ProcessReport]:
-        """Return the reports that have no answer, by process."""
         return {n: w.report for n, w in self._workers.items() if w.report is not None}
 
     def _form(self) -> None:
@@ -173,10 +175,7 @@ class Launcher:
         self._since = None
 
     def _end(self, why: str, ready: Collection[int]) -> None:
-        """End the training.
-
-        Processes that have not reported are killed, as they are no longer needed.
-        """
+        """End the training, and kill processes that have not reported."""
         self._ended = why
         self._last_members = [number for number in self._members if number in ready]
         for number, worker in self._workers.items():

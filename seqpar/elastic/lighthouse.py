@@ -1,8 +1,9 @@
 """Groups that torchft's lighthouse forms, of processes on any number of hosts.
 
-A lighthouse answers requests for a quorum as soon as every member of the last quorum has sent one.
-If a member does not, the lighthouse waits for all live processes, for a limited time. Every process
-that sent a request receives the same list of members.
+A process sends the lighthouse a request for a *quorum*, the list of members of the next group. The
+lighthouse answers when every member of the last quorum has sent a request. If a member does not,
+the lighthouse waits for all live processes, for a limited time. All processes that have sent a
+request receive the same list.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ if TYPE_CHECKING:
 VARIABLE = "TORCHFT_LIGHTHOUSE"  # torchft's variable with the address of the lighthouse
 _CONNECT = timedelta(seconds=10)
 _THIS_HOST = "localhost", "127.0.0.1"  # torchrun's names for the host of its agent's store
-_FOREVER = timedelta(days=7)  # limit on waits for other processes, which may be in a long step
-_BEAT_SECONDS = 0.5  # between heartbeats; a lighthouse waits 5 s for the next one
-_SILENCE_SECONDS = 30.0  # without an answer of the lighthouse, after which a process gives up
+_FOREVER = timedelta(days=7)  # limit on waiting for other processes, which can be in a long step
+_BEAT_SECONDS = 0.5  # time between heartbeats; a lighthouse waits 5 s for the next one
+_SILENCE_SECONDS = 30.0  # a process gives up if the lighthouse does not answer for this time
 _log = logging.getLogger("seqpar")
 
 
 class LighthouseRendezvous:
     """A process's connection to torchft's lighthouse.
 
-    Until it is closed, a thread tells the lighthouse that this process lives.
+    Until the connection is closed, a thread sends heartbeats to the lighthouse.
     """
 
     def __init__(self, address: str) -> None:
-        """Connect; this process must be one that torchrun started."""
+        """Connect to the lighthouse. torchrun must have started this process."""
         where = launch.place()
         if where is None or where.serves:
             reason = "a store that outlives this process: start it with torchrun --standalone"
@@ -47,7 +48,7 @@ class LighthouseRendezvous:
         host = socket.gethostname()
         self._address = address
         self._store = f"{host if where.host in _THIS_HOST else where.host} {where.port}"
-        # Members are ordered by name, so the ranks of a host are neighbours.
+        # Members are ordered by name, so that the ranks of a host are neighbours.
         self._name = f"{host} {where.local:05} {uuid4()}"
         self._client = _client(address)
         self._members: list[str] = []  # the members of the current group
@@ -60,14 +61,15 @@ class LighthouseRendezvous:
         self._beats.start()
 
     def place(self, report: ProcessReport) -> Place:
-        """Return this process's place in the next group, when its members have reported."""
+        """Wait until the members of the next group have reported, and return this process's place
+        in it.
+        """
         place, self._next = self._next, None
         return place or self._place(*self._quorum(report))
 
     def regroups(self, report: ProcessReport) -> bool:
-        """Return whether processes joined or were lost.
-
-        All members call this after the same step.
+        """Return whether processes joined or were lost. All members must call this after the same
+        step.
         """
         members, time_ns = self._quorum(report)
         if self._is_unchanged(members) and not any(_data(x)["failed"] for x in members):
@@ -80,15 +82,14 @@ class LighthouseRendezvous:
         return launch.connect(place.host, place.port, _CONNECT)
 
     def close(self) -> None:
-        """Stop the heartbeats; the lighthouse then counts this process as dead."""
+        """Stop the heartbeats. The lighthouse then regards this process as dead."""
         self._closed.set()
         self._beats.join()
 
     def _is_unchanged(self, members: list[QuorumMember]) -> bool:
-        """Return whether these are the current group's members, and all report its generation.
+        """Return whether these are the members of the current group, all with its generation.
 
-        If other processes formed a group while a process was silent, that process reports an older
-        generation.
+        A process has an older generation if other processes formed a group while it was silent.
         """
         generations = {_data(member)["generation"] for member in members}
         return _names(members) == self._members and generations == {self._generation}
@@ -99,7 +100,8 @@ class LighthouseRendezvous:
         if self._is_unchanged(members):
             return Place("unchanged")
         self._members = _names(members)
-        # The lighthouse's own number is not used, since a restarted lighthouse counts from 1 again.
+        # The lighthouse's number of the quorum is not used, because a restarted lighthouse counts
+        # from 1 again.
         self._generation = time_ns
         source, lacking = newest([member.step for member in members])
         host, port = members[0].store_address.split()
@@ -107,10 +109,12 @@ class LighthouseRendezvous:
         return Place("", self._generation, rank, ranks, source, lacking, host, int(port))
 
     def _quorum(self, report: ProcessReport) -> tuple[list[QuorumMember], int]:
-        """Request a quorum; return its members, by name, and the lighthouse's time in ns."""
+        """Request a quorum. Returns its members, sorted by name, and the lighthouse's time in
+        ns.
+        """
         answer: Future[Quorum] = Future()
 
-        def ask() -> None:  # on a thread, since Python cannot interrupt a request
+        def ask() -> None:  # runs in a thread, because Python cannot interrupt a request
             data = report._asdict() | {"generation": self._generation}
             try:
                 quorum = self._client.quorum(

@@ -14,15 +14,16 @@ from typing import NamedTuple
 from seqpar.comm import launch
 from seqpar.comm.private_store import PrivateStore
 
-VARIABLE = "SEQPAR_ELASTIC"  # the environment variable "PROCESS FOLDER", with the store's folder
+# The environment variable with the value "PROCESS FOLDER"; FOLDER has the store.
+VARIABLE = "SEQPAR_ELASTIC"
 
 
 class ProcessReport(NamedTuple):
-    """A process needs a place in a group."""
+    """The report of a process that needs a place in a group."""
 
-    finished: int  # the number of steps after which its checkpoint was made
-    done: bool  # whether these are all steps
-    failed: bool = False  # whether an error ended the process's last group
+    finished: int  # the number of finished steps in the process's checkpoint
+    done: bool  # whether the process has finished all steps
+    failed: bool = False  # whether the process left its last group because of an error
 
 
 class Place(NamedTuple):
@@ -37,15 +38,15 @@ class Place(NamedTuple):
     rank: int = 0
     ranks: int = 0
     source: int = 0  # the rank with the newest checkpoint
-    lacking: Sequence[int] = ()  # the ranks that lack this checkpoint
-    host: str = ""  # the host of the group's store; "": the launcher keeps the store
+    lacking: Sequence[int] = ()  # the ranks that do not have this checkpoint
+    host: str = ""  # the host of the group's store, or "" if the launcher keeps the store
     port: int = 0
 
 
 def newest(held: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Return the rank with the newest checkpoint, and the ranks that lack it.
+    """Return the rank with the newest checkpoint, and the ranks that do not have this checkpoint.
 
-    `held` has the finished steps of each rank's checkpoint.
+    `held` are the numbers of finished steps in the ranks' checkpoints.
     """
     source = held.index(max(held))
     return source, tuple(rank for rank, finished in enumerate(held) if finished != held[source])
@@ -66,7 +67,7 @@ class LauncherRendezvous:
         """`address` is the value of `VARIABLE`."""
         number, folder = address.split(maxsplit=1)
         self._number, self._reports = int(number), 0
-        # Two connections, because a group sets its timeout on its store.
+        # The group has a separate connection, because it sets a timeout on its store.
         self._answers, self._groups = PrivateStore(folder), PrivateStore(folder)
         self._answers.set_timeout(launch.FOREVER)
 
@@ -76,7 +77,7 @@ class LauncherRendezvous:
         return Place(*json.loads(self._answers.get(place_key(self._number, self._reports))))
 
     def regroups(self, report: ProcessReport) -> bool:
-        return False  # spares wait for a failure
+        return False  # with a launcher, spares join only after a failure
 
     def store(self, place: Place) -> launch.Store:
         return self._groups

@@ -1,4 +1,4 @@
-"""Run a training's steps on groups that change, from checkpoints in memory and on disk."""
+"""Run the steps of a training on changing groups, with checkpoints in memory and on disk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ R = TypeVar("R")
 
 
 class Stateful(Protocol):
-    """An object with a state, such as a model or an optimizer."""
-
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> object: ...
 
@@ -74,7 +72,7 @@ class _Checkpoint:
 
     @classmethod
     def read(cls, path: Path | None) -> _Checkpoint:
-        """Return the file's checkpoint, or an empty one without a file."""
+        """Return the checkpoint in a file, or an empty checkpoint if there is no file."""
         if path is None or not path.exists():
             return cls()
         data = path.read_bytes()
@@ -87,25 +85,21 @@ class _Checkpoint:
             raise ValueError(f"{text}: move the file away, or choose another path") from error
 
     def write(self, path: Path) -> None:
-        """Replace the file.
-
-        If that fails, for example because the disk is full, keep the old file and warn.
-        """
+        """Replace the file. If this fails, keep the old file and log a warning."""
         new = path.with_name(f"{path.name}.new")
         try:
             with open(new, "wb") as file:
                 file.write(self._bytes)
                 file.flush()
-                os.fsync(file.fileno())  # without this, a crash of the host may leave an empty file
+                os.fsync(file.fileno())  # without this, a crash of the host can leave an empty file
             new.replace(path)
         except OSError as error:
             _log.warning("the checkpoint after %d steps was not written: %s", self.finished, error)
 
     @property
     def _bytes(self) -> memoryview:
-        """A view of the data.
-
-        A copy would stop all threads, also the thread that sends heartbeats.
+        """A view of the data. A copy would stop all threads, including the thread that sends
+        heartbeats.
         """
         assert self.data is not None
         return self.data.numpy().data
@@ -122,7 +116,9 @@ class _Checkpoint:
             each.load_state_dict(content[name])
 
     def share(self, comm: Comm, place: Place) -> _Checkpoint:
-        """Send this checkpoint to the ranks that lack it, or return the newest checkpoint."""
+        """Send this checkpoint to the ranks that do not have it, or receive the newest
+        checkpoint.
+        """
         comm, lacking = comm.call(), place.lacking
         if comm.rank == place.source and self.data is not None and lacking:
             for x in (torch.tensor([self.data.numel()]), self.data):
@@ -137,7 +133,9 @@ class _Checkpoint:
 
 
 def _share_initial_states(states: Mapping[str, Stateful], comm: Comm, place: Place) -> None:
-    """Send rank 0's states to all ranks, since `build` may draw different weights on each rank."""
+    """Send rank 0's states to all ranks, because `build` can draw different weights on each
+    rank.
+    """
     initial = _Checkpoint.of(0, states)
     initial.check()
     place = place._replace(source=0, lacking=range(1, place.ranks))
@@ -152,41 +150,44 @@ def steps(
     path: str | Path | None = None,
     timeout: timedelta = timedelta(seconds=40),
 ) -> Iterator[tuple[int, R]]:
-    """Run steps 0 to `count` − 1 and yield (step, result), on ranks that may die.
+    """Run steps 0 to `count` − 1 on ranks that can die, and yield (step, result).
 
     Run the script with `python -m seqpar elastic`, or, on several hosts, with torchrun and the
-    address of torchft's lighthouse in the variable `TORCHFT_LIGHTHOUSE`. When a rank dies, the
-    others raise a `PeerError` within this function, form a new group, with spares if there are any,
-    and continue from the newest checkpoint that one of them has. That rank sends the checkpoint
-    once to the ranks that lack it, which do not yield the steps that they skip. If no rank was
-    lost, the error is raised. A lighthouse also forms a new group when new processes wait, after a
-    checkpoint.
+    address of torchft's lighthouse in the variable `TORCHFT_LIGHTHOUSE`. When a rank dies, the step
+    on all other ranks ends with a `PeerError`, which this function handles. The ranks form a new
+    group, with spares if there are any, and continue from the newest checkpoint that one of them
+    has. This checkpoint is sent once to the ranks that do not have it; these ranks do not yield the
+    steps that they skip. If no rank was lost, the error of a step is raised. With a lighthouse, a
+    new group is also formed after a checkpoint if new processes are waiting.
 
     Until there is a checkpoint, each group starts with the states that `build` makes on its rank 0.
-    All ranks must hold the whole state, as with DDP, or without any wrapper. If the step draws
-    random numbers, seed them from the number of the step. If the number of ranks stays the same,
-    the results have the same bits as without faults. Otherwise they differ as much as results of
-    another number of ranks. If a rank dies before the first checkpoint, both statements hold only
-    if `build` sets a seed.
+    All ranks must hold the whole state, as with DDP or without a wrapper. If a step draws random
+    numbers, seed them with the number of the step.
+
+    If the number of ranks stays the same, the results have the same bits as without faults.
+    Otherwise they differ as much as results with different numbers of ranks differ. If a rank dies
+    before the first checkpoint, this is so only if `build` sets a seed.
 
     Args:
-        build: called with each new group, which is on gloo and is the default group. It returns the
-            states by name, with `state_dict` and `load_state_dict`, and the step: a function of the
-            step's number. It must make the attention modules, since they belong to a group.
+        build: a function that is called with each new group, which uses gloo and is the default
+            group. It returns two values: a dictionary from names to states, objects with
+            `state_dict` and `load_state_dict`; and the step, a function of the step's number. It
+            must make the attention modules, because they belong to a group.
         count: the number of steps.
-        every: the steps between two checkpoints, which are copied to the host's memory. After a
-            fault, steps since the last one run again, and are yielded again.
-        path: a file in which rank 0 also keeps the last checkpoint. A training that was ended, or
-            lost all ranks of a group, continues from it when it is started again.
-        timeout: the group's. A dead rank is found in a quarter of it, or in 10 s if that is less.
-            `build`, and the sending of a checkpoint, must take less.
+        every: the number of steps between two checkpoints, which are copied to host memory. After a
+            fault, the steps since the last checkpoint run again, and are yielded again.
+        path: a file in which rank 0 also keeps the last checkpoint. If the training ends early, or
+            loses all ranks of a group, it continues from this file when it is started again.
+        timeout: the timeout of the group. A dead rank is found within a quarter of this time, but
+            at most within 10 s. `build`, and sending a checkpoint, must each take less than the
+            timeout.
 
     Raises:
-        ValueError: a state has DTensors or objects that torch.load refuses, the file at `path` is
-            damaged, the checkpoint's states have other names than those of `build`, `every` is
-            below 1, or no launcher started this process.
-        RuntimeError: raised by a step though no rank was lost; too few ranks are left; or the
-            lighthouse does not answer.
+        ValueError: if a state contains DTensors or objects that torch.load refuses, if the file at
+            `path` is damaged, if the names of the checkpoint's states differ from those of `build`,
+            if `every` is below 1, or if no launcher started this process.
+        RuntimeError: if a step raises it although no rank was lost, if too few ranks are left, or
+            if the lighthouse does not answer.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
@@ -227,7 +228,7 @@ def _steps(
 
     while True:
         place = rendezvous.place(report())
-        leave()  # a rank that has finished leaves only when all ranks have finished
+        leave()  # ranks leave only when all ranks have finished
         if place.end == "done":
             return
         if place.end:
@@ -238,7 +239,7 @@ def _steps(
             comm = join(store, name, place.rank, place.ranks, device, timeout)
             checkpoint = checkpoint.share(comm, place)
             states, step = build(comm.process_group)
-            if checkpoint.data is None:  # then no rank has a checkpoint
+            if checkpoint.data is None:  # no rank has a checkpoint
                 _share_initial_states(states, comm, place)
             else:
                 checkpoint.restore(states)
@@ -260,7 +261,7 @@ def _steps(
                     break
         except RuntimeError as error:
             failed = time.monotonic()
-            traceback.clear_frames(error.__traceback__)  # frames may keep the group alive
+            traceback.clear_frames(error.__traceback__)  # frames can keep the group alive
             leave(failed=True)
             failure = error
         comm = states = step = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The page of an answer, with its drawings as SVG, as one file that loads nothing else."""
+"""The page that shows an answer: one file with drawings as SVG, which loads no other files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqpar.layout.layout import Layout
 from seqpar.layout.plot import COLOURS, held_fractions
 from seqpar.simulate.playback.outcome import Outcome
 
-MAX_NUMBERED_CELLS = 1024  # larger tables have only colours
+MAX_NUMBERED_CELLS = 1024  # larger tables show only colours
 WIDTH, LEFT = 760, 96
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2530; --dim: #667; --paper: #fff; --card: #f5f6f8;
@@ -51,7 +51,9 @@ svg text { font-size: 11.5px; fill: var(--ink); } svg .dim { fill: var(--dim); }
 def page(
     result: Answer | None, texts: dict[str, str], error: str = "", served: bool = False
 ) -> str:
-    """Return the page of an answer or an error; if `served`, with a form of the `texts`."""
+    """Return the page that shows an answer or an error. If `served`, it has a form with the
+    `texts`.
+    """
     parts = [form(texts)] if served else []
     if error:
         parts.append(f'<section class="error"><h2>Refused</h2>{escape(error)}</section>')
@@ -178,7 +180,7 @@ def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: 
     ranks, count = values.shape
     width = min((WIDTH - LEFT) / max(count, 1), 110.0)
     height, most = 26.0, max(int(values.max(initial=0)), 1)
-    tight = " tight" if width < 76 else ""  # where numbers would overlap on a narrow page
+    tight = " tight" if width < 76 else ""  # numbers would overlap on a narrow page
     body = ""
     for column in range(count) if count <= 24 else ():
         body += text(

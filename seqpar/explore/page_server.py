@@ -1,4 +1,4 @@
-"""A server on this machine's loopback address. It answers the question that an address contains."""
+"""A server on this machine's loopback address. It answers the question in the requested address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.explore.question import Question, answer
 
 HOST = "127.0.0.1"
 MAX_ADDRESS_CHARACTERS = 8192
-MAX_ANSWER_SECONDS = 120.0  # including the time of earlier questions
+MAX_ANSWER_SECONDS = 120.0  # includes waiting for earlier questions
 _POLL_SECONDS = 0.1  # between checks whether a waiting client has left
 
 
@@ -39,7 +39,7 @@ class _Handler(Handler):
     answering = Lock()  # one question at a time, because recording affects the whole process
 
     def do_GET(self) -> None:
-        """Answer an address, for this server's own pages and for addresses that a user enters."""
+        """Answer a request, unless a page of a different site has caused it."""
         if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
             self.send_error(403, "another site's page may not ask")
             return
@@ -61,7 +61,7 @@ class _Handler(Handler):
             self.wfile.write(data)
 
     def _answered(self, query: str) -> tuple[int, str] | None:
-        """Return the answer, or None if the client leaves before it is ready."""
+        """Return the answer, or None if the client leaves before the answer is ready."""
         self.server.extend(self.connection, MAX_ANSWER_SECONDS)
         while not self.answering.acquire(timeout=_POLL_SECONDS):
             if self.client_has_left():

@@ -1,4 +1,4 @@
-"""Question: the options of a page, as an address or a command line gives them, and its answer."""
+"""The options of a page, from an address or a command line, and the answer that the page shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHOICES = {
     "dtype": tuple(DTYPES),
 }
 MAX_TOKENS, MAX_DOCUMENTS, MAX_RANKS = 2**22, 1024, 64
-MAX_PARTS = 2**12  # limit on ranks² × documents, so that an answer takes seconds
+MAX_PARTS = 2**12  # limit on ranks² × documents, so that an answer takes only seconds
 SAME = "same"  # the cluster with one H100 for each rank
 
 
@@ -36,7 +36,7 @@ SAME = "same"  # the cluster with one H100 for each rank
 class Question:
     """A call of attention on ranks. A wrong field raises a ValueError that names it."""
 
-    lengths: str = "20000,8192,4096,480"  # tokens per document, as `read_lengths` reads them
+    lengths: str = "20000,8192,4096,480"  # tokens per document, to be read by `read_lengths`
     ranks: int = 4  # the number of ranks
     strategy: str = "ring"  # a strategy of softmax attention
     layout: str = "zigzag"  # how documents are cut: "zigzag", "contiguous" or "striped"
@@ -44,10 +44,10 @@ class Question:
     heads: int = 32  # of q
     kv_heads: int = 8  # of k and v
     head_dim: int = 128  # of q, k and v
-    window: int = -1  # the number of earlier keys to which a query attends; −1: all
+    window: int = -1  # the number of earlier keys to which a query attends; −1 means all
     causal: str = "yes"  # "yes" or "no"
     dtype: str = "bf16"  # of q, k and v
-    cluster: str = SAME  # a preset, such as "4x8-h100"; "same": one H100 per rank, 8 per node
+    cluster: str = SAME  # a preset such as "4x8-h100", or "same" for one H100 per rank, 8 per node
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -112,16 +112,16 @@ class Question:
 class Answer:
     question: Question  # the question
     layout: Layout  # which rank holds which tokens
-    work: Ints  # (ranks, steps) (query, key) pairs, times heads, that each rank computes in forward
-    bytes: Ints  # (ranks, ranks) bytes from each rank to each, forward and backward
+    work: Ints  # (ranks, steps) number of (query, key) pairs · heads in forward
+    bytes: Ints  # (ranks, ranks) bytes from each rank to each rank, forward and backward
     outcome: Outcome  # when each rank computes, sends and waits, forward and backward
 
 
 def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answer:
-    """Return the result of a question's call. No numbers are computed and no data is sent.
+    """Simulate the call of a question. No numbers are computed and no data is sent.
 
-    `check` is called before each rank and before the programs are played, and may raise to stop.
-    Raises a ValueError if the strategy cannot compute the call.
+    `check` is called before each rank is recorded and before the programs are played. It can raise
+    an error to stop. Raises a ValueError if the strategy cannot compute the call.
     """
     cluster, is_causal = question.on(), question.causal == "yes"
     cu_seqlens = np.cumsum([0, *question.documents()])
@@ -136,7 +136,7 @@ def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answ
 
 
 def sent(programs: list[Program]) -> Ints:
-    """Return (ranks, ranks) the bytes from each rank to each."""
+    """Return (ranks, ranks) the bytes from each rank to each rank."""
     traffic = np.zeros((len(programs), len(programs)), dtype=np.int64)
     for rank, program in enumerate(programs):
         for action in program.each():

@@ -1,10 +1,10 @@
 """The memory of a GPU in a step of a recipe's script, by part.
 
-The script keeps parameters, gradients and Adam's moments in fp32, sharded over all GPUs by FSDP2.
-It computes in bf16. MLPs, norms and the loss are computed in chunks of tokens. For backward, the
-script keeps the input of each layer. It also keeps the results of attention, unless backward
-computes them again. The memory is largest at one of four moments of backward. At each of these
-moments, different temporary tensors exist.
+The script computes in bf16. Parameters, gradients and Adam's moments are in fp32, and FSDP2 shards
+them over all GPUs. MLPs, norms and the loss are computed in chunks of tokens. For backward, the
+script keeps the input of each layer and, unless backward computes them again, the results of
+attention. The memory is the largest at one of four moments of backward, each of which has different
+temporary tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from seqpar.costs.model import Layer, Model
 _FP32, _BF16, _INT64 = 4, 2, 8
 # `seqpar.offload` copies the tensors of two layers back before backward needs them.
 _LAYERS_AHEAD = 2
-# In a chunk of logits: at most four tensors in fp32.
+# The largest number of fp32 tensors with the shape of a chunk's logits.
 _LOGIT_COPIES = 4
-# In a chunk of a gated MLP: gate, up, activation and product, and their gradients.
+# The tensors in a chunk of a gated MLP: gate, up, activation and product, and their gradients.
 _MLP_TENSORS = 8
 
 
@@ -27,7 +27,8 @@ class Keeping(NamedTuple):
     """What is kept from forward to backward.
 
     Attributes:
-        attention: whether the results of attention are kept. They are computed again otherwise.
+        attention: whether the results of attention are kept. Otherwise backward computes them
+            again.
         offload: the fraction of the kept tensors that is in host memory.
     """
 
@@ -37,7 +38,7 @@ class Keeping(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """The bytes of each part at the moment that needs the most memory, named `moment`."""
+    """The bytes of each part at the moment that needs the most memory. `moment` is its name."""
 
     moment: str
     parts: dict[str, float]
@@ -49,19 +50,18 @@ class MemoryAccount:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What decides the memory of a GPU.
+    """The numbers on which the memory of a GPU depends.
 
     Attributes:
         model: the shapes of the model.
         head_norms: whether queries and keys are normalized.
         ranks: the number of GPUs over which parameters are sharded.
-        tokens: the most tokens on one GPU.
-        chunk: tokens of a chunk of MLPs and norms.
-        loss_chunk: tokens of a chunk of the loss.
-        attention: bytes of the operands, results and gradients of one layer's attention.
-        messages: bytes of the buffers and partial results of one layer's attention.
-        kept_results: bytes per token that attention keeps for backward in all layers, if its
-            results are kept.
+        tokens: the largest number of tokens on a GPU.
+        chunk: the number of tokens in a chunk of MLPs and norms.
+        loss_chunk: the number of tokens in a chunk of the loss.
+        attention: the bytes of the operands, results and gradients of one layer's attention.
+        messages: the bytes of the buffers and partial results of one layer's attention.
+        kept_results: the bytes per token of the results of attention in all layers.
     """
 
     model: Model
@@ -75,7 +75,6 @@ class Footprint:
     kept_results: float
 
     def account(self, keeping: Keeping) -> MemoryAccount:
-        """Return the account of the moment that needs the most memory."""
         always = self._sharded() | {"gathered parameters": self._gathered()}
         always["positions and ids"] = self._positions_and_ids()
         held = self._held(keeping.offload)
@@ -93,7 +92,7 @@ class Footprint:
 
     @property
     def _row(self) -> float:
-        """Bytes of one activation of all tokens in bf16."""
+        """The bytes of one bf16 activation of all tokens."""
         return self.tokens * self.model.hidden * _BF16
 
     @property
@@ -102,7 +101,7 @@ class Footprint:
 
     @property
     def _root_parameters(self) -> int:
-        """Parameters outside the layers, which stay gathered during a step."""
+        """The number of parameters outside the layers, which stay gathered during a step."""
         inside = sum(map(self.model.layer_parameters, self.model.layers))
         return self.model.parameters - inside
 
@@ -128,13 +127,13 @@ class Footprint:
         if not self.head_norms:
             return 0.0
         width = (self.model.heads + self.model.kv_heads) * self.model.head_dim
-        return self.tokens * width * _BF16  # the inputs of these norms
+        return self.tokens * width * _BF16  # the inputs of the norms of queries and keys
 
     def _waiting_gradients(self) -> float:
-        """Return the bytes of whole gradients of parameters, while a layer computes its backward.
+        """Return the bytes of unsharded gradients of parameters during a layer's backward.
 
-        FSDP2 keeps the gradients in fp32 that it reduced last, and the gradient of the head until
-        backward ends.
+        FSDP2 keeps the fp32 gradients that it has reduced last, and the gradient of the head until
+        the end of backward.
         """
         if self.ranks == 1:
             return 0.0
@@ -147,8 +146,8 @@ class Footprint:
         ffn = model.ffn_weights(layer, stored=True)
         logits = self.loss_chunk * model.vocabulary * _FP32
         head = model.vocabulary * model.hidden * _FP32
-        # Beside the sum of the head's gradients: all copies of a chunk's logits, or the gradient of
-        # the head that one chunk adds, which is computed from two copies.
+        # These tensors exist beside the sum of the head's gradients: either all copies of a chunk's
+        # logits, or two copies and the chunk's summand of the head's gradient.
         loss = head + max(_LOGIT_COPIES * logits, 2 * logits + head)
         ffn_gradients = ffn * (_FP32 + _BF16)
         waiting = self._waiting_gradients()

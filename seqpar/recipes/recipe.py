@@ -23,7 +23,7 @@ from seqpar.simulate.playback.playing import require_simpy
 from seqpar.simulate.steps.training_step import Step, step
 
 TRAINERS = ("plain", "trl")
-# The fraction of a GPU's memory that a recipe plans with. NCCL, CUDA and the fragmentation of the
+# The fraction of a GPU's memory that a recipe can use. NCCL, CUDA and fragmentation of the
 # allocator need the rest.
 USABLE = 0.9
 CHUNK, LOSS_CHUNK = 4096, 2048  # tokens
@@ -36,8 +36,8 @@ class Published(NamedTuple):
     """A published model.
 
     Attributes:
-        repository: its name on the Hugging Face Hub.
-        head_norms: whether its queries and keys are normalized.
+        repository: the name of the model on the Hugging Face Hub.
+        head_norms: whether the model normalizes queries and keys.
     """
 
     repository: str
@@ -63,13 +63,13 @@ class Recipe:
     Attributes:
         published: the model on the Hub.
         costs: the costs of the model on the GPUs.
-        lengths: the tokens of each document of a step.
-        strategy: the strategy of softmax attention; "usp" with one row per node.
+        lengths: the number of tokens of each document of a step.
+        strategy: the strategy of softmax attention. With "usp", a row of the mesh is a node.
         layout: "zigzag" or "contiguous".
         keeping: what is kept for backward.
         seconds: the seconds of a step by part.
-        error: the relative error of the sum of the seconds, one standard deviation.
-        memory: the memory of the GPU that holds most.
+        error: the standard deviation of the relative error of the sum of `seconds`.
+        memory: the memory of the GPU that needs the most memory.
     """
 
     published: Published
@@ -92,7 +92,9 @@ class Recipe:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the FLOP/s of the step over the rate of the GPUs' data sheet."""
+        """Model FLOPs utilisation: the FLOP/s of the step, divided by the FLOP/s in the GPUs' data
+        sheet.
+        """
         cluster = self.costs.cluster
         flops = step_flops(self.costs.model, np.array(self.lengths))
         return flops / self.step_seconds / cluster.ranks / cluster.device.matmul_rate
@@ -110,12 +112,13 @@ def make_recipe(
     Args:
         model: a key of `MODELS`.
         gpus: the GPUs, such as "8xh100" or, with 4 nodes, "4x8-h200".
-        lengths: (documents,) the tokens of each document of a step.
-        memory_gb: the memory that a GPU may use, in GB; by default 90% of its memory.
+        lengths: (documents,) the number of tokens of each document of a step.
+        memory_gb: the memory in GB that the script can use on a GPU. By default 90% of the GPU's
+            memory.
 
     Raises:
         ValueError: if an argument is wrong, or if no recipe fits into memory.
-        ImportError: without simpy, which the extra "plan" installs.
+        ImportError: if simpy is not installed. The extra "plan" installs it.
     """
     as_choice("model", model, tuple(MODELS))
     require_simpy()
@@ -146,7 +149,9 @@ def make_recipe(
 
 
 def as_gpus(text: str) -> Cluster:
-    """Return the cluster of a number of GPUs, with the rates of FlashAttention-4 if known."""
+    """Return the cluster with these GPUs. It has the rates of FlashAttention-4 if they are
+    known.
+    """
     expected = 'gpus must be like "8xh100", or "4x8-h100" for 4 nodes'
     match = re.fullmatch(
         r"(?:(\d+)x)?(\d+)[x-](\w+)", text.lower() if isinstance(text, str) else ""
@@ -167,10 +172,10 @@ def as_gpus(text: str) -> Cluster:
 
 
 def _strategies(costs: Costs) -> Iterator[tuple[str, str]]:
-    """Yield strategies and layouts for one group of all GPUs."""
+    """Yield pairs of a strategy and a layout for one group of all GPUs."""
     cluster, kv_heads = costs.cluster, costs.model.kv_heads
     has_linear = any(layer.kind == "linear" for layer in costs.model.layers)
-    # Linear layers send one state for each span, and contiguous layouts have fewest spans.
+    # Linear layers send one state for each span, and contiguous layouts have the fewest spans.
     spread = "contiguous" if has_linear else "zigzag"
     if cluster.nodes == 1:
         if kv_heads % cluster.ranks == 0:
@@ -190,7 +195,9 @@ def _recipes(
     layout: str,
     usable: float,
 ) -> Iterator[Recipe]:
-    """Yield the fastest recipe with a strategy that fits, or the one that needs least memory."""
+    """Yield the fastest recipe with this strategy that fits, or else the one that needs the least
+    memory.
+    """
     for keeping in KEEPINGS:
         recipe = predicted(published, costs, lengths, strategy, layout, keeping)
         if recipe.memory.total <= usable or keeping == KEEPINGS[-1]:
@@ -206,7 +213,6 @@ def predicted(
     layout: str,
     keeping: Keeping,
 ) -> Recipe:
-    """Return the recipe with these settings, and its predictions."""
     cluster = costs.cluster
     edges = np.r_[0, np.cumsum(lengths)]
     made: Layout = getattr(Layout, layout)(edges, cluster.ranks)
@@ -267,8 +273,8 @@ def _footprint(
 def _seconds(costs: Costs, layout: Layout, simulated: Step) -> dict[str, float]:
     """Return the seconds of a step by part.
 
-    Chunked MLPs and the chunked loss compute their forward once more in backward, which the
-    simulated step does not contain.
+    Chunked MLPs and the chunked loss compute their forward again in backward. This time is added
+    here, because the simulated step does not include it.
     """
     model, rate = costs.model, costs.cluster.device.reached_rate
     tokens = max(layout.tokens_per_rank)
@@ -276,7 +282,7 @@ def _seconds(costs: Costs, layout: Layout, simulated: Step) -> dict[str, float]:
     again = sum(2 * model.ffn_weights(x) for x in model.layers)
     linear_modules = 4 * tokens * products / rate
     busy = float(simulated.spent("busy").max())
-    # The rank that waits longest is not the busiest one.
+    # Waiting is computed from the busiest rank; the rank that waits longest is a different one.
     waiting = simulated.seconds - simulated.head - simulated.optimizer - busy
     return {
         "attention": busy - linear_modules,

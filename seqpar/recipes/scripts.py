@@ -1,4 +1,6 @@
-"""Write a recipe as a training script, whose docstring has the command and the predictions."""
+"""Write a recipe as a training script. The script's docstring has the command and the
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from string import Template
 
 from seqpar.recipes.recipe import CHUNK, LOSS_CHUNK, Recipe
 
-# By trainer, the template's expression for the type of its devices.
+# Trainer -> the expression for the type of devices in the trainer's template.
 DEVICES = {"plain": "device.type", "trl": "given.device.type"}
 
 

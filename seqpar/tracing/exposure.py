@@ -53,12 +53,14 @@ class Exposure:
     def fraction(self) -> float:
         """The fraction of communication that is not hidden: the median of `fractions`.
 
-        A busy machine slows all three times of a round, so each round has a separate fraction. Two
-        rounds are too few: one stall moves their median by half.
+        The fraction is computed for each round separately, because other load on the machine slows
+        all three steps of a round. Use at least three rounds, so that a stall in one round does not
+        change the median.
 
-        The fraction is above 1 if communication adds more time to the step than it takes without
-        computation. The reason may be that ranks with uneven work wait for each other in turn, or
-        that messages slow the computation. If `fractions` differ widely, a value above 1 is noise.
+        The fraction is above 1 if communication adds more time to the step than communication takes
+        without computation. Possible reasons are that ranks with uneven work wait for each other,
+        or that messages slow down the computation. If `fractions` differ widely, a value above 1 is
+        noise.
         """
         return statistics.median(self.fractions)
 
@@ -67,14 +69,14 @@ class Exposure:
 def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Exposure:
     """Measure how much of the communication of `step` is not hidden under computation.
 
-    All ranks of `group` call this with the same step. A round runs the step in three ways:
-    unchanged, with exchanges that send nothing, and without the computation of attention. One round
-    warms up, and `rounds` rounds are measured. In the second and third way results are arbitrary,
-    so the step must not update anything that you want to keep. The step makes its calls in this
-    thread; calls of other threads are computed as usual. All ranks get the same numbers.
+    All ranks of `group` call this with the same step. A round runs the step three times: unchanged,
+    with exchanges that send nothing, and without the computation of attention. One round warms up,
+    and `rounds` rounds are measured. In the second and third run, results are arbitrary, so the
+    step must not update anything that you want to keep. The step must make its attention calls in
+    this thread. All ranks get the same numbers.
 
-    Time that ranks wait for each other because their work is uneven counts as exposed; zigzag
-    layouts avoid it. A stall in one round does not change a median of three or more.
+    If the work of ranks is uneven, the time for which they wait for each other counts as exposed.
+    Zigzag layouts avoid such waiting.
     """
     comm, rounds = Comm.of(group), as_int("rounds", rounds, 1, 2**20)
     check_function("step", step)

@@ -27,21 +27,23 @@ EVENT_KINDS = ("compute", "wait", "flight")  # in the order of the rows of the p
 class Event:
     """One event of a rank."""
 
-    kind: str  # "compute", "wait", or "flight": from the post of messages to the end of their wait
+    # "compute", "wait" or "flight", which lasts from the post of messages to the end of the wait.
+    kind: str
     what: str  # the strategy and its pass, such as "ring backward"
-    step: int  # the strategy's step; for a compute, the number of computes before it in this pass
+    # The step of the strategy; for a compute, the number of earlier computes in this pass.
+    step: int
     start: Any  # seconds since the epoch, by this rank's clock
     stop: Any
     rank: int = 0  # the rank of the event
-    peers: tuple[int, ...] = ()  # the receivers of a flight, or the ranks that a wait was for
+    peers: tuple[int, ...] = ()  # the receivers of a flight, or the ranks for which a wait waited
     bytes: int = 0  # the bytes that a flight sent
-    area: int = 0  # (query, key) pairs × query heads, or as many as linear attention costs
+    area: int = 0  # (query, key) pairs × query heads, or the equivalent cost of linear attention
 
 
 class Trace:
     """The events of a thread's calls within `seqpar.trace()`.
 
-    When the context has ended, events are complete and their times are seconds.
+    After the end of the context, events are complete, and their times are in seconds.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class Trace:
         return waiting
 
     def end(self) -> None:
-        """Turn all moments into seconds."""
+        """Convert the times of all events to seconds."""
         seconds = cache(_seconds_of_now)
         for event in self.events:
             for name in ("start", "stop"):
@@ -99,9 +101,9 @@ class Trace:
                 setattr(event, name, self._epoch + when)
 
     def waited_for(self) -> dict[tuple[str, int, tuple[int, ...]], float]:
-        """Return the seconds waited, by (strategy and pass, step, peers), longest first.
+        """Return the seconds of waiting by (strategy and pass, step, peers), the longest first.
 
-        A slow rank or link is therefore in the first entry.
+        The first entry therefore shows a slow rank or link.
         """
         waits: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
         for event in self.events:
@@ -112,7 +114,7 @@ class Trace:
     def gather(self, group: Group) -> Trace:
         """Return the events of all ranks of a group, on every rank.
 
-        Times are not corrected, so the clocks of the ranks must agree.
+        Times are not corrected, so the clocks of the ranks must be synchronised.
         """
         text = json.dumps([asdict(event) for event in self.events])
         gathered = Trace()
@@ -122,7 +124,8 @@ class Trace:
         return gathered
 
     def write(self, path: str | Path) -> None:
-        """Write Chrome's trace format, with one process per rank and computes, waits and flights.
+        """Write the computes, waits and flights in Chrome's trace format, with one process per
+        rank.
 
         Perfetto (ui.perfetto.dev) and chrome://tracing open the file.
         """
@@ -139,7 +142,9 @@ class Trace:
 
 
 def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """Return the present as a CUDA event and in seconds, since events measure only differences."""
+    """Return the present time as a CUDA event and in seconds, because events measure only
+    differences.
+    """
     torch.cuda.synchronize(device)
     now = moment(device)
     assert isinstance(now, torch.cuda.Event)
@@ -148,9 +153,8 @@ def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
 
 
 def _shown(number: int, event: Event) -> list[ChromeEvent]:
-    """Return an event in Chrome's format.
-
-    A flight becomes two objects, for its start and its end.
+    """Return an event in Chrome's format. A flight becomes two objects, one for its start and one
+    for its end.
     """
     peers = ", ".join(map(str, event.peers))
     common: ChromeEvent = {
@@ -163,7 +167,7 @@ def _shown(number: int, event: Event) -> list[ChromeEvent]:
     start, stop = event.start * 1e6, event.stop * 1e6
     if event.kind != "flight":
         return [common | {"ph": "X", "ts": start, "dur": stop - start, "args": details}]
-    return [  # flights overlap, which events with a duration ("X") must not
+    return [  # flights overlap, but events with a duration ("X") must not
         common | {"ph": "b", "id": number, "ts": start, "args": details},
         common | {"ph": "e", "id": number, "ts": stop},
     ]
@@ -177,9 +181,9 @@ def _named(kind: str, ids: dict[str, int], name: str) -> ChromeEvent:
 def trace() -> Iterator[Trace]:
     """Record what this thread's attention calls compute, send and wait for, forward and backward.
 
-    The trace also has what autograd's and seqpar's own threads do for these calls. On a GPU, times
-    are measured on the current stream: a wait is the time for which the stream was blocked. Of
-    several traces, the one that began last records.
+    The trace also contains what threads of autograd and of seqpar do for these calls. On a GPU,
+    times are measured on the current stream, and a wait is the time for which the stream was
+    blocked. If there are several traces at the same time, the one that began last records.
     """
     recorded = Trace()
     put_hooks(traces=(*hooks().traces, recorded))

@@ -28,6 +28,8 @@ T = TypeVar("T", covariant=True)
 
 
 class LocalStep(NamedTuple):
+    """A step on one rank: its plan, and the rank's micro-batches as `collate` returns them."""
+
     plan: Plan
     micro_batches: list[LocalBatch]
 

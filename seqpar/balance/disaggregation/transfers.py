@@ -24,7 +24,7 @@ MAX_CELLS_PER_STEP = 3  # only the giver's largest cells are cut
 MAX_PARTS_COMPUTED = 3  # only parts with the lowest bounds are computed exactly
 MAX_HOLDERS = 2  # takers that are tried because they have keys of the cell's document
 MAX_SERVERS_SCANNED = 64  # if more servers have keys of the document, these takers are not tried
-# Such a taker must have room for this fraction of the surplus or of the largest room.
+# Such a taker needs room for this fraction of the work that the first candidate would receive.
 MIN_TASK_SHARE = 1 / 16
 MAX_OTHER_SERVERS = 8  # takers with the most room that are tried if no other part fits
 MAX_ATTEMPTS = 4  # attempts to cut a part that fits into a server's time and memory

@@ -1,14 +1,15 @@
 """Thresholds for the figures of a sweep: read a file of rules, and list broken rules.
 
-A *point* is a contender on a workload, and a *figure* is a number of a point, such as its seconds
-(`sweep_report.figures`). A file of rules has {"rules": [rule, ...]}. A rule has these keys:
+A *point* is a contender on a workload, and a *figure* is a number that belongs to a point, such as
+its seconds (`sweep_report.figures`). A file of rules is the JSON object {"rules": [rule, ...]}. A
+rule has these keys:
 
 * "figure" is the name of the figure.
-* "at_least" and "at_most" are the limits of the figure. A rule has one limit or two limits.
-* "contender" and the fields of a workload select the points of the rule. The default contenders are
-  all strategies of seqpar.
-* "relative_to" is the name of another contender. The figure is divided by the figure of this
-  contender on the same workload.
+* "at_least" and "at_most" are the limits of the figure. A rule has at least one limit.
+* "contender" and the fields of a workload select the points to which the rule applies. By default,
+  these are the points of all strategies of seqpar.
+* "relative_to" is the name of a contender. If it is given, the figure is divided by the figure of
+  this contender on the same workload.
 """
 
 from __future__ import annotations
@@ -87,9 +88,8 @@ def _chooses(rule: Rule, workload: Mapping[str, object], contender: str) -> bool
 
 
 def broken(rules: list[Rule], rows: list[Row]) -> list[str]:
-    """Return a message for each point that breaks a rule.
-
-    A point also breaks a rule if the point does not have the figure of the rule.
+    """Return a message for each point that breaks a rule. A point without the rule's figure breaks
+    the rule.
     """
     messages = []
     by_point = {(Workload(**row["workload"]), row["contender"]): row for row in rows}

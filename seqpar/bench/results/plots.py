@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Series = dict[str, list[tuple[float, float]]]
-_MAX_BARS = 24  # per plot; bars with few ranks and tokens are left out
+_MAX_BARS = 24  # the most bars in a plot; those with few ranks and tokens are left out
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -44,14 +44,16 @@ Points = list[tuple[Workload, Row]]
 
 
 def _strong(points: Points, shape: str) -> Figure | None:
-    """Plot the seconds of one batch, by ranks."""
+    """Plot the seconds of one batch over the number of ranks."""
     panels = _panels(points, lambda w: (w.tokens, w.ranks), "seconds", with_ideal=True)
     titles = {tokens: f"{tokens:,} tokens" for tokens in panels}
     return _lines(panels, titles, f"strong scaling: {shape}", "seconds of a step", log=True)
 
 
 def _weak(points: Points, shape: str) -> Figure | None:
-    """Plot FLOP/s per device, by ranks, for equal numbers of tokens on all devices."""
+    """Plot FLOP/s per device over the number of ranks, with the same number of tokens on each
+    device.
+    """
     exact = [(w, row) for w, row in points if not w.tokens % w.ranks]
     panels = _panels(exact, lambda w: (w.tokens // w.ranks, w.ranks), "tflops_per_device")
     titles = {tokens: f"{tokens:,} tokens per rank" for tokens in panels}
@@ -65,7 +67,9 @@ def _panels(
     factor: float = 1.0,
     with_ideal: bool = False,
 ) -> dict[int, Series]:
-    """Return the lines of each panel with several x values; `key` returns a point's panel and x."""
+    """Return the lines of each panel that has several x values. `key` returns a point's panel and
+    x.
+    """
     panels: dict[int, Series] = {}
     for workload, row in points:
         panel, x = key(workload)
@@ -112,7 +116,9 @@ def _ticks(axis: Axes, values: Iterable[float]) -> None:
 
 
 def _breakdown(points: Points, shape: str) -> Figure | None:
-    """Plot the parts of a step: the work of one device, other work, exposed communication."""
+    """Plot the parts of a step: the work of one device, additional work, and exposed
+    communication.
+    """
     bars = []
     for workload, row in sorted(points, key=lambda point: (point[0].ranks, point[0].tokens)):
         figures = row["figures"] or {}
@@ -141,7 +147,7 @@ def _breakdown(points: Points, shape: str) -> Figure | None:
 
 
 def _memory(points: Points, shape: str) -> Figure | None:
-    """Plot the peak memory of a rank, by the length of the batch."""
+    """Plot the peak memory of a rank over the length of the batch."""
     panels = _panels(points, lambda w: (w.ranks, w.tokens), "memory", 1 / MIB)
     titles = {ranks: f"{ranks} rank{'s' * (ranks != 1)}" for ranks in panels}
     title, y = f"memory: {shape}", "peak MiB of a rank"

@@ -1,4 +1,4 @@
-"""The results file of a sweep. An interrupted sweep continues with the points in its file."""
+"""The results file of a sweep. An interrupted sweep continues after the points in its file."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ROW: dict[str, tuple[type, ...]] = {
 }
 _LINKS, _COSTS = {"places", "pairs", "slow"}, {"memory", "bytes", "exposure"}
 NAME = "bench.json"
-# The properties of the environment that all figures of one file share.
+# The properties of the environment that must be the same for all figures of a file.
 SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
 
 
-Figures = dict[str, Any]  # by name, a number, a pair of numbers, or None
+Figures = dict[str, Any]  # name -> a number, a pair of numbers, or None
 
 
 class Check(TypedDict, total=False):
@@ -47,7 +47,7 @@ class Check(TypedDict, total=False):
 
 
 class PointCosts(TypedDict):
-    """The costs of a step, by rank."""
+    """The costs of a step on each rank."""
 
     memory: list[int | None]
     bytes: list[int | None]
@@ -86,9 +86,9 @@ class SweepResults:
     def open(cls, folder: Path, options: SweepOptions, again: bool = False) -> SweepResults:
         """Read the results file of a folder, or start a new file.
 
-        With `again`, points that failed are removed and will be measured again. Raise a ValueError
-        if the file cannot be written, or if its measurements are from a different machine or have
-        different options.
+        With `again`, points that failed are removed, so that they are measured again. Raises a
+        ValueError if the file cannot be written, or if its measurements are from a different
+        machine or have different options.
         """
         path = folder / NAME
         here, requested = environment(options.contenders), options.as_dict()
@@ -115,7 +115,7 @@ class SweepResults:
 
     @property
     def rows(self) -> list[Row]:
-        """A row for each contender on each workload, measured or not."""
+        """A row for each contender on each workload, whether it was measured or not."""
         return self.content["rows"]
 
     def row(self, workload: Workload, contender: str) -> Row:
@@ -139,7 +139,7 @@ class SweepResults:
         return row["failed"] is None and unknown
 
     def check_places(self, then: list[dict[str, str]], now: list[dict[str, str]]) -> None:
-        """Raise a ValueError if ranks were on different devices or in different groups per host."""
+        """Raise a ValueError if the devices of ranks, or the ranks of each host, have changed."""
         before, after = _where(then), _where(now)
         check_same(self.path, "of another machine", before, after, tuple(after))
 
@@ -166,7 +166,7 @@ def alone(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         os.close(lock)
         raise ValueError(f"folder: another sweep writes to {folder}") from None
-    except OSError:  # the file system has no locks
+    except OSError:  # raised if the file system has no locks
         pass
     try:
         yield
@@ -182,7 +182,8 @@ def environment(contenders: Sequence[str] = ()) -> harness.Environment:
     for package in ("seqpar", *packages):
         try:
             here["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # missing, or used without installation
+        # The package is missing, or is used without installation.
+        except importlib.metadata.PackageNotFoundError:
             here["versions"][package] = None
     return here
 
@@ -190,7 +191,7 @@ def environment(contenders: Sequence[str] = ()) -> harness.Environment:
 def _where(places: list[dict[str, str]]) -> dict[str, object]:
     """Return the properties of the ranks' devices that must not change.
 
-    The names of hosts may change, because a queue may assign different hosts.
+    The names of hosts are left out, because a queue can assign different hosts.
     """
     hosts = [place["host"] for place in places]
     firsts = [hosts.index(host) for host in hosts]

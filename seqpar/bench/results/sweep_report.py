@@ -16,7 +16,7 @@ from seqpar.costs.profile.harness import quartiles
 
 MAX_QUARTILE_SPREAD = 0.1  # the spread is reported if spread / median is above this
 MIB = 2**20
-# The columns after the contender: a figure, its heading, its factor and its format.
+# The columns after the contender: (figure, heading, factor, format).
 _COLUMNS: tuple[tuple[str, str, float, str], ...] = (
     ("seconds", "ms", 1e3, ",.2f"),
     ("spread", "quartiles", 1e3, ",.2f"),
@@ -29,7 +29,7 @@ _COLUMNS: tuple[tuple[str, str, float, str], ...] = (
     ("error", "error", 1, ".1e"),
 )
 HEADINGS = ["contender", *(heading for _, heading, _, _ in _COLUMNS)]
-FILE_WIDTH = 150  # characters of a table that is not printed to a terminal
+FILE_WIDTH = 150  # the width, in characters, of a table that is not printed to a terminal
 
 
 def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
@@ -61,7 +61,8 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
         share = divisor(workload.ranks, workload.kv_heads) / workload.ranks
         ideal = statistics.median(one["seconds"]) * share
     exposure, costs = row["costs"]["exposure"], row["costs"]
-    computes_all = row["contender"] != ONE or workload.ranks == 1  # not just one device's share
+    # Whether this contender computes all of the work, not only one device's part.
+    computes_all = row["contender"] != ONE or workload.ranks == 1
     devices = workload.ranks if computes_all else divisor(workload.ranks, workload.kv_heads)
     exposed_seconds = exposed_share = None
     if exposure is not None:
@@ -122,7 +123,9 @@ def grouped(rows: list[Row]) -> dict[Workload, list[Row]]:
 
 
 def notes(content: SweepFile) -> list[str]:
-    """Return warnings about the figures: slow links, too few cores, an unsteady machine."""
+    """Return warnings about the figures: slow links, too few cores, or times that vary between
+    rounds.
+    """
     slow_pairs = content["links"]["slow"] if content["links"] else []
     warnings = [f"A slow pair of {pair}." for pair in slow_pairs]
     cores, options = content["environment"]["cores"], content["options"]

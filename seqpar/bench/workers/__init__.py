@@ -1,4 +1,4 @@
 """The processes of a sweep's ranks, and their measurements.
 
-Start with `rank.py`; `ranks.py` starts the processes.
+Start with `rank.py`. The processes are started by `ranks.py`.
 """

@@ -39,7 +39,7 @@ def place(device: torch.device) -> dict[str, str]:
 
 
 def rounds(ranks: int) -> list[list[tuple[int, int]]]:
-    """Return rounds with all pairs of ranks. In each round, every rank is in at most one pair."""
+    """Divide all pairs of ranks into rounds. In each round, every rank is in at most one pair."""
     seats = [*range(ranks + ranks % 2)]
     schedule = []
     for _ in range(len(seats) - 1):
@@ -52,8 +52,8 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
 def measure(comm: Comm, device: torch.device) -> list[RankPair]:
     """Measure the pairs in which this rank is the lower rank.
 
-    All pairs of a round exchange messages at the same time. They therefore share links, like the
-    ranks of a strategy.
+    All pairs of a round exchange messages at the same time, so that they share links like the ranks
+    of a strategy.
     """
     measured: list[RankPair] = []
     for pairs in rounds(comm.size):

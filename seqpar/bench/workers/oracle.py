@@ -1,8 +1,8 @@
 """Random operands, and attention in fp64 on these operands, for comparison with results.
 
 If a batch has at most 2,048 tokens, all results are compared, and each rank compares some of the
-heads. For a larger batch, all results of a small batch of the same kind are compared, and some rows
-of `out` of the large batch.
+heads. For a larger batch, some rows of `out` are compared, and all results of a smaller batch of
+the same kind.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from torch import Tensor
 
 from seqpar.bench.workloads.sweep_batches import PackedBatch
 
-MAX_ERROR_RATIO = 1.35  # RMS error / the one-device kernel's (docs/internals/numerics.md)
-MAX_KERNEL_ERROR_RATIO = 2.0  # the one-device kernel's RMS error / plain PyTorch's in its dtype
+# RMS error / RMS error of the one-device kernel (docs/internals/numerics.md).
+MAX_ERROR_RATIO = 1.35
+MAX_KERNEL_ERROR_RATIO = 2.0  # RMS error of the one-device kernel / of PyTorch in the same dtype
 MIN_TOKENS_FOR_RATIOS = 1024  # with fewer tokens, the allowed error is the rounding of the dtype
-MAX_ROUNDINGS = 16  # the tests of small shapes allow the same
+MAX_ROUNDINGS = 16  # the same limit as in the tests of small shapes
 NAMES = ("out", "dq", "dk", "dv")
 Q, K, V, DOUT = range(4)
 _TOKENS_PER_DRAW = 4096  # limits the memory of random numbers
-Sums = dict[str, list[float]]  # by tensor: squared error, squared value, count
+Sums = dict[str, list[float]]  # tensor -> [sum of squared errors, sum of squared values, count]
 
 
 class CheckSums(TypedDict):
-    """One rank's error sums: for a contender, for plain PyTorch, and for rows of a large batch."""
+    """One rank's sums of errors: of a contender, of plain PyTorch, and of rows of a large batch."""
 
     errors: Sums
     eager: Sums
@@ -35,7 +36,9 @@ class CheckSums(TypedDict):
 
 
 def draw(which: int, indices: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of q, k, v or dout, (tokens, heads, dim), equal on all devices of one type."""
+    """Return rows of q, k, v or dout, (tokens, heads, dim). They are equal on all devices of one
+    type.
+    """
     device, blocks = indices.device, indices // _TOKENS_PER_DRAW
     tensor = torch.empty(len(indices), heads, dim, dtype=dtype, device=device)
     generator = torch.Generator(device)
@@ -58,9 +61,9 @@ def attention(
 ) -> list[Tensor]:
     """Compute `out` and, with `dout`, the gradients of q, k and v by the formulas of attention.
 
-    Tensors are (T, H, D). k and v may have fewer heads than q and, without dout, another dtype.
+    Tensors are (T, H, D). k and v can have fewer heads than q and, without dout, a different dtype.
     Results have q's dtype. `places` are the indices of the queries in the batch, by default all
-    indices. The scores take memory for T times the number of queries.
+    indices. The scores of all queries and keys are in memory at the same time.
     """
     everything = torch.arange(len(k), device=k.device)
     seen = batch.visible(everything if places is None else places, everything)
@@ -84,7 +87,7 @@ def attention(
 
 
 def sums(results: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
-    """Return three sums per tensor, to add over ranks: squared error, squared value, count."""
+    """Return, for each tensor, the sums of squared errors and of squared values, and the count."""
     by_tensor = {}
     for name, x, y in zip(NAMES, results, expected, strict=False):
         error = (x.double() - y.double()).square().sum()
@@ -93,7 +96,7 @@ def sums(results: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
 
 
 def add(parts: Sequence[Sums]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the RMS error of each tensor, and its RMS, from the sums of all ranks."""
+    """Return the RMS error and the RMS of each tensor, from the sums of all ranks."""
     errors, sizes = dict[str, float](), dict[str, float]()
     for name in parts[0]:
         error, square, count = map(sum, zip(*(x[name] for x in parts), strict=True))

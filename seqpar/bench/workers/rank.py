@@ -1,4 +1,4 @@
-"""One rank of a sweep, which checks contenders, times them and measures their costs.
+"""One rank of a sweep. It checks contenders, times them and measures their costs.
 
 `ranks.py` starts this file as a process: `-m seqpar.bench.workers.rank`.
 """
@@ -32,7 +32,7 @@ from seqpar.costs.profile import harness
 from seqpar.strategies.registry import attention_modules
 
 EXPOSURE_ROUNDS = 3
-SPOT_CHECK_ROWS = 16  # rows per rank to compare, if a batch has too many to compare all
+SPOT_CHECK_ROWS = 16  # rows per rank that are compared if a batch has too many rows
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +55,7 @@ class MeasuredStep:
 
 
 class Rank:
-    """One rank of the group, which answers requests and keeps the steps of a workload."""
+    """One rank of the group. It answers requests, and keeps the steps of a workload."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
@@ -83,7 +83,9 @@ class Rank:
         return contenders.make(name, self._comm, batch, *heads, self._device)
 
     def _step(self, workload: Workload, name: str) -> MeasuredStep:
-        """Return a step, which shares tensors with contenders that have equal tokens and heads."""
+        """Return a contender's step. Contenders with the same tokens and heads share their
+        tensors.
+        """
         if name not in self._steps:
             batch = PackedBatch.of(workload.mask, workload.tokens)
             contender = self._contender(name, workload, batch)
@@ -136,7 +138,7 @@ class Rank:
         kv = torch.tensor([*parts], dtype=torch.int64, device=self._device)
         group = workload.heads // workload.kv_heads
         q = (kv[:, None] * group + torch.arange(group, device=self._device)).flatten()
-        if name == ONE:  # compute the heads and tokens that all other contenders compute
+        if name == ONE:  # on all ranks together, the heads and tokens that other contenders compute
             contender = contenders.one_device(batch, len(q), len(kv))
         everything = torch.arange(batch.tokens, device=self._device)
         whole = _operands(workload, everything, workload.heads, workload.kv_heads)
@@ -161,14 +163,15 @@ class Rank:
         """Return a workload of the same kind that is small enough to compare all results."""
         if workload.tokens <= MAX_TOKENS_CHECKED:
             return workload
-        chunks = 2 * workload.ranks  # some libraries need this number of equal chunks
+        # Some libraries require that tokens can be cut into this number of equal chunks.
+        chunks = 2 * workload.ranks
         tokens = MAX_TOKENS_CHECKED // chunks * chunks + workload.tokens % chunks
         return replace(workload, tokens=tokens)
 
     def _expected(
         self, small: Workload, batch: PackedBatch, mine: list[Tensor]
     ) -> tuple[list[Tensor], oracle.Sums]:
-        """Return fp64 attention of this rank's heads, and the error sums of plain PyTorch."""
+        """Return fp64 attention of this rank's heads, and the sums of errors of plain PyTorch."""
         if self._expected_of is None or self._expected_of[0] != small:
             exact, eager = (
                 oracle.attention(batch, q, k, v, dout if small.backward else None)
@@ -192,7 +195,9 @@ class Rank:
         return result
 
     def _spot(self, workload: Workload, name: str) -> dict[str, oracle.Sums]:
-        """Return error sums of some rows of `out`, for the contender and for plain PyTorch."""
+        """Return the sums of errors of some rows of `out`, for the contender and for plain
+        PyTorch.
+        """
         step = self._step(workload, name)
         out = step()[0]
         count = min(SPOT_CHECK_ROWS, len(out))
@@ -220,15 +225,15 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # this C library lacks malloc_trim
+    except (OSError, AttributeError):  # this C library does not have malloc_trim
         return
 
 
 def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
     """Return the bytes by which a step raises the peak memory, results included.
 
-    On a CPU, the number comes from Linux, which counts the bytes of the process with an error of
-    about 100 KiB. Return None on a CPU without Linux.
+    On a CPU, the number comes from Linux, with an error of about 100 KiB. Returns None on a CPU
+    without Linux.
     """
     release_memory()
     if device.type == "cuda":
@@ -238,7 +243,7 @@ def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
         del kept
         return torch.cuda.max_memory_allocated() - before
     try:
-        _CLEAR.write_text("5")  # reset the peak
+        _CLEAR.write_text("5")  # resets the peak
         resident = _kilobytes("VmRSS")
         kept = step()
         del kept
@@ -280,17 +285,17 @@ def answer_to(measuring: Rank, request: RankRequest) -> dict[str, object]:
         return {"failed": f"out of memory: {error}".splitlines()[0]}
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        out_of_memory = "allocate memory" in first  # words of the error of torch's CPU allocator
+        out_of_memory = "allocate memory" in first  # in the message of torch's CPU allocator
         prefix = "out of memory: " if out_of_memory else ""
         return {"failed": f"{prefix}{type(error).__name__}: {first[:500]}"}
 
 
 def main() -> None:
     host, port, name, rank, size, device, parent = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles the signal and ends its ranks
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        return  # the parent died before prctl was called
+        return  # the parent had died before prctl was called
     serve(host, int(port), name, int(rank), int(size), torch.device(device))
 
 

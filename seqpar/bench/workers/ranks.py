@@ -24,18 +24,20 @@ from seqpar.bench.workloads.workloads import WorkloadFields
 from seqpar.comm.launch import LaunchedProcess, Store, store_of
 
 MAX_START_SECONDS = 300.0
-GRACE_SECONDS = 10.0  # time for all ranks to answer after one rank has failed
+GRACE_SECONDS = 10.0  # how long other ranks have to answer after one rank has failed
 _POLL_SECONDS = 0.01
 _GONE_KEY = "seqpar/gone"
 _ROOT = str(Path(__file__).parents[3])
 
 
 class StartError(RuntimeError):
-    """Ranks did not start, for the reason in the message."""
+    """Ranks did not start. The message has the reason."""
 
 
 class PointError(Exception):
-    """A request failed, for the reason in the message. `late`: the time limit was exceeded."""
+    """A request failed. The message has the reason. `late` is True if the time limit was
+    exceeded.
+    """
 
     def __init__(self, reason: str, late: bool = False) -> None:
         super().__init__(reason)
@@ -58,10 +60,10 @@ class _Own:
         self._running: dict[int, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
 
     def start(self, address: tuple[str, int], name: str, size: int) -> None:
-        """Start the ranks of this process, some of `size` ranks."""
+        """Start those of the `size` ranks that belong to this process."""
         for rank in (rank for rank in self._ranks if rank < size):
             device = "cpu"
-            if self._device == "cuda":  # a launcher may expose only one GPU to each process
+            if self._device == "cuda":  # a launcher can hide all but one GPU from each process
                 local = rank if self._local is None else self._local
                 device = f"cuda:{local % torch.cuda.device_count()}"
             output = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the rank ends)
@@ -113,8 +115,8 @@ class RankProcesses:
         self._others = 0 if where is None else where.size - 1
         mine = range(most) if where is None else [0]
         self._own = _Own(mine, device, None if where is None else where.local)
-        self._started = 0  # how often ranks were started
-        self._asked = 0  # number of requests since then
+        self._started = 0  # the number of times that ranks were started
+        self._asked = 0  # the number of requests since the last start
         self._size = 0  # number of running ranks
 
     def __enter__(self) -> RankProcesses:
@@ -125,16 +127,17 @@ class RankProcesses:
         _begin(self._store, self._started, 0)
         deadline = time.monotonic() + GRACE_SECONDS
         while self._store.add(_GONE_KEY, 0) < self._others and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)  # other processes may still read a store of this process
+            # Other processes can still be reading a store of this process.
+            time.sleep(_POLL_SECONDS)
 
     @property
     def _name(self) -> str:
         return f"seqpar/{self._started}"
 
     def ready(self, ranks: int) -> None:
-        """Start this number of ranks, unless this number is already running.
+        """Start this number of ranks, unless as many are already running.
 
-        Raise a StartError if the ranks do not start.
+        Raises a StartError if the ranks do not start.
         """
         if ranks == self._size:
             return
@@ -159,7 +162,9 @@ class RankProcesses:
         return lost
 
     def ask(self, ranks: int, request: RankRequest, limit: float) -> list[Any]:
-        """Return the answer of each rank. A PointError restarts ranks, unless all ranks refused."""
+        """Return the answer of each rank. After a PointError, ranks restart, unless all ranks have
+        refused the request.
+        """
         self.ready(ranks)
         number = self._asked
         self._asked += 1
@@ -184,7 +189,7 @@ class RankProcesses:
         if reason is not None or not all(answer.get("refused") for answer in answers):
             self._own.stop()
             self._size = 0
-        # A PeerError is the consequence of an error on another rank, so it comes last.
+        # A PeerError is the consequence of a different rank's error, so it comes last.
         causes = [x for x in failures if not x.startswith("PeerError")] + [reason] * bool(reason)
         raise PointError([*causes, *failures][0], late=causes == [late])
 

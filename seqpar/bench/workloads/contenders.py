@@ -1,8 +1,8 @@
 """The contenders on a workload: one device, our strategies, and other libraries.
 
 A contender of another library calls the function that the library documents, on tensors (T_local,
-H, D). All ranks of the process group call the function. The sweep reports what the library refuses,
-and its failures.
+H, D), on all ranks of the process group. The sweep reports what the library refuses and where it
+fails.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from seqpar.strategies.registry import attention_modules, make_attention
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 ONE = "one device"
-ON_CONTIGUOUS = ("ulysses",)  # ranks with all tokens of some heads are balanced on every layout
+# Balanced on every layout, because each rank computes all tokens of some heads.
+ON_CONTIGUOUS = ("ulysses",)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A contender on one rank."""
-
     indices: Tensor  # (T_local,) the batch's tokens on this rank
     heads: int  # the number of heads that the contender computes
     kv_heads: int  # the number of KV heads that the contender computes
@@ -46,7 +45,7 @@ class Contender:
 
 
 def divisor(ranks: int, kv_heads: int) -> int:
-    """Return the number of parts into which one device divides the heads, at most `ranks`."""
+    """Return the number of parts into which the heads can be divided, at most `ranks`."""
     return math.gcd(ranks, kv_heads)
 
 
@@ -102,7 +101,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _all_to_all(x: Tensor, to_heads: bool) -> Tensor:
-    """Exchange (T/P, H, D) -> (T, H/P, D), or the reverse."""
+    """Exchange x (T/P, H, D) to (T, H/P, D), or the reverse."""
     _, ranks = plain.rank_of_all()
     if to_heads:
         sent = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
@@ -127,7 +126,9 @@ def ring_attention_pytorch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
 
 
 def ring_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention by the package ring-flash-attn: zigzag ring if causal, otherwise ring."""
+    """Attention by the package ring-flash-attn: its zigzag ring for causal masks, and otherwise its
+    ring.
+    """
     import ring_flash_attn as package
 
     ring = package.zigzag_ring_flash_attn_func if causal else package.ring_flash_attn_func
@@ -151,14 +152,15 @@ def zigzag_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
     return Layout.zigzag(batch.tokens, ranks).token_indices(rank)
 
 
-Peer = tuple[Tensor, Attend, Context]  # a contender of another library, without heads
+# (tokens, attention, context) of a contender of another library.
+Peer = tuple[Tensor, Attend, Context]
 MakePeer = Callable[[PackedBatch, torch.device], Peer]
 
 
 def _plainly(
     attend: Callable[..., Tensor], parts: Callable[[PackedBatch, int, int], Tensor]
 ) -> MakePeer:
-    """Return a factory for a library that takes one document, causal or full."""
+    """Return a factory for a library that supports one document with a causal or full mask."""
 
     def make(batch: PackedBatch, device: torch.device) -> Peer:
         indices = parts(batch, *plain.rank_of_all())
@@ -175,13 +177,13 @@ def torch_context_parallel(batch: PackedBatch, device: torch.device) -> Peer:
     indices = torch.arange(batch.tokens, device=device)
     with plain.context_parallel(indices):
         pass
-    # The context requires a buffer; this one has one element per chunk.
+    # The context requires a buffer. This buffer has one element per chunk.
     chunks = functools.partial(torch.zeros, 2 * ranks, device=device)
     attend = functools.partial(sdpa, causal=batch.causal)
     return indices.cpu(), attend, lambda: plain.context_parallel(chunks())
 
 
-# By name: the factory, the module that the factory imports (or None), and the packages whose
+# Name -> the factory, the module that the factory imports (or None), and the packages whose
 # versions are recorded.
 PEERS: dict[str, tuple[MakePeer, str | None, tuple[str, ...]]] = {
     "all-to-all-by-hand": (_plainly(all_to_all_by_hand, even_parts), None, ()),

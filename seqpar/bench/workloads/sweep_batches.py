@@ -1,4 +1,5 @@
-"""The batches of a sweep: masks, and documents with the lengths of known collections.
+"""The batches of a sweep: masks, and documents whose lengths are distributed as in known
+collections.
 
 The name of a batch has up to three parts:
 
@@ -20,15 +21,16 @@ from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask, slices_between
 
 KINDS = ("causal", "full", "window", "full-window", "prefix")
-NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}  # defaults; None: half a document
+# Default numbers; None stands for half of a document.
+NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}
 _EDGES = (
     0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536,
     131072, 196608, 393216,
 )  # fmt: skip
-# Histograms of document lengths: the edges in tokens, and the number (or the percentage) of
-# documents between two edges. Lengths between two edges are uniform, as in the benchmarks that
-# publish these histograms. The first three collections come from LongCA-bench (arXiv 2510.17896),
-# and the last collection comes from MagiAttention's benchmark.
+# Histograms of document lengths: the edges of bins in tokens, and the number or percentage of
+# documents in each bin. Lengths are uniform within a bin, as in the benchmarks that publish these
+# histograms. The first three collections are from LongCA-bench (arXiv 2510.17896), and the last one
+# is from MagiAttention's benchmark.
 COLLECTIONS: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
     "pile": ((*_EDGES, 524288, 9323147), (
         1103032, 9192701, 15691267, 33759245, 49972885, 19843834, 11070542, 6568231, 4588038,
@@ -136,7 +138,7 @@ class PackedBatch:
 
 
 def draw(collection: str, tokens: int, seed: int = 0) -> Ints:
-    """Return document lengths with `tokens` in total; the last document is cut to fit."""
+    """Return random document lengths with a sum of `tokens`. The last document is cut to fit."""
     edges, weights = map(np.array, COLLECTIONS[collection])
     longest = max(1, tokens // 4) if collection in _QUARTER else tokens
     generator = np.random.default_rng(seed)

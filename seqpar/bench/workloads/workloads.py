@@ -1,4 +1,4 @@
-"""The workloads of a sweep, which follow from the options of the command."""
+"""The workloads of a sweep, made from the options of the command."""
 
 from __future__ import annotations
 
@@ -65,19 +65,23 @@ class Workload:
         return self.passes == PASSES[1]
 
     def flops(self, area: int) -> int:
-        """Return the FLOPs: two products per pair, head and dim, and five more in backward."""
+        """Return the FLOPs: two multiply-adds per pair, head and dim in forward, and five in
+        backward.
+        """
         return area * self.heads * self.head_dim * 2 * (7 if self.backward else 2)
 
     def as_dict(self) -> WorkloadFields:
         return asdict(self)
 
 
-MAX_TOKENS_CHECKED = 2048  # the fp64 reference has tokens² scores in memory
+MAX_TOKENS_CHECKED = 2048  # limited by the tokens² scores of the fp64 reference
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The options of a sweep, which determine its points. A results file has one set of options."""
+    """The options of a sweep, which determine its points. They are the same for all points of a
+    results file.
+    """
 
     device: str
     contenders: tuple[str, ...]  # strategies, then other libraries
@@ -89,7 +93,7 @@ class SweepOptions:
     dtype: str
     passes: tuple[str, ...]
     rounds: int  # the number of timed steps of each contender
-    limit: float  # the seconds that a contender may take on a workload
+    limit: float  # the largest number of seconds of a contender on a workload
 
     @classmethod
     def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> SweepOptions:
@@ -130,8 +134,11 @@ class SweepOptions:
         return made
 
     def workloads(self) -> list[Workload]:
-        """Return all workloads, sorted by ranks, because a new number restarts processes."""
-        workloads: dict[Workload, None] = {}  # without repetition, because scalings share points
+        """Return all workloads, sorted by ranks, because processes restart when the number of ranks
+        changes.
+        """
+        # A dict, because strong and weak scaling have points in common.
+        workloads: dict[Workload, None] = {}
         lengths = [
             (ranks, length * (ranks if scaling == "weak" else 1))
             for ranks, scaling, length in itertools.product(
