@@ -72,7 +72,6 @@ WITHOUT_TEST = {
         "servers": NO_POOL,
     },
     "verl": {
-        "data": "the ranks of different data-parallel groups read the same batch in our tests",
         "tensor": "verl's FSDP engines have no tensor parallelism",
         "pipeline": "verl's FSDP engines have no pipelines",
         "expert": "verl's FSDP engines have no expert parallelism",
@@ -88,6 +87,7 @@ pipelines](../guides/parallelism.md) shows a whole program.
 """
 MEANINGS = {
     "tested": "the test runs the combination, and compares the named quantities with one process",
+    "not run": "there is a test, but it has not run yet, because it needs more GPUs than we had",
     "refused": "an error with these words is raised before anything is computed. The rule says "
     "what to do instead",
     "no test": "nobody has checked the combination. It may be right, wrong or impossible. The rule "
@@ -127,6 +127,7 @@ class Row:
         equal: what equals one process.
         refused: words of the error, if the combination is refused.
         needs: what the test needs in addition to the usual packages.
+        has_run: False if the test needs what nobody has had.
         file, test: where the test is. Both are "" without a test.
     """
 
@@ -137,6 +138,7 @@ class Row:
     equal: str = ""
     refused: str = ""
     needs: str = ""
+    has_run: bool = True
     file: str = ""
     test: str = ""
     anchor: str = ""
@@ -145,6 +147,8 @@ class Row:
     def result(self) -> str:
         if not self.test:
             return "no test"
+        if not self.has_run:
+            return "not run"
         return "refused" if self.refused else "tested"
 
     @property

@@ -75,6 +75,7 @@ def be_a_rank(rank, store, folder, options, answers):
     context=2,
     FSDP=2,
     needs="2 GPUs",
+    has_run=False,
     equal="losses",
 )
 @pytest.mark.parametrize("case", CASES)

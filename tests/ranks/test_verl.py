@@ -1,8 +1,10 @@
 """verl's engines with attention over ranks: one process's log-probabilities, entropy and losses."""
 
 import copy
+import dataclasses
 import functools
 import importlib
+import inspect
 import itertools
 import math
 import os
@@ -12,12 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support import huggingface as hf
 from tests.support import verl
+from tests.support.examples import example
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl's and transformers' own
 TEMPERATURE = 0.7
+PARTS = slice(0, 2), slice(2, 4)  # the sequences of each group of ranks
 ROOT = Path(__file__).parents[2]
 real = pytest.mark.skipif(not verl.INSTALLED, reason="verl is not installed")
 
@@ -52,15 +57,16 @@ def alone(model):
 
 
 def on_rank(group, folder, settings, options):
-    """What verl's engine infers, and what it reports of a step of training."""
+    """What verl's engine infers for its group's sequences, and reports of a step of training."""
+    part = PARTS[dist.get_rank() // 2]
     integration = verl.on_cpu(settings)
     sft_loss = importlib.import_module("verl.workers.utils.losses").sft_loss
     engine = verl.engine(folder, 2, **options)
     assert isinstance(engine, integration.LanguageModelEngine)
     engine.initialize()
     with engine.train_mode(zero_grad_on_exit=False):
-        found = engine.infer_batch(verl.data())["model_output"]
-        step = engine.train_batch(verl.data(), functools.partial(sft_loss, None))
+        found = engine.infer_batch(verl.data(part))["model_output"]
+        step = engine.train_batch(verl.data(part), functools.partial(sft_loss, None))
     sent = engine._packed.sp.report().bytes
     inferred = [[x.clone() for x in found[name].unbind()] for name in ("log_probs", "entropy")]
     return *inferred, sum(step["loss"]), step["metrics"].get("grad_norm"), sent
@@ -69,6 +75,7 @@ def on_rank(group, folder, settings, options):
 @pytest.mark.composes(
     "verl",
     "`ulysses_sequence_parallel_size` ranks share a sequence; verl's FSDP2 shards over all ranks",
+    data=2,
     context=2,
     FSDP=4,
     needs="verl",
@@ -91,12 +98,13 @@ def test_an_engine_has_the_numbers_of_one_process(pool, tmp_path, settings, opti
     results = pool(4, on_rank, tmp_path, settings, options)
     norms = [x[3] for x in results]  # verl reports them on the first rank of each group
     assert norms[0] == norms[2] == pytest.approx(norm, rel=1e-4)
-    for logs, entropy, own_loss, _, sent in results:
-        for found, expected in zip(logs, probabilities, strict=True):
+    assert sum(x[2] for x in results) / 4 == pytest.approx(loss, rel=1e-5)
+    for rank, (logs, entropy, _, _, sent) in enumerate(results):
+        part = PARTS[rank // 2]
+        for found, expected in zip(logs, probabilities[part], strict=True):
             torch.testing.assert_close(found[:-1], expected, rtol=2e-5, atol=2e-5)
-        for found, expected in zip(entropy, entropies, strict=True):
+        for found, expected in zip(entropy, entropies[part], strict=True):
             torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-        assert own_loss == pytest.approx(loss, rel=1e-5)
         assert sent > 0
 
 
@@ -135,6 +143,60 @@ def by_stand_in(group):
 def test_log_probabilities_and_gradients_with_the_stand_in(pool):
     for found in pool(2, by_stand_in):
         assert max(found) < 2e-5, found
+
+
+def trained(group, folder):
+    """The losses of the example."""
+    verl.on_cpu('{"strategy": "ring"}')
+    return example("verl_engine").train(folder, 2)
+
+
+def trained_alone(folder):
+    """The same of one process, which computes each sequence by itself."""
+    program = example("verl_engine")
+    model, losses = program.make_model(), []
+    model.save_pretrained(folder)
+    count = sum(program.LENGTHS) - sum(program.PROMPTS)
+    for step in range(program.STEPS):
+        total = 0.0
+        for ids, prompt in zip(program.sequences(step), program.PROMPTS, strict=True):
+            logs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            total -= logs.gather(1, ids[1:, None])[prompt - 1 :].sum()
+        loss = total / count
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.3 * p.grad
+                p.grad = None
+        losses.append(float(loss))
+    return losses
+
+
+def test_the_example_has_the_losses_of_one_process(pool, tmp_path):
+    expected = trained_alone(tmp_path)
+    assert expected[-1] < expected[0]
+    for losses in pool(4, trained, str(tmp_path)):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def found_at(path, name):
+    return functools.reduce(getattr, name.split("."), importlib.import_module(path))
+
+
+@pytest.mark.parametrize("path", verl.SIGNATURES)
+def test_signatures_are_those_of_verls_release(path):
+    """Of the stand-in, or of the package where it is installed."""
+    verl.on_cpu()
+    for name, names in verl.SIGNATURES[path].items():
+        assert [*inspect.signature(found_at(path, name)).parameters] == names, name
+
+
+@real
+@pytest.mark.parametrize("path", verl.FIELDS)
+def test_configs_have_the_fields_of_the_example(path):
+    verl.on_cpu()
+    for name, fields in verl.FIELDS[path].items():
+        assert {*fields} <= {x.name for x in dataclasses.fields(found_at(path, name))}
 
 
 @pytest.mark.skipif(verl.INSTALLED, reason="the package takes the stand-in's place")

@@ -1,13 +1,18 @@
 """verl's engines on CPUs: its platform, its configs and batches; or a stand-in, without verl."""
 
+import contextlib
+import functools
 import importlib.util
 import os
 import sys
 import types
 
 import torch
+import torch.distributed as dist
+import transformers
 
 from tests.support import huggingface as hf
+from tests.support.ranks import device_mesh
 
 INSTALLED = importlib.util.find_spec("verl") is not None
 LENGTHS = (9, 2, 12, 5)
@@ -78,8 +83,8 @@ def engine(folder, ranks, model_type="language_model", **options):
     )
 
 
-def data(**options):
-    """A batch of packed sequences of verl's own data class."""
+def data(part=slice(None), **options):
+    """A batch of packed sequences of verl's own data class: this part of all sequences."""
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(1)
@@ -94,7 +99,8 @@ def data(**options):
         "loss_mask": masks,
     }
     nested = {
-        name: torch.nested.as_nested_tensor(x, layout=torch.jagged) for name, x in tensors.items()
+        name: torch.nested.as_nested_tensor(x[part], layout=torch.jagged)
+        for name, x in tensors.items()
     }
     settings = {
         "use_dynamic_bsz": True,
@@ -108,17 +114,99 @@ def data(**options):
     return tu.get_tensordict(nested, settings)
 
 
+# The names of the parameters of verl 0.9.1 that seqpar's engines and the example depend on.
+SIGNATURES = {
+    "verl.utils.seqlen_balancing": {
+        "get_seqlen_balanced_partitions": ["seqlen_list", "k_partitions", "equal_size"],
+    },
+    "verl.utils.tensordict_utils": {
+        "get_non_tensor_data": ["data", "key", "default"],
+        "get_tensordict": ["tensor_dict", "non_tensor_dict"],
+    },
+    "verl.workers.engine.base": {
+        "EngineRegistry.register": ["model_type", "backend", "device", "vendor"],
+        "EngineRegistry.new": ["model_type", "backend", "args", "kwargs"],
+    },
+    "verl.workers.engine.fsdp.transformer_impl": {
+        f"{engine}.{name}": ["self", *names]
+        for engine in ("FSDPEngineWithLMHead", "FSDPEngineWithValueHead")
+        for name, names in {
+            "__init__": [
+                *("model_config", "engine_config", "optimizer_config", "checkpoint_config"),
+            ],
+            "initialize": [],
+            "_build_module": [],
+            "_build_fsdp_module": ["module"],
+            "prepare_model_inputs": ["micro_batch"],
+            "_gather_and_unpad_packed": ["tensor", "pad_size"],
+            "train_mode": ["kwargs"],
+            "train_batch": ["data", "loss_function"],
+        }.items()
+    },
+    "verl.workers.utils.losses": {"sft_loss": ["config", "model_output", "data", "dp_group"]},
+}
+# The fields of verl's configs that the example gives. The package has more.
+FIELDS = {
+    "verl.workers.config": {
+        "HFModelConfig": [
+            *("path", "load_tokenizer", "override_config", "enable_gradient_checkpointing"),
+        ],
+        "FSDPEngineConfig": [
+            *("strategy", "ulysses_sequence_parallel_size", "mixed_precision"),
+            "use_torch_compile",
+        ],
+        "FSDPOptimizerConfig": [
+            *("lr", "weight_decay", "clip_grad", "total_training_steps", "optimizer"),
+            "optimizer_impl",
+        ],
+    },
+    "verl.trainer.config": {"CheckpointConfig": []},
+}
+
+
 class Engine:
-    """What seqpar's engines use of verl's FSDP engines, with the package's signatures."""
+    """What seqpar's engines and the example use of verl's FSDP engines.
+
+    Each rank holds all weights, and gradients are averaged over all ranks, as FSDP does.
+    """
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         self.model_config, self.engine_config = model_config, engine_config
-        self.ulysses_sequence_parallel_size = engine_config.ulysses_sequence_parallel_size
-        self.use_ulysses_sp = self.ulysses_sequence_parallel_size > 1
+        self.optimizer_config = optimizer_config
+        self.ulysses_sequence_parallel_size = ranks = engine_config.ulysses_sequence_parallel_size
+        self.use_ulysses_sp = ranks > 1
         self.ulysses_parallel_group = engine_config.group
+        if engine_config.group is None and dist.is_initialized():
+            mesh = device_mesh(dist.get_world_size() // ranks, ranks, names=("dp", "sp"))
+            self.ulysses_parallel_group = mesh["sp"].get_group()
 
     def initialize(self):
         self.module = self._build_fsdp_module(self._build_module())
+        if self.optimizer_config is not None:
+            self.optimizer = torch.optim.SGD(self.module.parameters(), self.optimizer_config.lr)
+
+    @contextlib.contextmanager
+    def train_mode(self, **kwargs):
+        self.module.train()
+        yield
+        self.optimizer.zero_grad()
+
+    def train_batch(self, data, loss_function):
+        inputs, outputs = self.prepare_model_inputs(data)
+        logits = self.module(**inputs).logits[0] / outputs["temperature_rmpad"][:, None]
+        chosen = outputs["input_ids_rmpad_rolled"][:, None]
+        logs = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+        whole = self._gather_and_unpad_packed(logs, outputs["pad_size"])
+        offsets = data["input_ids"].offsets()
+        found = {"log_probs": torch.nested.nested_tensor_from_jagged(whole, offsets)}
+        count = int(data["loss_mask"].values().sum())
+        loss, _ = loss_function(found, data | {"dp_size": 1, "batch_num_tokens": count})
+        loss.backward()
+        for p in self.module.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        self.optimizer.step()
+        return {"loss": [loss.item()]}
 
     def _build_module(self):
         assert self.ulysses_sequence_parallel_size == 1
@@ -134,7 +222,7 @@ class Engine:
             "input_ids": ids[None],
             "position_ids": micro_batch["position_ids"].values()[None],
         }
-        temperature = torch.full(ids.shape, 0.7)
+        temperature = torch.full(ids.shape, micro_batch.get("temperature", 0.7))
         rolled = {"input_ids_rmpad_rolled": ids.roll(-1), "temperature_rmpad": temperature}
         inputs |= {"attention_mask": None, **micro_batch.get("multi_modal_inputs", {})}
         return inputs, rolled | {"pad_size": 0}
@@ -143,22 +231,74 @@ class Engine:
         return tensor
 
 
-class Registry:
+class EngineRegistry:
+    engines = {}  # noqa: RUF012
+
     @classmethod
     def register(cls, model_type, backend, device="cuda", vendor=None):
-        return lambda engine_class: engine_class
+        return lambda engine_class: cls.engines.setdefault(model_type, engine_class)
+
+    @classmethod
+    def new(cls, model_type, backend, *args, **kwargs):
+        return cls.engines[model_type](*args, **kwargs)
+
+
+class Config:
+    """A config that has what it is given, and what set-up reads of a config of text alone."""
+
+    use_fused_kernels, group = False, None
+    mtp = types.SimpleNamespace(enable=False)
+    router_replay = types.SimpleNamespace(mode="disabled")
+
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+    @functools.cached_property
+    def model(self):
+        return transformers.LlamaForCausalLM.from_pretrained(self.path)
+
+    @property
+    def hf_config(self):
+        return self.model.config
+
+
+def get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size):
+    raise AssertionError("the tests with the stand-in let the plan form partitions")
+
+
+def get_non_tensor_data(data, key, default):
+    return data.get(key, default)
+
+
+def get_tensordict(tensor_dict, non_tensor_dict=None):
+    return tensor_dict | (non_tensor_dict or {})
+
+
+def sft_loss(config, model_output, data, dp_group=None):
+    """The mean loss of the tokens that the mask names; each logarithm is of the next token."""
+    mask = data["loss_mask"].values().roll(-1)
+    total = (model_output["log_probs"].values() * mask).sum()
+    return -total / data["batch_num_tokens"] * data["dp_size"], {}
 
 
 def stand_in():
     """Put modules with the names that `seqpar.integrations.verl` imports in verl's place."""
     members = {
-        "verl.utils.seqlen_balancing": {"get_seqlen_balanced_partitions": lambda *x: x},
-        "verl.utils.tensordict_utils": {"get_non_tensor_data": lambda data, key, default: default},
-        "verl.workers.engine.base": {"EngineRegistry": Registry},
+        "verl.trainer.config": {"CheckpointConfig": Config},
+        "verl.utils.seqlen_balancing": {
+            "get_seqlen_balanced_partitions": get_seqlen_balanced_partitions
+        },
+        "verl.utils.tensordict_utils": {
+            "get_non_tensor_data": get_non_tensor_data,
+            "get_tensordict": get_tensordict,
+        },
+        "verl.workers.config": dict.fromkeys(FIELDS["verl.workers.config"], Config),
+        "verl.workers.engine.base": {"EngineRegistry": EngineRegistry},
         "verl.workers.engine.fsdp.transformer_impl": {
             "FSDPEngineWithLMHead": type("FSDPEngineWithLMHead", (Engine,), {}),
             "FSDPEngineWithValueHead": type("FSDPEngineWithValueHead", (Engine,), {}),
         },
+        "verl.workers.utils.losses": {"sft_loss": sft_loss},
     }
     for path, found in members.items():
         parts = path.split(".")

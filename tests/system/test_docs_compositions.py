@@ -33,7 +33,9 @@ def test_the_page_of_compositions_is_made_from_marks():
 def test_a_row_says_what_is_equal_or_refused():
     for row in MARKED:
         assert bool(row.equal) != bool(row.refused), row
-        assert row.ranks and all(row.ranks.values()) and row.rule, row
+        assert row.ranks and all(row.ranks.values()) and row.rule and (row.has_run or row.needs), (
+            row
+        )
 
 
 def test_cases_and_refusals_occur_in_the_tests():
