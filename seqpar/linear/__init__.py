@@ -1,6 +1,6 @@
 """Linear attention, from plain linear attention to Kimi Delta Attention.
 
-Start with `kinds.py`, which has the table of kinds.
+Start with `kinds.py`, which has the table of kinds. This package uses these words:
 
 * A *state* is a matrix for each head, which summarises all earlier tokens of a document.
 * A *span* is a range of consecutive tokens of a document on one rank. The state before the span
@@ -8,7 +8,7 @@ Start with `kinds.py`, which has the table of kinds.
 * The *transition* of a span is the factor by which the span multiplies the entering state.
 * A *pass* is the forward or the backward computation of a call.
 
-This folder has the code that all kinds share: which states enter which spans, and how states are
-passed from span to span. `states/` is for calls whose transitions follow from the layout, so that
-all ranks know the transitions. `maps/` is for all other calls.
+The files of this folder are shared by all kinds: they determine which states enter which spans, and
+how states are sent from span to span. `states/` is for calls whose transitions follow from the
+layout, so that all ranks know them. `maps/` is for all other calls.
 """

@@ -5,9 +5,9 @@ need only one result of the span: its state (`states/state_options.py`), or its 
 from the entering state to the leaving state (`maps/map_options.py`).
 
 A strategy decides how states or maps are sent between ranks. All strategies call `begin_forward`
-and `begin_backward` to compute. Each of the two functions returns an object that computes in
-several steps, and the strategy exchanges states or maps between the steps. `inputs.py` explains the
-letters of shapes.
+and `begin_backward` to compute. Each of these functions returns an object that computes in several
+steps, and the strategy exchanges states or maps between the steps. `inputs.py` explains the letters
+of shapes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ O_co = TypeVar("O_co", covariant=True)
 
 
 class LinearWork(NamedTuple):
-    """The work of one or more steps of a forward or a backward, for hooks."""
+    """The work of one or more steps of a pass, for hooks."""
 
     # The number of (query, key) pairs for which softmax attention would take the same time.
     area: int
-    share: float  # the fraction of the area of the whole forward or backward
-    tokens: int  # number of rows, over the whole batch
-    heads: int  # number of states
-    dims: tuple[int, int]  # (K, V) of a state
+    share: float  # the fraction of the area of the whole pass
+    tokens: int  # the number of rows, over the whole batch
+    heads: int  # the number of states
+    dims: tuple[int, int]  # the shape (K, V) of a state
     backward: bool
 
 
 class Options(ABC, Generic[O]):
     """The options of a call that change its arithmetic."""
 
-    family: ClassVar[str]  # the family of backends (a key of `BACKENDS`)
+    family: ClassVar[str]  # the backends that can compute it, a key of `BACKENDS`
     backend: str
 
     def on_meta(self) -> Self:
@@ -69,17 +69,17 @@ class Options(ABC, Generic[O]):
 class Steps(Protocol[O_co, R_co]):
     """The forward or backward of a backend in three steps. An exchange can run between the steps.
 
-    1. The constructor computes `outgoing`, the states or maps that other spans need. 2. `local`
-    computes everything that does not depend on other spans, while states are sent. The call is
-    optional: without the call, `finish` does this work.
+    1. The constructor computes `outgoing`, the states or maps that other spans need.
+    2. `local` computes everything that does not depend on other spans, while states are sent. This
+       step is optional: if it is left out, `finish` does its work.
     3. `finish` returns the results.
 
     In forward, `outgoing` has the state or the map of each span's own rows, at the index
     `state_out` of the span. In backward, `outgoing` has an entry for each span that a state enters,
-    at the index `state_in`. If states are exchanged, the entry is the gradient of the entering
-    state, as far as this gradient comes from the span's own rows. If maps are exchanged, the entry
-    is the map from the gradient of the leaving state to the gradient of the entering state. The
-    transition of the backward map is the transpose of the forward transition.
+    at the index `state_in`. If states are exchanged, the entry is the part of the gradient of the
+    entering state that comes from the span's own rows. If maps are exchanged, the entry is the map
+    from the gradient of the leaving state to the gradient of the entering state. The transition of
+    this map is the transpose of the forward transition.
     """
 
     @property
@@ -92,11 +92,11 @@ class Steps(Protocol[O_co, R_co]):
         """Return the results, given the states that enter spans. None means that all entering
         states are 0.
 
-        In forward, the result is out (B, T, max(Hq, H), V) in q's dtype, and the given states are
+        In forward, the result is out (B, T, max(Hq, H), V) in q's dtype, and `states` are
         (states_in, B, H, K, V). Without causality, the state that enters a run is the sum over the
         whole document, including the run. In backward, the results are the gradients of the inputs,
-        in fp32 or in the dtypes of the inputs, and the given states (states_out, B, H, K, V) are
-        the gradients of the states that leave spans.
+        in fp32 or in the dtypes of the inputs. `states` (states_out, B, H, K, V) are then the
+        gradients of the states that leave spans.
         """
 
 
@@ -117,8 +117,8 @@ def begin_backward(
 ) -> HookedSteps[O, Any]:
     """Begin a backward, and compute its `outgoing`.
 
-    `dout` has the shape of out. The given states are the states that entered spans in forward.
-    `finish` returns at least dq, dk and dv.
+    `dout` has the shape of out. `states_in` are the states that entered spans in forward. `finish`
+    returns at least dq, dk and dv.
     """
     make = load_backend(options.family, options.backend).Backward
     return HookedSteps(
@@ -139,7 +139,7 @@ def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backw
 
 
 class HookedSteps(Generic[O, R]):
-    """`Steps` that hooks can trace, or replace by arbitrary results."""
+    """`Steps` that hooks can trace, or replace with arbitrary results."""
 
     def __init__(
         self,
@@ -163,12 +163,12 @@ class HookedSteps(Generic[O, R]):
         return self._arbitrary() if result is None else result
 
     def _compute(self, step: Callable[[], T], *names: StepName) -> T | None:
-        """Return `step()`, or None if a hook replaced it."""
+        """Run a step and return its result, or return None if a hook replaces the step."""
         with hooks().computing(self._device, lambda: self._work(*names)) as computes:
             return step() if computes else None
 
     @property
     def _made(self) -> Steps[O, R]:
-        # a hook that replaces steps would also have replaced the constructor.
+        # a hook that replaces steps would have replaced the constructor, too
         assert self._steps is not None
         return self._steps

@@ -1,12 +1,13 @@
-"""The chains along which ranks pass states from span to span of each document.
+"""The chains along which ranks send states from span to span of each document.
 
 * A *span* is a range of consecutive tokens of a document on one rank.
 * The *chain* of a document is the list of its spans in order, with the rank of each span. Without
   causality, a chain consists of *runs* instead of spans. A run is all tokens of a document on one
   rank.
 * A *link* is a state that a span sends to the next span of the chain.
-* A *hop* is one message: all links that one rank sends to another rank, or to itself, at the same
-  depth of the chains.
+* The *depth* of a link grows along each chain.
+* A *hop* is one message: all links of the same depth that one rank sends to another rank, or to
+  itself.
 * The *slot* of a state is its index in the first dimension of a tensor of states.
 * A *station* is a position of a document at which a sum of states is needed, such as the start of a
   span (`routes.py`).
@@ -28,31 +29,30 @@ class Hop(NamedTuple):
     """The links that one rank sends to another rank, or to itself, in one message, as arrays.
 
     The state of a link is λ^rows · (the sum at the station `carries_from`) + (the state
-    `own_states`). A link may also begin or end at the end of a document instead of a span.
+    `own_states`). A link may also begin or end at the end of a document instead of a span. Links
+    that pass on a sum come first in a hop.
 
-    The *depth* of a link grows along each chain. All links of a hop have the same depth, and their
-    states are sent in one message for all documents. When each state had a message of its own,
-    5,000 short documents on 64 ranks took 40,000 messages per rank. Links that pass on a sum come
-    first in a hop. All ranks process their hops in the same order, sorted by depth, so that no two
-    ranks wait for each other. `scanning.py` explains the order for blocks of states.
+    A hop contains the links of all documents, because separate messages would be too many: 5,000
+    short documents on 64 ranks took 40,000 messages per rank. All ranks process their hops in the
+    same order, sorted by depth, so that no two ranks wait for each other. `scanning.py` explains
+    the order for blocks of states.
     """
 
     depth: int
     source: int  # the rank that sends
     target: int  # the rank that receives
-    own_states: Ints  # (links,): the slot of the source's state that is added, or −1
+    own_states: Ints  # (links,): the slot of the state that the source adds, or −1
     carries_from: Ints  # (links,): the slot of the source's station whose sum is passed on, or −1
     rows: Ints  # (links,): over how many rows this sum decays
-    # (links,): the slot of the target's station; higher slots are sums between runs.
+    # (links,): the slot of the target's station. Higher slots are sums between runs.
     target_slots: Ints
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
     """Return the hops to and from a rank, sorted by depth, source and target.
 
-    The hops are stored with the routes. The sender and the receiver of a hop have the hop's links
-    in the same order. With `ends` False, links that begin or end at the end of a document are left
-    out.
+    The hops are stored with the routes. The sender and the receiver of a hop have its links in the
+    same order. With `ends=False`, links that begin or end at the end of a document are left out.
     """
 
     def build() -> list[Hop]:
@@ -79,10 +79,10 @@ class Chain(NamedTuple):
     """
 
     holder: Ints  # the rank that holds the span
-    number: Ints  # how many spans of the document come before it in the pass
-    behind: Ints  # how many spans of the document come after it in the pass
-    maps: Ints  # the slot of its map or state on the rank that holds it, or −1
-    stations: Ints  # the slot of the state that enters it in the pass, or −1
+    number: Ints  # how many spans of the document come earlier in the pass
+    behind: Ints  # how many spans of the document come later in the pass
+    maps: Ints  # the slot of the span's map or state on its rank, or −1
+    stations: Ints  # the slot of the state that enters the span in the pass, or −1
     documents: Ints
     rows: Ints
 
@@ -108,14 +108,14 @@ class Chain(NamedTuple):
 
     @property
     def heads(self) -> Ints:
-        """(spans,): for each span, the index of the first span of its document."""
+        """For each span, the index of the first span of its document, (spans,)."""
         return np.arange(self.number.size) - self.number
 
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
         """Return the spans whose links begin or end on a rank, and the last spans of documents on
         the rank.
 
-        The spans are indices in the chain. A span passes its state to the span with the next index.
+        The spans are indices in the chain. A span sends its state to the span with the next index.
         """
         here, last = self.holder == rank, self.behind == 0
         to_here = np.r_[here[1:], False]
@@ -134,9 +134,11 @@ class Chain(NamedTuple):
         """Return (8, links): depth, source, target and document of each link, and the last fields
         of `Hop`.
 
-        `source` and `target` are spans, as indices in the chain. `slots` are the slots of the links
-        on their targets. The other arguments have a value for each span, which is used for the link
-        that begins at the span.
+        Args:
+            source, target: the spans at which the links begin and end, as indices in the chain.
+            slots: the slot of each link on its target rank.
+            depth, states, carries, rows: a value for each span of the chain. A link has the value
+                of the span at which it begins.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -144,9 +146,7 @@ class Chain(NamedTuple):
 
 
 def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) -> Iterator[Ints]:
-    """Yield the links of a rank, along each document from the first span of the pass to the
-    last.
-    """
+    """Yield the links of a rank, in the order of the pass."""
     chain = Chain.of(routes, backward)
     current, last = chain.of_rank(rank)
     carries = np.where((chain.number > 0) | (backward and ends), chain.stations, -1)
@@ -162,15 +162,15 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
     """Yield the links of a rank without causality.
 
-    In each document, sums are passed from run to run. The last run then sends the sum of all runs
+    In each document, sums are sent from run to run. The last run then sends the sum of all runs
     back to all other runs. No state decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
     following = current + 1
-    state = runs.stations  # a run's state and its station have the same slot
+    state = runs.stations  # the state of a run and its station have the same slot
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
-    # Slots of sums between runs follow those of stations.
+    # The slots of sums between runs follow those of stations.
     passed_on = state + np.array(stations)[runs.holder]
     carries = np.where(runs.number > 0, passed_on, -1)
     yield runs.links(current, following, passed_on[following], runs.number, state, carries, 0)
@@ -196,11 +196,11 @@ def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *co
 def _links_from_ends(
     routes: StateRoutes, chain: Chain, rank: int, last: Ints, depth: int, slots: Ints
 ) -> Iterator[Ints]:
-    """Yield the links of a rank in backward that come from the ends of documents.
+    """Yield the links of a rank in backward that begin at the ends of documents.
 
-    All ranks have the gradients of final states, at the ends of documents. The links lead from the
-    ends to the `last` spans of the documents. `slots` (spans,) has the slot of each span on its
-    rank.
+    All ranks have the gradients of final states, which belong to the ends of documents. The links
+    lead from the ends to the `last` spans of the documents. `slots` (spans,) has the slot of each
+    span on its rank.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

@@ -1,8 +1,4 @@
-"""Decoding: each document is continued by one or a few tokens, from the state of the earlier
-tokens.
-
-The functions of this file are plain PyTorch and send nothing.
-"""
+"""Decoding: continue each document by one or a few tokens, from the state of the earlier tokens."""
 
 from __future__ import annotations
 
@@ -23,18 +19,17 @@ def decode_step(
 ) -> tuple[Tensor, Tensor]:
     """Continue each of N documents by one token or by t tokens. Return out and the next state.
 
-    The step is plain PyTorch and sends nothing. Autograd differentiates it. Autocast has no effect
-    on it.
+    The step is plain PyTorch and sends nothing. It supports autograd. Autocast has no effect on it.
 
     Args:
         kind: the name of the kind of recurrence.
         inputs: the tensors of the new tokens. q is (N, Hq, K), or (N, t, Hq, K) for t tokens, in
             fp64, fp32, bf16 or fp16. k (…, Hk, K) and v (…, Hv, V) have the same number of
-            dimensions and the same dtype. Heads are shared as in a call, with H = max(Hk, Hv).
-            `log_decay` is None, (H,), (…, H) or (…, H, K), as the kind requires; its values are not
+            dimensions and the same dtype as q. Heads are shared as in a call, with H = max(Hk, Hv).
+            `log_decay` is None, (H,), (…, H) or (…, H, K), as the kind requires. Its values are not
             checked, because this would synchronise a GPU with the host. `beta` is (…, H) for the
             delta rule, and otherwise None.
-        state: (N, H, K, V), in fp32 (fp64 for fp64), from a call or an earlier step.
+        state: (N, H, K, V), in fp32 (fp64 for fp64). The state from a call or an earlier step.
         scale: the factor of q·k.
 
     Returns:
@@ -86,9 +81,9 @@ def decode_linear_step(
 
     Args:
         q: (N, Hq, D), fp64, fp32, bf16 or fp16.
-        k: (N, Hkv, D); Hq must be a multiple of Hkv.
+        k: (N, Hkv, D). Hq must be a multiple of Hkv.
         v: (N, Hkv, Dv).
-        state: (N, Hkv, D, Dv), in fp32 (fp64 for fp64), from a call or an earlier step.
+        state: (N, Hkv, D, Dv), in fp32 (fp64 for fp64). The state from a call or an earlier step.
         log_decay: (Hkv,) in fp32 or fp64, on q's device or the CPU. Its values are not checked,
             because this would synchronise a GPU with the host.
         scale: the factor of q·k.

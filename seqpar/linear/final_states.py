@@ -1,8 +1,8 @@
-"""The exchange of the final state of each document, and of the gradients of final states.
+"""Exchange the final state of each document, and the gradients of final states.
 
-One rank computes the final state of a document, and sends the state to all ranks. If each rank
-computed the final state, the ranks would add states in different orders. Ranks that decode from the
-final state could then differ in the last bits.
+One rank computes the final state of a document, and sends it to all ranks. If each rank computed
+the final state itself, ranks would add states in different orders, and the last bits could differ.
+Ranks that decode from the final state could then choose different tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from seqpar.linear.linear_call import LinearCall
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.scanning import as_table
 
-STEP = 1  # the step of these exchanges in traffic and traces; states that enter spans have step 0
+# the step of these exchanges in traffic and traces; exchanges of entering states have step 0
+STEP = 1
 
 
 class FinalStates:
     """The exchange of the final states of all documents.
 
-    `own` (ended, B, H, K, V) has the final states of the documents whose last tokens are on this
+    `own` (ended, B, H, K, V) has the final states of the documents whose last token is on this
     rank.
     """
 
@@ -39,7 +40,7 @@ class FinalStates:
     def wait(self, initial: Tensor | None) -> Tensor:
         """Return all final states, (documents, B, H, K, V).
 
-        A document without tokens has its initial state, or 0.
+        The final state of a document without tokens is its initial state, or 0.
         """
         plan = self._plan
         if plan.empty is not None:
@@ -65,7 +66,7 @@ class ArrivalOrder(TableHolder):
         # The slots of the states of documents without tokens.
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
-        # The slot of the state of each document, or None if states are in the order of the
+        # The slot of the state of each document. None if states arrive in the order of the
         # documents.
         in_order = np.array_equal(order, np.arange(order.size))
         self.order = None if in_order else as_table(order)
@@ -94,7 +95,7 @@ def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[T
 
 
 class FinalGradients:
-    """The exchange of the gradients of final states, which are added up over the ranks.
+    """The exchange of the gradients of final states, which are summed over the ranks.
 
     `own` (documents, B, H, K, V) are this rank's gradients.
     """
@@ -110,7 +111,9 @@ class FinalGradients:
         self._rank = comm.rank
 
     def wait(self) -> Tensor:
-        """Return (ended, B, H, K, V): the sums for documents whose last tokens are on this rank."""
+        """Return the sums for the documents whose last token is on this rank, (ended, B, H, K,
+        V).
+        """
         self._pending.wait()
         parts = [*self._arriving]
         parts.insert(self._rank, self._own)

@@ -1,13 +1,13 @@
-"""The tensors of a call of linear attention, the checks of the tensors, and the sharing of heads.
+"""The tensors of a call of linear attention, their checks, and the sharing of heads.
 
 Letters of shapes: B is the batch, T the number of rows, H the number of states, Hq, Hk and Hv the
 numbers of heads of queries, keys and values, K the head dim of queries and keys, and V the head dim
 of values.
 
-H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. A tensor with fewer
-heads than another tensor shares each head among the same number of consecutive heads of the other
-tensor, as in `repeat_interleave`. Examples are queries that share a key under GQA, and values that
-share a key in Qwen3-Next.
+H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. If a tensor has fewer
+heads than another tensor, each of its heads is used with the same number of consecutive heads of
+the other tensor, as in `repeat_interleave`. In GQA, for example, several query heads use one key
+head. In Qwen3-Next, several value heads use one key head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seqpar.linear.kinds import Kind
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. `log_decay` and `beta` are None if the kind has none."""
+    """The tensors of a call. `log_decay` and `beta` are None for kinds that do not use them."""
 
     q: Tensor  # (B, T, Hq, K)
     k: Tensor  # (B, T, Hk, K)
@@ -67,8 +67,8 @@ class CallTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of `Inputs`, in the dtypes of the inputs. The gradient of a missing input is
-    None.
+    """The gradients of `Inputs`, in the dtypes of the inputs. The gradient of an input that is None
+    is None.
     """
 
     q: Tensor
@@ -85,7 +85,9 @@ class Gradients(NamedTuple):
 
 
 def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inputs:
-    """Return uninitialised q, k and v of a shape, whose kv_heads is the number of states."""
+    """Return uninitialised q, k and v with the shape of the operands, and a state for each KV
+    head.
+    """
     heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.dim, shape.dim)
     return Inputs(
         *(
@@ -99,7 +101,7 @@ def expand(inputs: Inputs) -> Inputs:
     """Return the inputs in the accumulator's dtype, with one head for each state.
 
     q becomes (B, T, max(Hq, H), K), k (B, T, H, K), v (B, T, H, V), log_decay (B, T, H, 1 or K) and
-    beta (B, T, H, 1). Without decay log_decay is None.
+    beta (B, T, H, 1). Without decay, log_decay is None.
     """
     dtype, heads = accumulator_dtype(inputs.q.dtype), inputs.heads
     q, k, v, log_decay, beta = inputs
@@ -114,7 +116,7 @@ def expand(inputs: Inputs) -> Inputs:
 
 
 def expanded_gradients(inputs: Inputs) -> Gradients:
-    """Return uninitialized gradients for `fold`.
+    """Return uninitialised gradients, which are filled and then given to `fold`.
 
     The gradients of q, k and v have the shapes and dtypes of `inputs`. The gradients of log_decay
     and beta are in the accumulator's dtype, with the shapes that `expand` returns.
@@ -149,7 +151,7 @@ def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Return x (B, T, h, …) with `heads` heads, a multiple of h."""
+    """Repeat the h heads of x (B, T, h, …), so that there are `heads` heads, a multiple of h."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
@@ -166,9 +168,9 @@ def check_heads(inputs: Inputs) -> None:
 
 
 def check_gates(kind: Kind, inputs: Inputs, rows: str) -> None:
-    """Raise unless the decays and β that the kind needs are given, with the right shape and dtype.
+    """Raise an error unless the decays and β that the kind needs have the right shape and dtype.
 
-    `rows` are the dimensions of rows by the names that the user knows, such as "B, T_local".
+    `rows` names the dimensions of rows in errors, such as "B, T_local".
     """
     sizes, heads, dim = tuple(inputs.q.shape[:2]), inputs.heads, inputs.q.shape[3]
     shapes: dict[str | None, tuple[str, tuple[int, ...]]] = {

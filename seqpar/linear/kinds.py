@@ -25,18 +25,20 @@ class Kind:
     name: str  # the name that users pass
     # the shape of g. None: g is 0. "constant": (H,). "head": (B, T, H). "key": (B, T, H, K).
     decay: Literal["constant", "head", "key"] | None
-    uses_beta: bool  # whether it follows the delta rule, with β (B, T, H)
+    uses_beta: bool  # whether the kind follows the delta rule, with β (B, T, H)
 
     @property
     def transition(self) -> Literal["head", "key", "matrix"]:
-        """The form of a span's transition: a number per head or key channel, or a matrix."""
+        """The form of a span's transition: a number per head, a number per key channel, or a
+        matrix.
+        """
         if self.uses_beta:
             return "matrix"
         return "key" if self.decay == "key" else "head"
 
     @property
     def constant_transition(self) -> bool:
-        """Whether every rank knows the transition of every span from the layout."""
+        """Whether every rank can compute the transition of every span from the layout."""
         return not self.uses_beta and self.decay in (None, "constant")
 
 
@@ -85,5 +87,5 @@ def advance(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | N
 
 
 def read(state: Tensor, k: Tensor) -> Tensor:
-    """Return Sᵀ k (…, V), the value that the state S returns for the key k."""
+    """Return Sᵀ k (…, V), the value that the state S stores for the key k."""
     return (state * k[..., :, None]).sum(-2)

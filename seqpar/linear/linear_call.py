@@ -26,20 +26,19 @@ from seqpar.linear.routes import StateRoutes
 
 T = TypeVar("T")
 
-# If a rank has more than this number of spans of a document, a call is refused if the spans' states
-# or maps have more bytes than their keys and values.
+# A rank may have this number of spans of a document without further checks. With more spans, a call
+# is refused if the states or maps of the spans have more bytes than their keys and values.
 _MANY_SPANS = 4
 
 
 class LinearArguments(NamedTuple):
-    """The arguments of a call that are not tensors of numbers, in the form that torch's operator
-    takes.
+    """The arguments of a call, except its input tensors, in the form that torch's operator takes.
 
     The module checks the types of the arguments before it calls the operator.
     `LinearStrategy.resolve` checks the values.
     """
 
-    # Stands for a layout (`seqpar.layout.handle`); all other arguments can be hashed.
+    # Stands for a layout (`seqpar.layout.handle`). All other arguments can be hashed.
     layout: Tensor
     states_in: Count  # the number of states that enter this rank's spans
     documents: Count
@@ -68,7 +67,7 @@ class InputForm(NamedTuple):
         return cls(OperandShape.of(q, k, v), v.shape[2], log_decay, beta)
 
     def described(self) -> dict[str, object]:
-        """Return the fields by the names that users know, for the rank check."""
+        """Return the fields by argument name, for the rank check."""
         return {
             **self.shape.described(),
             "heads of v": self.value_heads,
@@ -84,7 +83,7 @@ class LinearCall:
     In `shape`, kv_heads is H, dim is K and value_dim is V.
     """
 
-    rank: int  # this process's rank in the group that the layout is for
+    rank: int  # this process's rank in the group of the call
     layout: Geometry
     routes: StateRoutes
     shape: OperandShape
@@ -97,9 +96,7 @@ class LinearCall:
 
     @property
     def kept(self) -> Memo:
-        """The results that all calls with the same routes share. The layout stores these
-        results.
-        """
+        """A memo that all calls with the same routes share. It is stored in the layout."""
         return self.routes.derived
 
     @property
@@ -108,30 +105,30 @@ class LinearCall:
         return self.rank, self.shape, self.options.backend
 
     def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
-        """Return `build()`, which is called only once for all calls that differ only in their
-        tensors.
+        """Return the result of `build`, which is called once for all calls that differ only in
+        their tensors.
 
-        Tables in the result are on the device. The layout stores the result. The result must
-        therefore not refer to the layout or to the call, because it would keep them alive.
+        Tables in the result are moved to the device. The layout stores the result. The result must
+        therefore not refer to the layout or to the call: such a cycle would keep both alive.
         """
         return kept_on(device, self.kept, (*key, self.rank, self.shape), build)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of a state: B·H·K·V·4 (8 for fp64)."""
+        """The bytes of a state: B·H·K·V·4, or B·H·K·V·8 for fp64."""
         s = self.shape
         return s.batch * s.kv_heads * s.dim * s.value_dim * accumulator_dtype(s.dtype).itemsize
 
 
 def shape_of(inputs: Inputs) -> OperandShape:
-    """Return the shape of the operands, whose kv_heads is the number of states."""
+    """Return the shape of the operands. Its kv_heads is the number of states."""
     return OperandShape.of(*inputs[:3])._replace(kv_heads=inputs.heads)
 
 
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
     """Return initial states as (documents, B, …). Raise a ValueError if the shape is wrong.
 
-    `dims` is the text for the other dimensions in errors, such as "Hkv, D, Dv".
+    `dims` names the other dimensions in errors, such as "Hkv, D, Dv".
     """
     if initial_state.dim() != 4 + batched:
         expected = f"({'B, ' * batched}documents, {dims})"
@@ -142,8 +139,9 @@ def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
 def returned(
     out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out and any final states with the dimensions of the operands: the inverse of
-    `batch_second`.
+    """Return out and the final states, if any, with the dimensions that the operands had.
+
+    This is the inverse of `batch_second`.
     """
     out = heads.restore(out if batched else out[0], -2)
     if states is None:
@@ -154,7 +152,10 @@ def returned(
 def check_initial_state(
     layout: Geometry, shape: OperandShape, initial: Tensor | None, dims: str
 ) -> None:
-    """Raise unless the initial states fit the call; `dims` is as in `batch_second`."""
+    """Raise an error unless the initial states have the right shape, dtype and device for the call.
+
+    `dims` is as in `batch_second`.
+    """
     if initial is None:
         return
     documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
@@ -176,10 +177,11 @@ def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtyp
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
-    """Raise a ValueError on all ranks if spans send more bytes than their tokens have.
+    """Raise a ValueError on all ranks if the spans of a rank send more bytes than their tokens
+    have.
 
-    A span sends `elements` numbers per head, in the accumulator's dtype. `what` is the name of
-    these numbers in the error.
+    A span sends `elements` numbers per head, in the accumulator's dtype. In the error, `what` names
+    these numbers.
     """
     sizes = shape.dim, shape.value_dim, shape.dtype, elements
     why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
@@ -203,7 +205,7 @@ def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> s
 
 
 def _runs_of_many_spans(layout: Geometry) -> Ints:
-    """Return (4, n): rank, document, number of spans and tokens of each run that has many spans."""
+    """Return rank, document, number of spans and tokens of each run with many spans, (4, n)."""
     most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
     for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
         documents, first, stop = held.runs

@@ -1,9 +1,9 @@
 """The torch operators that compute a call of linear attention.
 
 The strategy of the call decides whether `states/` or `maps/` computes the call. The results are
-out, the final states, and the states that entered this rank's spans. Backward needs the entering
-states. In this file, states are (n, B, H, K, V): the batch is the second dimension. In a module's
-arguments, the batch is the first dimension.
+out, the final states, and the states that entered this rank's spans, which backward needs. In this
+file, states are (n, B, H, K, V): the batch is the second dimension. In a module's arguments, the
+batch is the first dimension.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class LinearOperator(CallOperator[CallTensors, LinearArguments, LinearCall]):
 
     # The FLOPs are those of the recurrent form, in which each token costs the same. Forward adds
     # the outer product k·vᵀ (K × V) to the state, and multiplies the state with q. Backward repeats
-    # the outer product. It has two products with gradients of out, for q and for states, and two
-    # with gradients of states, for k and for v. By the delta rule, a token also reads the state
-    # with its key, which doubles the products of states. A multiplication with an addition counts
-    # as 2 FLOPs. Kernels compute in chunks, and take more FLOPs.
+    # the outer product. It also has two products with gradients of out, for q and for states, and
+    # two products with gradients of states, for k and for v. By the delta rule, a token also reads
+    # the state with its key, which doubles the products of states. A multiplication with an
+    # addition counts as 2 FLOPs. Kernels compute in chunks, and take more FLOPs.
     def flops(self, tensors: CallTensors, arguments: LinearArguments) -> int:
         outputs, states = _product_flops(tensors.inputs)
         return outputs + states

@@ -25,7 +25,7 @@ from seqpar.linear.inputs import Gradients, Inputs, empty_inputs
 from seqpar.linear.linear_call import LinearArguments, LinearCall, check_initial_state
 
 # The backends that are preferred on CUDA. Our Triton kernels compute every call of the family
-# "linear", in which decays are constant or absent.
+# "linear", whose decays are constant or absent.
 PREFERRED = {"linear": "triton", "recurrent": "fla"}
 
 C = TypeVar("C", bound=LinearCall)
@@ -42,37 +42,36 @@ class ForwardResult(NamedTuple):
 
 class BackwardResult(NamedTuple):
     gradients: Gradients  # of the inputs
-    # (documents, B, H, K, V), whose sum over ranks is the gradient of the initial states; None
-    # without initial states
+    # (documents, B, H, K, V), whose sum over ranks is the gradient of the initial states. None
+    # without initial states.
     dinitial: Tensor | None
 
 
 class Exchange(Protocol[O_contra]):
-    """An exchange of states or maps in one pass, which returns the states at the stations of a
-    rank.
+    """The exchange of states or maps in one pass. It returns the states at the stations of a rank.
 
     A *station* is a position at which a rank needs a state, such as the start of a span
-    (`routes.py`). An exchange can be made before the states are known, so that sending does not
-    wait for weights. In a backward with maps, the exchange passes gradients of states back.
-    `travels` says whether the exchange sends or receives anything. If it does, other computation
-    can hide the exchange.
+    (`routes.py`). An exchange can be made before the states are known, so that its tables are ready
+    when sending begins. In a backward with maps, the exchange sends gradients of states back.
+    `travels` says whether the exchange sends or receives anything. If it does, the caller computes
+    something else before it waits.
     """
 
     travels: bool
 
     def post(self, outgoing: O_contra) -> None:
-        """Begin to send this rank's maps, or this rank's states, which are ordered by the slots of
-        their sources.
+        """Begin to send this rank's states or maps, which are ordered by the slots of their
+        sources.
 
-        For the first span of a document (`maps/ends.py`), only the state of the map is used.
+        Of the map of the first span of a document (`maps/ends.py`), only the state is used.
         """
 
     def wait(self) -> Tensor:
-        """Return (stations, B, H, K, V), ordered by slot: sums of states, or the states that enter
-        spans.
+        """Return the sums of states, or the states that enter spans, (stations, B, H, K, V), by
+        slot.
 
-        With maps, the states that enter the first spans of documents are not set. `Ends.begin`
-        writes these states.
+        If maps are exchanged, the states that enter the first spans of documents are not set.
+        `Ends.begin` writes them.
         """
 
 
@@ -98,7 +97,8 @@ class LinearStrategy(Generic[C]):
     routable: ClassVar[bool] = True
     rehearses: ClassVar[bool] = True
     transport: ClassVar[str]  # the name of the exchange that users pass
-    # The family of backends: "linear" if states are exchanged, and "recurrent" if maps are.
+    # The family of backends: "linear" if states are exchanged, and "recurrent" if maps are
+    # exchanged.
     family: ClassVar[Literal["linear", "recurrent"]]
     state_dims: ClassVar[str]  # the names of a state's dimensions in errors
 
@@ -134,10 +134,10 @@ class LinearStrategy(Generic[C]):
         return arguments._replace(backend=self.default_backend(inputs))
 
     def default_backend(self, inputs: Inputs) -> str:
-        """Return the backend that is used if the user forces none.
+        """Return the backend that is used if the user does not choose one.
 
-        On CPUs, the default is "aten". On CUDA, "aten" consists of many small operators, so the
-        first use of "aten" logs a warning.
+        On CPUs, the default is "aten". On CUDA, "aten" consists of many small operators, so its
+        first use logs a warning.
         """
         chosen, preferred = "aten", PREFERRED[self.family]
         if inputs.q.is_cuda:
@@ -153,8 +153,9 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def check_gates(self, inputs: Inputs) -> None:
-        """Raise a ValueError if decays, β or numbers of heads are wrong. q, k and v already fit the
-        layout.
+        """Raise a ValueError if decays, β or numbers of heads are wrong.
+
+        q, k and v have already been checked against the layout.
         """
         raise NotImplementedError
 
@@ -182,16 +183,17 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def request_tables(self, comm: Comm, call: C, inputs: Inputs, backward: bool) -> None:
-        """Request all tables of a pass.
-
-        A rehearsal collects such requests. The inputs may be empty.
+        """Request all tables of a pass. A rehearsal collects such requests. The inputs may be
+        empty.
         """
         spans = call.routes.held(comm.rank).states
         self.exchange(comm, call, inputs.q.device, backward)
         request_tables(inputs, spans, call.options, backward)
 
     def rehearse(self, comm: Comm, call: C, backward: bool) -> None:
-        """Request the tables of forward, and with `backward` also of backward, for meta tensors."""
+        """Request the tables of forward and, with `backward`, also those of backward, for meta
+        tensors.
+        """
         call = replace(call, options=call.options.on_meta())
         tokens = call.layout.holdings[call.rank].tokens
         inputs = empty_inputs(call.shape, tokens, torch.device("meta"))
@@ -203,13 +205,13 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def exchange_traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return the messages of a rank in the exchanges of forward and backward, without sending
-        any.
+        """Return the messages of a rank in the exchanges of forward and backward. Nothing is
+        sent.
         """
         raise NotImplementedError
 
     def traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return the messages of a rank, by direction, step and peer, without sending any."""
+        """Return the messages of a rank, by direction, step and peer. Nothing is sent."""
         ends = final_states_traffic(call, rank, gradients=self.family == "recurrent")
         return [*self.exchange_traffic(call, rank), *ends]
 

@@ -47,7 +47,9 @@ class LinearPreparation(Preparation):
 
 
 class LinearModule(BoundModule[LinearStrategy[Any]]):
-    """Linear attention over a packed batch whose tokens are spread over the ranks of a group."""
+    """Linear attention over a packed batch whose tokens are distributed over the ranks of a
+    group.
+    """
 
     strategy: ClassVar[type[LinearStrategy[Any]]]
     _decay: Literal["constant", "head", "key"] | None
@@ -102,7 +104,7 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
         check_tensor("q", q)
         q, scale = fold_scale("scale", q, scale)
         batched = q.dim() == 4
-        others = {} if of_states else {"log_decay": log_decay}  # which may be on the CPU
+        others = {} if of_states else {"log_decay": log_decay}  # may be on the CPU
         q, k, v = prepare_operands(q, k, v, **others, beta=beta, initial_state=initial)
         check_layouts(layout=layout)
         causal = as_bool("causal", options.get("causal", True))
@@ -117,7 +119,7 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
             backend=current_backend(strategy.family),
         )
         if log_decay is not None and self._decay == "constant":
-            if of_states:  # an input on another device would mislead the operator's dispatch
+            if of_states:  # torch chooses the operator's implementation by the devices of inputs
                 check_tensor("log_decay", log_decay, q.device, or_cpu=True)
             if log_decay.requires_grad and torch.is_grad_enabled():
                 raise ValueError(

@@ -1,5 +1,5 @@
 """The routes of states: which rank sends which states to which rank, so that each span gets the
-state that enters the span.
+state that enters it.
 
 * A *span* is a range of consecutive tokens of a document on one rank.
 * A *source* is a position at which a rank has a state. In forward, each end of a span is a source,
@@ -41,11 +41,11 @@ class SpanStates:
     """
 
     edges: Ints  # (spans + 1,): span i has the rows edges[i] … edges[i + 1] − 1
-    # (spans,): the index of the state that enters the span, among all that enter spans; −1 if none
-    # enters.
+    # (spans,): the index of the state that enters the span, among all entering states. It is −1 if
+    # no state enters.
     state_in: Ints
-    # (spans,): the index of the state that leaves the span, among all that leave spans; −1 if no
-    # rank needs it.
+    # (spans,): the index of the state that leaves the span, among all leaving states. It is −1 if
+    # no rank needs the state.
     state_out: Ints
     derived: Memo = field(default_factory=Memo, repr=False)  # what backends derive from the spans
 
@@ -79,7 +79,7 @@ class HeldSpans(NamedTuple):
     documents: Ints
     starts: Ints
     stops: Ints
-    ends: NDArray[np.bool_]  # whether they contain the last token of their document
+    ends: NDArray[np.bool_]  # whether each contains the last token of its document
     states: SpanStates
 
 
@@ -94,7 +94,7 @@ class Route:
     members: Ints  # the slots of the sources
     groups: Ints  # (members,): the group of each source, ascending
     ages: Ints  # (members,): how many rows lie between a source and the last source of its group
-    stations: Ints  # (groups,): the slot of the station that the group reaches first
+    stations: Ints  # (groups,): the slot of the station that comes next
     rest: Ints  # (groups,): how many rows lie between the last source of a group and this station
 
 
@@ -106,18 +106,23 @@ class StateSums(NamedTuple):
 
     @classmethod
     def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:
-        """Return `count` sums, given for each state the sum to which it belongs, in any order."""
+        """Return `count` sums.
+
+        Args:
+            groups: (n,). For each state, the sum to which it belongs, in any order.
+            members: (n,). The slot of each state.
+            rows: (n,). Over how many rows each state decays.
+            count: the number of sums.
+        """
         order = np.argsort(groups, kind="stable")
         return cls(np.bincount(groups, minlength=count), members[order], rows[order])
 
 
 class StateRoutes:
-    """The sources and stations of all ranks in a layout.
-
-    They are computed once, and stored with the layout.
+    """The sources and stations of all ranks in a layout. They are stored with the layout.
 
     Without `causal`, each state of a document is sent to all stations of the document, and all
-    positions count as 0. `backward` chooses the pass.
+    positions count as 0. In the methods, `backward` chooses the pass.
     """
 
     def __init__(
@@ -186,17 +191,17 @@ class StateRoutes:
 
     def _route(self, source: int, target: int, backward: bool) -> Route:
         sources, stations = self.sources(source, backward), self.stations(target, backward)
-        # For each source, the first station of its document at or after it.
+        # For each source, the first station of its document at or after the source.
         at_stations, at_sources = (sort_keys(x.documents, x.positions) for x in (stations, sources))
         reached = np.searchsorted(at_stations, at_sources)
         inside = np.flatnonzero(reached < stations.slots.size)
         inside = inside[stations.documents[reached[inside]] == sources.documents[inside]]
         reached, positions = reached[inside], sources.positions[inside]
-        # Where a new group begins; sources reach stations in order.
+        # Whether a new group begins. Sources reach stations in order.
         begins = np.diff(reached, prepend=-1) > 0
         reached, groups = reached[begins], np.cumsum(begins) - 1
         latest = np.zeros_like(reached)
-        # The last assignment remains; it is the latest source, because positions ascend.
+        # The last assignment remains. It is that of the latest source, because positions ascend.
         latest[groups] = positions
         return Route(
             members=sources.slots[inside],

@@ -1,4 +1,4 @@
-"""The exchange that passes states from span to span in rounds, in the background.
+"""The exchange that sends states from span to span in rounds, in the background.
 
 ZeCO and `maps/scan.py` use this exchange. States are cut into blocks. Block b of a hop of depth d
 (`chains.py`) is sent in round d + b. In each round, a rank posts all its sends and receives as one
@@ -31,7 +31,7 @@ def as_table(numbers: Ints) -> Tensor:
 
 
 def index_of(numbers: Ints) -> Index:
-    """Return numbers as a slice if they are consecutive, and otherwise as a table."""
+    """Return consecutive numbers as a slice, and other numbers as a table."""
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
@@ -42,21 +42,21 @@ class Carrying(NamedTuple):
     """The arrived sums that are added to the links of a message, which passes them on."""
 
     message: int
-    # The number of the message's first links that pass on a sum; None means all.
+    # The number of links, at the start of the message, that pass on a sum. None means all links.
     carriers: int | None
-    carried: Index  # which of the arrivals are these sums
+    carried: Index  # the indices of these sums among the arrivals
 
 
 class Round(NamedTuple):
     """The operations of a rank in one round, in this order.
 
-    Outgoing messages are numbered. All messages with the first block come first, then all messages
-    with the second block, and so on. Incoming messages are numbered in the same way.
+    Outgoing messages are numbered: all messages with the first block of states come first, then all
+    messages with the second block, and so on. Incoming messages are numbered in the same way.
     """
 
     number: int
     carrying: list[Carrying]  # the sums that the messages of this round pass on
-    # (number of the outgoing message, number of the incoming one), of hops from this rank to
+    # (number of the outgoing message, number of the incoming message), of hops from this rank to
     # itself.
     kept: list[tuple[int, int]]
     sends: list[tuple[int, int]]  # (rank, number of the outgoing message), of hops to other ranks
@@ -69,8 +69,8 @@ class Rounds(TableHolder):
     """All rounds of one rank in one pass.
 
     A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are
-    numbered block by block. `sources` and `stations` are the numbers of the rank's sources and
-    stations.
+    numbered block by block. `sources` and `stations` are how many sources and stations the rank
+    has.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Rounds(TableHolder):
     ) -> None:
         self.blocks, self.rows, self.stations = blocks, rows // blocks, stations
         # The number of links in each outgoing message, and of arrivals in each incoming message. If
-        # nothing arrives at some station, there is one more arrival, which has zeros.
+        # nothing arrives at some station, there is one more arrival, which consists of zeros.
         leaving = [hop for hop in hops if hop.source == rank]
         self.leaving = [hop.rows.size for hop in leaving] * blocks
         reaching = [hop for hop in hops if hop.target == rank]
         self.reaching = [hop.rows.size for hop in reaching] * blocks
         self.travels = any(hop.source != hop.target for hop in hops)
 
-        # (links,): with which block of a state each link begins. A link without a state has the
-        # index after the last block, and `pads` is then True.
+        # (links,): the block of a state with which each link begins. For a link without a state,
+        # this is the index after the last block, and `pads` is then True.
         states = joined([hop.own_states for hop in leaving])
         self.pads = bool((states < 0).any())
         of_blocks = states * blocks + np.arange(blocks)[:, None]
@@ -102,13 +102,13 @@ class Rounds(TableHolder):
         reached = joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
         at_station = slots < stations
-        # The arrival with zeros, unless set below.
+        # The arrival that consists of zeros, unless set below.
         sums = np.full((stations, blocks), blocks * reached.size)
         self.reaching.append(int(at_station.sum() < stations))
         self.arrivals = sum(self.reaching)
         sums[slots[at_station]] = first[at_station, None] + np.arange(blocks) * reached.size
-        # (stations · blocks,): which arrivals are the sums at stations, all blocks of a station
-        # together, ordered by slot.
+        # (stations · blocks,): the arrivals that are the sums at stations. All blocks of a station
+        # are together, and stations are ordered by slot.
         self.sums = as_table(sums.ravel())
 
         order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(blocks))
@@ -141,20 +141,21 @@ class Rounds(TableHolder):
                     to, what = (index_of(before + x[again]) for x in (earlier, numbers))
                     now.added.append((to, what))
         self.rounds = list(rounds.values())  # only rounds in which the rank does something
-        # For each message that passes on sums, the number of its links that do so; None means all.
+        # For each message that passes on sums, the number of its links that pass on a sum; None
+        # means all.
         self.carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
 
 
 def joined(parts: list[Ints]) -> Ints:
-    """Return the concatenation of any number of arrays, which may be zero."""
+    """Concatenate any number of arrays, which may be zero."""
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
-    """Run a function that uses some tensors. Return a second function, which waits until the first
-    has ended.
+    """Begin to run a function that uses some tensors. Return a second function, which waits for its
+    end.
 
-    With `aside`, the first function runs in a thread, and on a GPU in a stream of its own.
+    With `aside`, the first function runs in a thread. On a GPU, the thread uses a separate stream.
     """
     if aside:
         return run_async(run, *used)
@@ -163,10 +164,10 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 
 
 class ScannedStates:
-    """An exchange that passes states on, and returns the sums of states at a rank's stations.
+    """An exchange that passes states on. It returns the sums of states at a rank's stations.
 
-    A thread passes the states on, and on a GPU in a stream of its own. The rank can therefore
-    compute while it waits for states. On gloo, the thread is necessary, because gloo reports the
+    A thread passes the states on, so that the rank can compute while it waits for states. On a GPU,
+    the thread uses a separate stream. On gloo, the thread is necessary, because gloo reports the
     arrival of a message only to a thread that waits for the message. A subclass decides how a sum
     changes from station to station.
     """
@@ -189,7 +190,7 @@ class ScannedStates:
         self._join = start(self.travels, self._run, states, self._sums, *used)
 
     def wait(self) -> Tensor:
-        """Return the sums, shaped like the states and ordered by slot."""
+        """Return the sums. They have the shape of the states, and are ordered by slot."""
         self._join()
         return self._sums
 

@@ -1,9 +1,9 @@
-"""The first and last spans of documents, for which states are sent instead of maps.
+"""The first and last spans of documents. The first span sends a state instead of a map.
 
 The *head* of a document is the first span of its chain (`chains.py`) in a pass, and the *tail* is
-the last span. The state that enters the head is known: in forward the initial state, and in
-backward the gradient of the final state. The rank of the head can therefore compute the state that
-leaves the head, and sends this state instead of a map. With the delta rule, a state has K·V
+the last span. The state that enters the head is known: in forward it is the initial state, and in
+backward it is the gradient of the final state. The rank of the head can therefore compute the state
+that leaves the head, and sends this state instead of a map. With the delta rule, a state has K·V
 numbers, and a map has K·(K + V) numbers. On two ranks, or with many short documents, nearly all
 spans that send something are heads.
 """
@@ -44,8 +44,7 @@ class Ends(TableHolder):
         self._tail_stations = as_table(chain.stations[tails[carried]])
 
     def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
-        """Return the maps. In the map of each head, the state is replaced by the state that leaves
-        the head.
+        """Return the maps, with the leaving state in place of the state in the map of each head.
 
         `entering` (heads, B, H, K, V) are the states that enter heads.
         """
@@ -60,8 +59,9 @@ class Ends(TableHolder):
         sums.index_copy_(0, self._head_stations, entering)
 
     def leave(self, kind: Kind, maps: Maps, sums: Tensor) -> Tensor:
-        """Return the states that leave tails, ordered by document. The states that enter all spans
-        are given.
+        """Return the states that leave tails, ordered by document.
+
+        `sums` are the states that enter all spans.
         """
         states = maps.state.index_select(0, self._tail_maps)
         if self._carried.numel():

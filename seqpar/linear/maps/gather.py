@@ -1,16 +1,14 @@
-"""The transport "all_gather": one exchange sends the map of each span to every rank that needs the
-map.
+"""The transport "all_gather": one exchange sends the map of each span to every rank that needs it.
 
 The *map* of a span is the function from the state that enters the span to the state that leaves the
 span (`maps.py`). The receiver *folds* maps: it applies the maps of earlier spans to a state, one
 map after another. This is algorithm 2 of Sun et al., "LASP-2" (2025), with maps in place of states.
-Context parallelism for Gated DeltaNet and KDA works in the same way. Forward and backward have one
-exchange each. The exchange is posted before a rank computes attention among the tokens of each
-span, so that this computation hides the exchange.
+Forward and backward have one exchange each. The exchange is posted before a rank computes attention
+among the tokens of each span, so that this computation hides the exchange.
 
-Maps can be combined only in the order of the document. Take the last span of a document on a rank.
-The rank receives the map of each earlier span of the document that is on another rank. For the
-first span of the document (its *head*, `ends.py`), the rank receives a state instead of a map.
+A rank receives each map only once. For each document, it receives the maps of all spans on other
+ranks that come before its own last span of the document. For the first span of the document (its
+*head*, `ends.py`), it receives a state instead of a map.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ class Fold(NamedTuple):
     `running` has a state for each document. Documents with the longest chains come first.
     """
 
-    stations: Tensor | None  # the slots of the states that enter these spans
+    stations: Tensor | None  # the slots of the states that enter the spans of this step
     reached: Index  # which running states are written to these slots
-    # (documents,): the map of each of these spans among all maps, for the first `documents`
-    # documents.
+    # (documents,): the index of each span's map among all maps. The fold changes the first
+    # `documents` running states.
     maps: Index | None
     documents: int
 
@@ -62,14 +60,14 @@ class Gathering(TableHolder):
         mine = chain.holder == rank
         used = np.flatnonzero(mine & (chain.behind > 0))
         parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
-        # The slots of the rank's own heads, and of its own maps, that other spans need.
+        # The slots of the rank's own heads and own maps that other spans need.
         self.own = [as_table(chain.maps[part]) for part in parts]
-        # For each span, the index of its entry in its tensor.
+        # For each span, the index of its entry in the tensor of heads or of maps.
         place = np.full(chain.number.size, -1)
         for part in parts:
             place[part] = np.arange(part.size)
 
-        self.sends = []  # (rank, own heads, own maps) that each rank gets
+        self.sends = []  # (rank, own heads, own maps) that are sent to each rank
         for peer, spans in sent_spans(chain, rank):
             of_heads = chain.number[spans] == 0
             some, full = (index_of(place[spans[x]]) for x in (of_heads, ~of_heads))
@@ -81,7 +79,8 @@ class Gathering(TableHolder):
         heads = last - chain.number[last]
         needed = ranges(heads, last)
         self.recvs = []  # (rank, heads, maps): the slices to which entries arrive
-        self.counts = counts = [part.size for part in parts]  # own and arriving entries
+        # the numbers of own and arriving entries
+        self.counts = counts = [part.size for part in parts]
         holders = chain.holder[needed]
         for peer in np.unique(holders[holders != rank]).tolist():
             spans, places = needed[holders == peer], []
@@ -113,7 +112,7 @@ class Gathering(TableHolder):
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
-    """Return, for each other rank, the spans whose maps a rank sends to it, as indices in the
+    """Return, for each other rank, the spans whose maps `rank` sends to it, as indices in the
     chain.
     """
     used = np.flatnonzero((chain.holder == rank) & (chain.behind > 0))
@@ -165,7 +164,7 @@ class AllGather(MapStrategy):
 
 
 class GatheredMaps:
-    """The exchange of maps, which returns the states that enter a rank's spans."""
+    """The exchange of maps. It returns the states that enter a rank's spans."""
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
         rank, routes = comm.rank, call.routes

@@ -4,11 +4,11 @@ The step of each token is an affine function of the state (`kinds.py`). The step
 are therefore one affine function too, the *map* of the span (`maps.py`). Later tokens of the
 document need only this map. Maps of consecutive spans can be combined in any grouping.
 
-With the delta rule, a transition is a matrix, and its computation takes as long as the computation
-of the state. A transition that is multiplied with nothing is not computed, and is set to 0. In
-forward, this holds for a span that no state enters (`state_in` −1). In backward, it holds for a
-span whose leaving state has no gradient (`state_out` −1). If one document is on two ranks, no rank
-computes a transition.
+With the delta rule, a transition is a matrix. Computing it takes as long as computing the state. A
+transition is therefore not computed, and is set to 0, if nothing is multiplied with it. In forward,
+this is the case for a span that no state enters (`state_in` −1). In backward, it is the case for a
+span whose leaving state has no gradient (`state_out` −1). If a document has one span on each of two
+ranks, no rank computes a transition for it.
 """
 
 from __future__ import annotations

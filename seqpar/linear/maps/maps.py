@@ -1,9 +1,8 @@
 """The maps of spans: their action on states, their combination, and their form in messages.
 
 The *map* of a span is S → T S + N, where S is the state that enters the span. T is the transition
-of the span. N is the state of the span's own rows. A transition multiplies a state from the left. A
-transition is one number for each head (n, B, H), one number for each key channel (n, B, H, K), or a
-matrix (n, B, H, K, K).
+of the span, and N is the state of the span's own rows. A transition is one number for each head (n,
+B, H), one number for each key channel (n, B, H, K), or a matrix (n, B, H, K, K).
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class Maps(NamedTuple):
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
-    """Return transition · states, (n, B, H, K, V), without adding the states N of the spans."""
+    """Return transition · states, (n, B, H, K, V). The states N of the spans are not added."""
     if kind.transition == "matrix":
         return transition @ states
     return states * transition[(..., *[None] * (states.dim() - transition.dim()))]
 
 
 def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
-    """Return the map of each span in `earlier` together with the span in `later` that follows."""
+    """Return the combined map of each span in `earlier` and the following span in `later`."""
     if kind.transition == "matrix":
         transition = later.transition @ earlier.transition
     else:
@@ -61,7 +60,7 @@ def pack(maps: Maps, packed: Tensor) -> None:
 
 
 def unpack(kind: Kind, packed: Tensor, dim: int) -> Maps:
-    """Return the maps in `packed` (n, B, H, e), as views of it."""
+    """Return the maps in `packed` (n, B, H, e), as views of `packed`."""
     shape = transition_shape(kind, dim)
     size = math.prod(shape)
     transition, state = packed.split([size, packed.shape[3] - size], 3)

@@ -4,7 +4,7 @@ maps.
 The algorithm is from "ZeCO" (2025), section 3, with a map in place of a decay. If (A, N) is the map
 of a rank's span, the rank receives a state S and sends the state A S + N. No map is sent. A acts on
 each column of a state separately. A block can therefore be some heads of a state, or some columns
-of one head. A rank sends one block while it receives the next.
+of one head. A rank sends one block while it receives the next one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
 
 @dataclass(frozen=True)
 class Scan(MapStrategy):
-    routable = False  # ranks leave out rounds in which they send and receive nothing
+    routable = False  # ranks skip rounds in which they send and receive nothing
     transport = "scan"
     blocks: int = 4  # the largest number of blocks into which a state is cut
 
@@ -49,7 +49,7 @@ class Scan(MapStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The exchange that passes states on, and returns the states that enter a rank's spans.
+    """The exchange that passes states on. It returns the states that enter a rank's spans.
 
     In this class, states are transposed, (n, B, H, V, K), so that a block is some rows of K
     elements.
@@ -99,7 +99,7 @@ class _Scanned(ScannedStates):
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return the number of equal blocks into which a state can be cut, which is at most `blocks`.
+    """Return the number of equal blocks into which a state is cut, which is at most `blocks`.
 
     A block has whole heads, or some columns of one head.
     """

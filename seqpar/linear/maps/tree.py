@@ -1,8 +1,9 @@
 """The transport "tree": recursive doubling combines the maps of twice as many spans in each step.
 
-Hillis and Steele, "Data parallel algorithms" (1986): the parallel prefix by recursive doubling,
-here in the exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear Recurrent Neural
-Nets Over Sequence Length" (2018), section 2, use such a scan for affine recurrences.
+The algorithm is the parallel prefix by recursive doubling of Hillis and Steele, "Data parallel
+algorithms" (1986), in the exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear
+Recurrent Neural Nets Over Sequence Length" (2018), section 2, use such a scan for affine
+recurrences.
 
 The *window* of span i is a range of spans that ends with span i, together with the combined map of
 these spans. At the start, the window has only span i. In step d, the rank of span i sends the
@@ -12,8 +13,8 @@ complete window is only a state. A document of n spans takes ⌈log₂ n⌉ exch
 memory for two windows for each of its spans, on any number of ranks.
 
 The exclusive form needs one exchange less than the inclusive form, but one more combination of maps
-in each step. A work-efficient tree would send two maps per rank instead of log₂ n maps. It would
-need twice as many exchanges, however, and the work within short spans could not hide all exchanges.
+in each step. A work-efficient tree would send two maps per rank instead of log₂ n maps. However, it
+would need twice as many exchanges, and the work within short spans could not hide all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Arrivals(NamedTuple):
     """The windows that arrive at a rank in a step. Either all of them are complete, or none is."""
 
     stations: Tensor  # (arrivals,): the slots of the spans at which they arrive
-    # (rank, slice): which windows come from each rank, ascending, with this rank.
+    # (rank, slice): the windows that come from each rank, ascending, including this rank.
     parts: list[tuple[int, slice]]
     onward: Index  # the arrivals at spans that send their window in a later step
     maps: Tensor  # (onward,): the slots of the maps of these spans
@@ -49,17 +50,17 @@ class Step(NamedTuple):
     """A step in which this rank does something."""
 
     number: int  # d, the number of the step
-    # (rank, complete, others): the slots of the maps whose windows are sent to each rank, with this
-    # rank.
+    # (rank, complete, others): the slots of the maps whose windows are sent to each rank, including
+    # this rank.
     sends: list[tuple[int, Index, Index]]
-    # The complete windows that arrive, and the others.
+    # The complete windows that arrive, and the other windows.
     complete: Arrivals
     others: Arrivals
     travels: bool  # whether anything is sent to or received from another rank
 
 
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
-    """Yield the number of each step, and the spans of the rank whose windows are sent in it.
+    """Yield the number of each step, and the spans of the rank whose windows are sent in the step.
 
     Spans are indices in the chain, ascending. The windows of the first 2ᵈ spans of a document are
     complete.
@@ -90,7 +91,9 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
-    """Return the windows that arrive at spans. The window at span i is from span i − `apart`."""
+    """Return the windows that arrive at the spans `reached`. They come from `apart` spans
+    before.
+    """
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
     reached, sources = reached[order], sources[order]
@@ -108,7 +111,7 @@ def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
 
 @dataclass(frozen=True)
 class Tree(MapStrategy):
-    routable = False  # ranks leave out steps in which they send and receive nothing
+    routable = False  # ranks skip steps in which they send and receive nothing
     transport = "tree"
 
     def exchange(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> _Doubled:
@@ -133,9 +136,9 @@ class Tree(MapStrategy):
 
 
 class _Doubled:
-    """The exchange that combines maps, and returns the states that enter a rank's spans.
+    """The exchange that combines maps. It returns the states that enter a rank's spans.
 
-    A thread, and on a GPU a stream of its own, combines maps while the rank computes.
+    A thread combines maps while the rank computes. On a GPU, the thread uses a separate stream.
     """
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
@@ -152,8 +155,8 @@ class _Doubled:
         self.travels = any(step.travels for step in self._steps)
 
     def post(self, maps: Maps) -> None:
-        # For each station, the window that ends before the span of the station. If a window is
-        # complete, only its state is used.
+        # For each station, the window that ends before the span of the station. Only the state of a
+        # complete window is used.
         transition, state = maps
         self._before = Maps(
             transition.new_empty((self._stations, *transition.shape[1:])),
@@ -170,7 +173,7 @@ class _Doubled:
         if not self._steps:
             return
         maps, call = self._maps, self._call
-        # The states that leave spans, which are valid when their window is complete.
+        # The states that leave spans. A state is valid when the span's window is complete.
         left = maps.state.clone()
         packed = maps.state.new_empty((len(left), *call.packed_shape))
         pack(maps, packed)
@@ -204,9 +207,8 @@ class _Doubled:
         return arriving[0], arriving[1]
 
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
-        """Write the states that enter spans.
-
-        Compute the states that leave spans, if these states are sent.
+        """Write the states that enter spans. Compute the states that leave spans, if they are
+        sent.
         """
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):

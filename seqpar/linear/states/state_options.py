@@ -9,8 +9,8 @@ Later tokens of the document need only the state of the span's L rows, which is 
 v_j. The combined state of two consecutive spans is λ^{L₂} S₁ + S₂. Spans can be combined in any
 grouping.
 
-B is the batch, T the number of rows, Hq the query heads, Hkv the KV heads, D the head dim of q and
-k, and Dv the head dim of v.
+B is the batch, T the number of rows, Hq the number of query heads, Hkv the number of KV heads, D
+the head dim of q and k, and Dv the head dim of v.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from seqpar.linear.inputs import Inputs
 
 T = TypeVar("T")
 
-MAX_KEPT_DECAYS = 1024  # each layer of a model may have another decay
+MAX_KEPT_DECAYS = 1024  # each layer of a model may have a different decay
 # For each tensor on a GPU, the version in which `check_values` read it.
 _right = WeakTensorKeyDictionary()
 
@@ -50,13 +50,12 @@ class StateOptions(Options[Tensor]):
     # (Hkv,) in fp64, on the device of the operands: log λ of each KV head. None means λ = 1.
     log_decay: Tensor | None
     # The weights of states that were computed so far. Calls whose decays came from the CPU share
-    # one object if the values are equal. Other calls have an object each.
+    # one object if the values are equal. Each other call has a separate object.
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def once(self, device: torch.device, plan: object, compute: Callable[[StateOptions], T]) -> T:
-        """Return `compute(self)`, the weights of a plan on a device.
-
-        `compute` is called once for each stream.
+        """Return `compute(self)`, the weights of a plan on a device. It is called once for each
+        stream.
         """
         return on_stream(device, self.derived, (plan,), lambda: compute(self))
 
@@ -67,7 +66,7 @@ class StateOptions(Options[Tensor]):
         return replace(self, log_decay=log_decay, derived=Memo())
 
     def power(self, exponents: Tensor, heads: int) -> Tensor:
-        """Return (…, Hkv) in fp64: λ^exponent, and 0 for negative exponents."""
+        """Return λ^exponent, (…, Hkv) in fp64, and 0 for negative exponents."""
         if self.log_decay is None:
             return (exponents >= 0).double()[..., None].expand(*exponents.shape, heads)
         powers = torch.exp(exponents[..., None] * self.log_decay)
@@ -100,8 +99,8 @@ class StateOptions(Options[Tensor]):
 def check_values(log_decay: Tensor) -> None:
     """Raise a ValueError unless all values are finite and at most 0.
 
-    The host must wait to read values from a GPU. A tensor is therefore read only once, and again
-    after it was changed.
+    The host must wait for a GPU to read values from it. A tensor is therefore read only once, and
+    again after it was changed.
     """
     if log_decay.device.type == "cpu":
         _check(*log_decay.tolist())
@@ -132,7 +131,7 @@ def _check(*values: float) -> None:
 @lru_cache(maxsize=MAX_KEPT_DECAYS)
 def _copy(device: torch.device, *values: float) -> Tensor:
     copied = torch.tensor(values, dtype=torch.float64, device=device)
-    # Otherwise calls outside this mode would get the mode's tensor from the cache.
+    # Without this, the cache would give a tensor of inference mode to calls outside this mode.
     if type(copied) is not Tensor:
         found = f"a mode that makes a {type(copied).__name__} of it"
         raise ValueError(f"log_decay on the CPU must be used outside of torch modes, got {found}")

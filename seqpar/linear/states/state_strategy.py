@@ -1,7 +1,7 @@
 """`StateStrategy`, the base class of strategies that exchange states.
 
-A subclass decides how states are sent: LASP-2 in one exchange, and ZeCO from rank to rank.
-`routes.py` explains the words source, station and slot.
+A subclass decides how states are sent: LASP-2 sends them in one exchange, and ZeCO from rank to
+rank. `routes.py` explains the words source, station and slot.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StateCall(LinearCall):
     options: StateOptions
 
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
-        """Return the sum `sums(rank)` as a function of states. The function is cached under
+        """Return a function that computes the sum `sums(rank)` of states. It is cached under
         `name`.
         """
         tables = self.once_on(device, (name,), lambda: WeightedSums([sums(self.rank)], self.shape))
@@ -126,7 +126,7 @@ class StateStrategy(LinearStrategy[StateCall]):
         states_in = sums[: spans.states_in]
         final_states = FinalStates(comm, call, sums[spans.states_in :], self.name)
         out = steps.finish(states_in if spans.states_in else None)
-        # `states_in` is a view of a larger tensor. The clone does not keep that tensor alive.
+        # `states_in` is a view of a larger tensor, which a reference to the view would keep alive.
         return ForwardResult(out, final_states.wait(initial), states_in.clone())
 
     def backward(

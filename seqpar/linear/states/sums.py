@@ -7,9 +7,9 @@ The sum runs over the members of group g. Each member has its own number of rows
 are (n, B, Hkv, D, Dv). A *source* is a position at which a rank has a state, and a *station* is a
 position at which a rank needs a sum of states (`routes.py`).
 
-One call of torch.embedding_bag computes all groups, without atomic additions. With this call, the
-forward of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for
-each source and station, the forward took 389 operators.
+One call of torch.embedding_bag computes all groups, without atomic additions. With it, the forward
+of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for each
+source and station, the forward took 389 operators.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class WeightedSums(TableHolder):
     """A list of weighted sums, whose weights are computed together."""
 
     def __init__(self, sums: Sequence[StateSums], shape: OperandShape) -> None:
-        # A bag is the sum of one group for one batch entry and one head. A row of a bag has the
-        # D·Dv elements of a state.
+        # A *bag*, in the words of torch.embedding_bag, is the sum of one group for one batch entry
+        # and one head. A row of a bag has the D·Dv elements of a state.
         self._dtype, lanes = accumulator_dtype(shape.dtype), shape.batch * shape.kv_heads
         self._sums: list[tuple[int, Tensor, Tensor]] = []  # (groups, members, edges of groups)
         rows, lanes_of = [], []
@@ -78,8 +78,8 @@ def _sum(
 class Gathering(TableHolder):
     """The messages and sums of one rank in LASP-2's exchange in one pass.
 
-    The rank combines states, sends some of the results to each rank, and adds up the results that
-    arrive from all ranks, including itself.
+    The rank combines its states, sends the combined states to other ranks, and adds up the states
+    that arrive from all ranks, including itself.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Gathering(TableHolder):
         stations, rest = (
             np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
         )
-        # The combined states consist of parts. These are the numbers of states in the parts, and
-        # the index of the part for each rank.
+        # The combined states are divided into parts, which are sent to different ranks. These are
+        # the number of states in each part, and the index of the part for each rank.
         self._compose, self.sizes, parts = _composed(
             outgoing, routes.sources(rank, backward).slots.size
         )
@@ -130,8 +130,8 @@ class Gathering(TableHolder):
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
     """Return the sums of states to send, the sizes of their parts, and the part of each route.
 
-    Routes that send the same states share a part. If the result has None instead of the sums, the
-    rank's states are sent unchanged.
+    Routes that send the same states share a part. If the rank's states are sent unchanged, the sums
+    are None.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []

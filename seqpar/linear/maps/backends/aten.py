@@ -1,8 +1,7 @@
-"""The backend "aten" for maps: batched matrix products over chunks of spans, which are fast on
-CPUs.
+"""The backend "aten" for maps: batched matrix products over chunks of spans, fast on CPUs.
 
 The backend runs on every device that torch supports. A span is cut into chunks of C rows. Let S be
-the state that enters a chunk. The rows of the chunk write to the state
+the state that enters a chunk. The rows of the chunk write Y to the state:
 
     Y = U − W S, where (I + L) [W U] = diag β [K̂ V]   (delta rule; otherwise Y = V)
 
@@ -20,7 +19,8 @@ same form:
     dY = (scale · Q Kᵀ ⊙ Λ)ᵀ dout + K̃ dS,    next dS = D dS + Q̂ᵀ dout − Wᵀ dY
 
 `chunk_grid.py` explains the shapes of chunks. Half precision is computed in fp32. No product has
-rows of two spans or of two chunks, for the reason that `states/backends/aten.py` gives.
+rows of two spans or of two chunks, so that a NaN does not spread to them
+(`states/backends/aten.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from seqpar.linear.maps.backends.chunks import ChunkGradients, Chunks, sweep
 from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.routes import SpanStates
 
-CHUNK = 64  # the most rows of a chunk, a power of two
+CHUNK = 64  # the largest number of rows of a chunk, a power of two
 
 
 def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
@@ -41,9 +41,8 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class Forward:
-    """A forward.
-
-    For a span that no state enters, the constructor does all work except the reads of states.
+    """For a span that no state enters, the constructor does all work except the products with
+    states.
     """
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
@@ -76,10 +75,8 @@ class Forward:
 
 
 class Backward:
-    """A backward.
-
-    If no gradient reaches the state that leaves a span, the constructor does all work of the span
-    that depends on states.
+    """If no gradient reaches the state that leaves a span, the constructor does all work of the
+    span that depends on states.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """The grid that cuts spans into chunks of C rows, so that all spans are computed together.
 
-A state is passed from chunk to chunk, so a span with n chunks takes n steps. Step i computes chunk
-i of all spans at once. Chunks are therefore ordered by step: the first chunk of each span, then the
-second chunk of each span with at least two chunks, and so on. Spans with the most chunks come
-first. The chunks of a step are neighbours in memory.
+A state passes through the chunks of a span one after another, so a span with n chunks takes n
+steps. Step i computes chunk i of all spans at once. Chunks are therefore ordered by step: the first
+chunk of each span, then the second chunk of each span with at least two chunks, and so on. Spans
+with the most chunks come first. The chunks of a step are neighbours in memory.
 
-A tensor of chunks is (M, N, G, C, D): M chunks, N = B · H, and G heads that share a state; some
-tensors have no dimension G. The last chunk of a span is padded with rows of 0.
+A tensor of chunks is (M, N, G, C, D): there are M chunks, N = B · H, and G heads share a state.
+Some tensors have no dimension G. The last chunk of a span is padded with rows of 0.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class Places(NamedTuple):
         return self.spans.numel() > 0
 
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:
-        """Write the states of the call to their spans in `spans`, which has zeros.
-
-        Return `spans`.
+        """Write the states of the call to their spans in `spans`, which contains zeros. Return
+        `spans`.
         """
         if states is not None:
             found = states.index_select(0, self.states)
@@ -58,14 +57,15 @@ class Places(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Grid(TableHolder):
     size: int  # C, a power of two
-    spans: int  # the number of spans, which are sorted by their number of chunks, the most first
+    # the number of spans, which are sorted by their number of chunks, in descending order
+    spans: int
     # The chunks of each step. Step n has a chunk of each span with more than n chunks.
     steps: list[slice]
     rows: Tensor  # (rows,): the rows of the spans, as indices into the operands
     slots: Tensor  # (rows,): the index of each row among the rows of all chunks
     plain: slice | None  # the rows as a slice, if they are consecutive and fill all chunks
-    entering: Places  # the states that enter its spans
-    leaving: Places  # the states that leave its spans
+    entering: Places  # the states that enter the grid's spans
+    leaving: Places  # the states that leave the grid's spans
 
     @property
     def chunks(self) -> int:
@@ -73,7 +73,7 @@ class Grid(TableHolder):
         return self.steps[-1].stop if self.steps else 0
 
     def cut(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-        """Return the chunks of x (B, T, h, D), as a copy (M, B·H, G, C, D).
+        """Return a copy of x (B, T, h, D) that is cut into chunks, (M, B·H, G, C, D).
 
         If h < H, heads are repeated, and G is 1. If h > H, G = h / H heads share each of the H
         states.
@@ -114,8 +114,13 @@ class Grid(TableHolder):
 def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
     """Return a grid of the spans without a state, and a grid of the spans with a state.
 
-    A grid without spans is left out. Grids are stored with the spans. `states` is "state_in" or
-    "state_out". `most` is the largest number of rows of a chunk.
+    A grid without spans is left out. Grids are stored with the spans.
+
+    Args:
+        spans: the spans of the rank.
+        states: the name of the state, "state_in" or "state_out".
+        most: the largest number of rows of a chunk.
+        device: the device of the tables.
     """
 
     def build() -> list[Grid]:
@@ -132,7 +137,7 @@ def _grid(spans: SpanStates, chosen: Ints, most: int) -> Grid:
     chunks = -(-lengths // size)
     order = np.argsort(-chunks, kind="stable")
     chosen, lengths, chunks = chosen[order], lengths[order], chunks[order]
-    # For each step, the number of spans that have a chunk in it.
+    # For each step, the number of spans that have a chunk in the step.
     counts = np.searchsorted(-chunks, -np.arange(chunks.max()), side="left")
     ends = np.cumsum(counts)
     steps = [slice(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)]

@@ -1,9 +1,9 @@
 """The chunks of spans, through which states pass, in the notation of `aten.py`.
 
-States are passed from chunk to chunk for all spans at once. This loop is the only sequential work.
-States between chunks are in fp64. In fp32, a decay close to 1 would round a state in the same
-direction in each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add up to
-6e-6. In fp64 they stay below 2.4e-7.
+States pass from chunk to chunk for all spans at once. This loop is the only sequential work. States
+between chunks are in fp64. In fp32, a decay close to 1 would round a state in the same direction in
+each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add up to 6e-6. In
+fp64, the errors stay below 2.4e-7.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def sweep(
 def _read(
     reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice, into: Tensor | None
 ) -> Tensor:
-    """Return rows + reads S of some chunks. With `into`, the result is written there."""
+    """Return rows + reads S of some chunks. If `into` is given, the result is written to `into`."""
     if rows is None:
         return reads @ state
     if into is None:
@@ -137,14 +137,14 @@ class Chunks:
 
     def solve(self, x: Tensor, transposed: bool = False) -> Tensor:
         """Return (I + L)⁻¹ x or, if `transposed`, (I + L)⁻ᵀ x."""
-        lower = self.overlaps[:, :, 0] * self.beta  # its diagonal is not read
+        lower = self.overlaps[:, :, 0] * self.beta  # the diagonal is not read
         lower = lower.mT if transposed else lower
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
         """Compute the scores between the rows of a chunk, and the rows that read states.
 
-        Further calls do nothing.
+        If this was already done, do nothing.
         """
         if not self._has_read:
             self._has_read = True
@@ -154,8 +154,9 @@ class Chunks:
             self.queries = self.powers.read(self.q).flatten(2, 3)
 
     def starts(self, states: Tensor | None, places: Places) -> Tensor:
-        """Return the state of each span of the grid, from `states` (n, B, H, K, V). The state of a
-        span without a state is 0.
+        """Return the state of each span of the grid, from `states` (n, B, H, K, V).
+
+        The state of a span without an entry in `states` is 0.
         """
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
@@ -184,8 +185,8 @@ class Chunks:
         return out.unflatten(2, self.scores.shape[2:4])
 
     def transition(self, reverse: bool) -> Tensor:
-        """Return the transitions of spans (spans, N[, K[, K]]), which are transposed with
-        `reverse`.
+        """Return the transitions of spans (spans, N[, K[, K]]). With `reverse`, they are
+        transposed.
         """
         if not self.kind.uses_beta:
             return self._product_of_decays()
@@ -211,8 +212,8 @@ class Chunks:
 class ChunkGradients(Chunks):
     """Chunks through which states have passed, with the gradient of out.
 
-    Gradients of states are passed through the chunks in reverse. They are computed without
-    autograd, because an operator's implementation runs below autograd.
+    Gradients of states pass through the chunks in reverse. They are computed without autograd,
+    because torch runs an operator's implementation without autograd.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class ChunkGradients(Chunks):
     def local(self) -> None:
         """Compute the gradient of q, and the part of dk that comes from rows that read k.
 
-        Further calls do nothing.
+        If this was already done, do nothing.
         """
         if not self._has_local:
             self._has_local = True
@@ -268,7 +269,7 @@ class ChunkGradients(Chunks):
             self.dq = dq.add_(self.gradients.read(self.q, dqueries)).mul_(self.options.scale)
 
     def finish(self, target: Gradients) -> None:
-        """Write the gradients of the rows to `target`, which has the shapes for `inputs.fold`."""
+        """Write the gradients of the rows to `target`, which has the shapes for `fold`."""
         self.local()
         found, dk, dv = self.gradients, self.dk, self.dwritten
         dk = dk + found.write(self.k, self.written @ self.dstates.mT)

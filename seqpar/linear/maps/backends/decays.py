@@ -1,8 +1,9 @@
-"""The decays within chunks, for each head or also for each key channel, and their gradients.
+"""The decays within chunks, for each head or for each key channel, and their gradients.
 
-A *power* is the product of the decays between two rows. Chunks are (M, N, C, K). Rows that read
-from the state, such as queries, are (M, N, X, C, K). Each of the C positions has X such rows, which
-read the keys and values of earlier positions.
+A *power* is the product of the decays between two rows. Keys are (M, N, C, K): C rows for each
+chunk. Rows that read from the state, such as queries, are (M, N, X, C, K). There are X such rows
+for each key row, one for each head that shares the state. They read the keys and values of earlier
+rows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def flush_(powers: Tensor) -> Tensor:
 def lower_ones(size: int, like: Tensor) -> Tensor:
     """Return a lower triangle of ones, (size, size).
 
-    The product of the triangle with a matrix has the cumulative sums over the rows of the matrix.
+    Its product with a matrix has the cumulative sums over the rows of the matrix.
     """
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
@@ -52,8 +53,9 @@ class _Powers:
 class PerHead(_Powers):
     """The powers of g (M, N, C), or of no decay if g is None.
 
-    For each pair of rows, the sum of g over the rows between them is computed directly. If the sum
-    were the difference of two sums from the start, digits would cancel, and g could not be −∞.
+    For each pair of rows, the sum of g over the rows between them is computed directly. If it was
+    computed as the difference of two sums from the start, digits would cancel, and g could not be
+    −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -70,8 +72,8 @@ class PerHead(_Powers):
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        """Return (M, N, X, C, C): what each row of x reads from each row of k; 0 for later rows of
-        k.
+        """Return what each row of x reads from each row of k, (M, N, X, C, C). It is 0 for later
+        rows of k.
         """
         scores = (x.flatten(2, 3) @ k.mT).unflatten(2, x.shape[2:4])
         return scores.tril_() if self.log_decay is None else scores.mul_(self.weights[:, :, None])
@@ -151,24 +153,26 @@ class _Level(NamedTuple):
         return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
 
     def readers(self, x: Tensor) -> Tensor:
-        """Return rows x (M, N, X, C, K) of later blocks, decayed from the block's start: (M, N, C /
-        2s, X · s, K).
+        """Return rows x (M, N, X, C, K) of later blocks, decayed from the block's start.
+
+        The result is (M, N, C / 2s, X · s, K).
         """
         blocks = self.later(x).movedim(2, 3)
         return (blocks * self.since[:, :, :, None]).flatten(3, 4)
 
     def writers(self, k: Tensor) -> Tensor:
-        """Return rows k (M, N, C, K) of earlier blocks, decayed to the block's end: (M, N, C / 2s,
-        s, K).
+        """Return rows k (M, N, C, K) of earlier blocks, decayed to the block's end.
+
+        The result is (M, N, C / 2s, s, K).
         """
         return self.earlier(k) * self.left
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Return the scores of these pairs, from all scores (M, N, X, C, C): (M, N, C / 2s, X, s,
-        s).
+        """Return the scores of these pairs, (M, N, C / 2s, X, s, s), from all scores (M, N, X, C,
+        C).
         """
         blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
-        # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier ones
+        # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier rows
         return blocks[:, :, :, :, 1, :, :, 0].diagonal(0, 3, 5).permute(0, 1, 5, 2, 3, 4)
 
 
@@ -176,8 +180,8 @@ class PerKey(_Powers):
     """The powers of g (M, N, C, K).
 
     A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). The matrix of scores is not a product of
-    two matrices, because the exponential depends on i, j and c. If the exponential were written as
-    a quotient of two powers, the matrix would be a product, but exp could overflow. Yang et al.,
+    two matrices, because the exponential depends on i, j and c. If the exponential was written as a
+    quotient of two powers, the matrix would be a product, but exp could overflow. Yang et al.,
     "Gated Linear Attention" (2024), section 4.3, cut a chunk into blocks and measure powers from
     the first row of a block.
 
@@ -185,8 +189,8 @@ class PerKey(_Powers):
     blocks of s rows. The powers of rows in the later block are measured from the start of the later
     block. The powers of rows in the earlier block are measured to the end of the earlier block. The
     scores between the two blocks are then a product of two matrices. Pairs of blocks with s = 1, 2,
-    4 … C/2 rows cover all pairs of rows. Powers are products of exp g and at most 1, and no sums
-    are subtracted.
+    4 … C/2 rows cover all pairs of rows. Powers are products of exp g, so they are at most 1, and
+    no sums are subtracted.
     """
 
     def __init__(self, log_decay: Tensor, size: int) -> None:
@@ -215,9 +219,9 @@ class PerKey(_Powers):
             yield slice(start, min(start + step, chunks))
 
     def levels(self, chunks: slice) -> Iterator[_Level]:
-        """Yield the levels of some chunks, from single rows to halves of a chunk.
+        """Yield a `_Level` for each size of blocks, from single rows to halves of a chunk.
 
-        After the last level, `head` and `tail` of these chunks have their final values.
+        At the end, `head` and `tail` of these chunks have their final values.
         """
         since = exp(self.log_decay[chunks])  # powers from the start of each row's block to the row
         left, size = torch.ones_like(since), 1  # powers from after each row to its block's end

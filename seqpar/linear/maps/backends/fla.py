@@ -1,15 +1,15 @@
 """The backend "fla": the recurrence over spans with fla-core's kernels, on CUDA.
 
 The backend calls fla's public functions, which compute bf16 and fp16, with states in fp32. Each
-span is a sequence of the call. The functions return the last state of a sequence, but not the map
-of the sequence. The map is needed if a state enters a span and a state leaves the span. v of such a
-span therefore gets K additional columns of zeros, and the initial state of these columns is the
-identity. The last state of the additional columns is the transition of the span. The out of the
-additional columns is the factor for an entering state. The out of such a span is rounded twice.
-Backward first makes the same call without gradients, to compute the map.
+span is a sequence of the call. The functions return the last state of a sequence, but not its map.
+The map is needed if a state enters the span and a state leaves it. To compute the map of a span, v
+gets K additional columns of zeros, whose initial state is the identity. The last state of these
+columns is the transition of the span. Their out is the factor for an entering state. The out of
+such a span is rounded twice. Backward first makes the same call without gradients, to compute the
+map.
 
-A log decay below −30 is replaced by −30, which is a factor of 1e-13. The reason is that fla adds up
-log decays over a chunk in fp32. With larger sums, the log decays of other rows would lose digits.
+A log decay below −30 is replaced by −30, which is a factor of 1e-13. fla adds up log decays over a
+chunk in fp32. With larger sums, the log decays of other rows would lose digits.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _broken() -> str | None:
             parameters = inspect.signature(_function(name)).parameters
             if missing := {"initial_state", "cu_seqlens", "cu_seqlens_cpu"} - set(parameters):
                 return f"fla-core is too old: chunk_{_FUNCTIONS[name]} has no {min(missing)}"
-    # Errors of all kinds, because a broken package may raise any when it is imported.
+    # Errors of all kinds, because a broken package may raise any error when it is imported.
     except Exception as error:
         return f"fla-core cannot be imported: {type(error).__name__}: {error}"
     return None
@@ -97,13 +97,13 @@ class _OnHost:
 
 
 class _Group(NamedTuple):
-    """A group of spans that have rows, as the sequences of one call of fla.
+    """Some spans with rows, as the sequences of one call of fla.
 
     All sequences of the first batch entry come first, then all sequences of the second, and so on.
     """
 
     rows: Tensor | None  # (rows,): the indices of the rows in a batch entry; None means all rows
-    edges: Ints  # (spans + 1,) the edges of the spans among these rows
+    edges: Ints  # (spans + 1,): the edges of the spans among these rows
     cu_seqlens: Tensor  # (B · spans + 1,)
     on_host: _OnHost
     # The states that enter and that leave the spans.
@@ -158,19 +158,22 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class _Mapped(NamedTuple):
-    """The results of a group before states enter it, and the factors for entering states."""
+    """The results of a group before states enter its spans, and the factors for entering states."""
 
     out: Tensor
-    readers: Tensor  # (1, B · rows, heads, K): an entering state times this is added to `out`
+    # (1, B · rows, heads, K): multiplied with an entering state, it is added to `out`
+    readers: Tensor
     last: Tensor
-    transition: Tensor  # (B · spans, heads, K, K): an entering state times this is added to `last`
+    # (B · spans, heads, K, K): multiplied with an entering state, it is added to `last`
+    transition: Tensor
 
 
 class _Work:
     """The base of forward and backward: the inputs in fla's form, with max(Hq, H) heads."""
 
     first: str  # "state_in" or "state_out": groups without this state need not wait for an exchange
-    # 0 if maps are those of the states that leave spans, 1 if of the states that enter them.
+    # 0 if maps are those of the states that leave spans, 1 if they are those of the states that
+    # enter spans.
     end: int
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
@@ -195,7 +198,7 @@ class _Work:
         self.operands = {n: repeated(x, self.heads) for n, x in named.items() if x is not None}
 
     def local(self) -> None:
-        """Do nothing. fla's functions do all work in one call."""
+        """Do nothing: fla's functions do all work in one call."""
 
     def rows(self, group: _Group, x: Tensor) -> Tensor:
         """Return a group's rows of x (B, T, h, …) in fla's form, (1, B · rows, h, …)."""
@@ -206,7 +209,7 @@ class _Work:
         return {name: self.rows(group, x) for name, x in self.operands.items()}
 
     def set_rows(self, target: Tensor, group: _Group, x: Tensor) -> Tensor:
-        """Return `target` (B, T, h, …) in which a group's rows are x."""
+        """Write x to a group's rows of `target` (B, T, h, …). Return `target`."""
         x = x.view(self.batch, -1, *x.shape[2:])
         return x if group.rows is None else target.index_copy_(1, group.rows, x)
 
@@ -232,7 +235,7 @@ class _Work:
         return _Mapped(*out.split([dims, dim], -1), *last.split([dims, dim], -1))
 
     def starts(self, group: _Group, states: Tensor | None, places: Places) -> Tensor:
-        """Return the state that enters each sequence, (B · spans, heads, K, V), or 0 if none
+        """Return the state that enters each sequence, (B · spans, heads, K, V). It is 0 if no state
         enters.
         """
         shape = group.edges.size - 1, *self.inputs.state_shape
@@ -241,7 +244,7 @@ class _Work:
         return repeated(filled, self.heads).flatten(0, 1).contiguous()
 
     def by_span(self, group: _Group, states: Tensor) -> Tensor:
-        """Return states of sequences as (spans, B, H, queries of a state, …)."""
+        """Return the states of sequences as (spans, B, H, queries of a state, …)."""
         entries = states.unflatten(0, (self.batch, group.edges.size - 1)).transpose(0, 1)
         return entries.unflatten(2, (-1, self.group))
 
@@ -322,7 +325,7 @@ class Backward(_Work):
                 self._set_map(group)
 
     def _set_map(self, group: _Group) -> None:
-        """Set the maps of the spans of a group, which map gradients of leaving states."""
+        """Set the maps of the spans of a group. They map gradients of leaving states."""
         mapped = self.call_with_map(group, self.of(group), 0)
         rows = zip(group.each(mapped.readers), group.each(self.rows(group, self.dout)), strict=True)
         states = torch.stack([readers.float().mT @ dout.float() for readers, dout in rows], 1)
@@ -335,8 +338,8 @@ class Backward(_Work):
             initial = self.starts(group, self.states_in, group.entering).requires_grad_()
             outputs = self.call(group, initial, leaves)
         dlast = self.starts(group, dstates_out, group.leaving)
-        # Each query head that shares a state has a copy of it. The gradient of the state enters
-        # only one of the copies.
+        # Each query head that shares a state has a copy of the state. The gradient of the state
+        # enters only one of the copies.
         dlast.unflatten(1, (-1, self.group))[:, :, 1:] = 0
         doutputs = self.rows(group, self.dout), dlast
         *found, dinitial = torch.autograd.grad(outputs, [*leaves.values(), initial], doutputs)

@@ -1,8 +1,8 @@
 """The backend "reference" for maps: the plain recurrence, one token after another.
 
-All other backends are tested against the reference. Tensors of a span have the tokens as their
-first dimension: q (L, B, H, G, K), where G query heads share a state, k (L, B, H, K), v (L, B, H,
-V), decay (L, B, H, K or 1), and beta (L, B, H, 1). A state is (B, H, K, V).
+All other backends are tested against it. Tensors of a span have the tokens as their first
+dimension: q (L, B, H, G, K), where G query heads share a state, k (L, B, H, K), v (L, B, H, V),
+decay (L, B, H, K or 1), and beta (L, B, H, 1). A state is (B, H, K, V).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Work:
         self.expanded = expand(inputs)
 
     def local(self) -> None:
-        """Do nothing. `finish` computes everything."""
+        """Do nothing: `finish` computes everything."""
 
     def each(self) -> Iterator[_Span]:
         q, k, v, log_decay, beta = (None if x is None else x.transpose(0, 1) for x in self.expanded)
@@ -61,7 +61,7 @@ class _Work:
         return self.expanded.k.new_zeros(self.inputs.state_shape)
 
     def transition(self, span: _Span) -> Tensor:
-        """Return the transition of a span, computed by passing an identity matrix through the
+        """Return the transition of a span. It is computed by passing an identity matrix through the
         span.
         """
         if span.beta is not None:
@@ -131,7 +131,8 @@ class Backward(Forward):
         return fold(self.inputs, gradients)
 
     def back(self, span: _Span, dstates_out: Tensor | None, gradients: Gradients | None) -> Tensor:
-        """Return the gradient of the state that enters a span, and add the gradients of its rows.
+        """Return the gradient of the state that enters a span, and add the gradients of the span's
+        rows.
 
         Gradients of states are computed from the last token to the first.
         """

@@ -8,16 +8,16 @@ States pass from chunk to chunk in fp64, because rounding errors of λ^C would a
 is computed in fp32.
 
 No product has rows of two documents or of two chunks. A NaN or an infinity in a token therefore
-reaches only the rows that attend to the token, and the earlier rows of its chunk (because 0 · NaN
-is NaN). In the reference, it reaches the earlier rows of the whole span. To keep all earlier rows
-exact, each row would need a product of its own. The kernels of softmax attention spread a NaN in
-the same way, to the earlier rows of a tile. A product for each chunk takes no longer than a product
-for 16 chunks.
+reaches only two kinds of rows: rows that attend to the token, and earlier rows of its chunk,
+because 0 · NaN is NaN. In the reference backend, it reaches the earlier rows of the whole span. To
+keep all earlier rows exact, each row would need a separate product. The kernels of softmax
+attention spread a NaN in the same way, to the earlier rows of a tile. A product for each chunk
+takes no longer than a product for 16 chunks.
 
-The tensors of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. The G query
-heads that share a KV head follow one another, with C rows each, so that a product over rows also
-adds up these heads. States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within
-this file.
+The tensors of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. G query heads
+share a KV head. They follow one another, with C rows each, so that a product over rows also adds up
+these heads. States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within this
+file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def chunks_of(spans: SpanStates, size: int) -> list[Chunk]:
 
 
 def rows_of_chunks(spans: SpanStates, size: int, device: torch.device) -> Tensor:
-    """Return (3, chunks) on the device: the length, `since` and `until` of each chunk."""
+    """Return the length, `since` and `until` of each chunk, (3, chunks), on the device."""
 
     def build() -> Tensor:
         rows = [(x.length, x.since, x.until) for x in chunks_of(spans, size)]
@@ -100,17 +100,17 @@ class _Work:
         size = _chunk_size(inputs)
         self.chunks = chunks_of(spans, size)
         lengths, since, until = rows_of_chunks(spans, size, q.device)
-        # (chunks, N, 1, 1) in fp64: the decay λ^C over each chunk.
+        # The decay λ^C over each chunk, (chunks, N, 1, 1), in fp64.
         self._decays = options.power(lengths, self.heads).repeat(1, self.batch)[..., None, None]
         self._since, self._until = self.power(since), self.power(until)  # (N, chunks)
-        self._derived = Memo()  # powers of λ within a chunk, by its length
+        self._derived = Memo()  # powers of λ within a chunk, by the length of the chunk
         i = torch.arange(size + 1, device=q.device)
         self._powers = self.power(i)  # (N, C + 1)
         # (N, C, C)
         self._mask = self.power(i[:-1, None] - i[:-1]) * options.scale if self.causal else None
 
     def power(self, exponents: Tensor) -> Tensor:
-        """Return (N, …): λ^exponent, and 0 for negative exponents.
+        """Return λ^exponent, (N, …), and 0 for negative exponents.
 
         Powers below about 1e-31 are also set to 0. Products with such powers would be subnormal. On
         a CPU, a matrix product with subnormal numbers takes twenty times as long as with normal
@@ -153,18 +153,19 @@ class _Work:
         return self._derived(("mask", length), build)
 
     def part(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return a chunk of x (B, T, H, D) as (N, G·C, D); a view where possible."""
+        """Return a chunk of x (B, T, H, D) as (N, G·C, D). The result is a view where possible."""
         heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         return heads_first.flatten(0, 1).flatten(1, 2).to(self.accumulator)
 
     def put(self, target: Tensor, part: Tensor, chunk: Chunk, add: bool = False) -> None:
-        """Write a chunk to its rows of `target` (B, T, H, D), or add it to them."""
+        """Write a chunk to its rows of `target` (B, T, H, D). With `add`, add it to them."""
         view = target[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         rows = part.view(view.shape)
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Return the sums Σ xᵀy, with decay, before each chunk and over whole spans.
+        """Return the decayed sums Σ xᵀy of the rows before each chunk, and of the rows of whole
+        spans.
 
         The sums before chunks are (chunks, N, D, Dv). The sums over whole spans are at the indices
         `wanted` (spans,), and spans with the index −1 are left out. With `reverse`, the first
@@ -196,9 +197,9 @@ class _Work:
     ) -> Tensor:
         """Return the state that enters a chunk, (N, D, Dv).
 
-        The state is the sum of `inner`, from rows of the span, and of the decayed `outer`. `outer`
-        is the state that enters the span. With `reverse`, `outer` is the gradient of the state that
-        leaves the span.
+        The state is the sum of `inner`, which comes from rows of the span, and of the decayed
+        `outer`, the state that enters the span. With `reverse`, `outer` is the gradient of the
+        state that leaves the span.
         """
         index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
         if outer is None or index < 0:
@@ -237,7 +238,7 @@ class Forward(_Work):
         return out.to(self.q.dtype)
 
     def within(self, chunk: Chunk) -> Tensor:
-        """Return (N, G·C, Dv): what the rows of a chunk contribute to each other's outputs."""
+        """Return what the rows of a chunk contribute to each other's outputs, (N, G·C, Dv)."""
         q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
         return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
 
@@ -290,8 +291,8 @@ class Backward(_Work):
 
     @cached_property
     def before(self) -> Tensor:
-        """What the rows of a span had added to the state before each chunk in forward, (…, N, D,
-        Dv).
+        """Return the state before each chunk in forward, as far as it comes from rows of the span,
+        (…, N, D, Dv).
         """
         if not self.causal:
             # Without causality, this is the sum over the whole document that entered.

@@ -1,7 +1,6 @@
 """The backend "reference" for states: each span in the parallel form (QKᵀ ⊙ Λ) V, in plain PyTorch.
 
-All other backends are tested against the reference. Tensors of a span have the heads first, grouped
-by KV
+All other backends are tested against it. Tensors of a span have the heads first, grouped by KV
 head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D) and v (B, Hkv, 1, L, Dv), with batch B, G query heads
 that share a KV head, and L rows. States are (n, B, Hkv, D, Dv).
 """
@@ -29,14 +28,13 @@ class _Work:
         self.heads = inputs.heads
 
     def local(self) -> None:
-        """Do nothing. `finish` computes everything."""
+        """Do nothing: `finish` computes everything."""
 
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
-        """Yield for each span its rows, the states that enter and leave it, and its rows of
-        `tensors`.
+        """Yield for each span its rows, its entering and leaving state, and its rows of `tensors`.
 
-        A state is given as its index, or −1. Tensors are (B, T, H, D), and the rows of a span (B,
-        Hkv, G or 1, L, D).
+        A state is given as its index, or −1. `tensors` are (B, T, H, D). Their rows of a span are
+        (B, Hkv, G or 1, L, D).
         """
         spans = self.spans
         columns = spans.edges[:-1], spans.edges[1:], spans.state_in, spans.state_out
@@ -47,7 +45,8 @@ class _Work:
             yield rows, enter, leave, list(heads_first)
 
     def powers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return λ^{i−j} (Hkv, 1, L, L), 0 for j > i; λ^{i+1} and λ^{L−1−i} (Hkv, 1, L, 1).
+        """Return three tables: λ^{i−j} (Hkv, 1, L, L), with 0 for j > i; λ^{i+1}, and λ^{L−1−i}
+        (Hkv, 1, L, 1).
 
         Without causality all powers are 1.
         """

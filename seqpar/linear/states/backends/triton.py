@@ -1,9 +1,10 @@
 """The backend "triton" for states: our kernels in `seqpar.kernels.lightning_attention`.
 
 The backend runs on CUDA, for bf16, fp16 and fp32. For tests, it runs on a CPU in Triton's
-interpreter (TRITON_INTERPRET=1). The arguments of launches, except tensors, are computed once for
-each layout, and stored with the spans. Letters of shapes: B batch, T rows, Hq and Hkv numbers of
-heads, D and Dv their dims. States are (n, B, Hkv, D, Dv) in fp32.
+interpreter (TRITON_INTERPRET=1). Launch arguments that are not tensors are computed once for each
+layout, and stored with the spans. Letters of shapes: B is the batch, T the number of rows, Hq and
+Hkv the numbers of heads, D the head dim of q and k, and Dv the head dim of v. States are (n, B,
+Hkv, D, Dv) in fp32.
 """
 
 from __future__ import annotations
@@ -128,9 +129,8 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
-    """Return log λ, (Hkv,) in fp64.
-
-    Without decay, return zeros, which are stored with the spans.
+    """Return log λ, (Hkv,) in fp64. Without decay, return zeros, which are stored with the
+    spans.
     """
     if options.log_decay is None or not options.causal:
         heads, device = k.shape[2], k.device
@@ -143,7 +143,7 @@ class _Walk:
     """The launches of kernels that go through spans in one direction.
 
     A walk is for operands of fixed shapes and dtypes. A *segment* is a range of rows of a span. A
-    walk has the tables of the segments. The launches are cached by the walk and by the name of the
+    walk has the tables of the segments. Launches are cached by the walk and by the name of the
     result.
     """
 
@@ -152,14 +152,14 @@ class _Walk:
         self._configs = [
             kernels.choose(kind, k, v.shape[-1]) for kind in ("states", "recurrence", "carry")
         ]
-        # The key of the cache; the walk itself as the key would be a cycle.
+        # The key of the cache. The walk itself cannot be the key, because this would be a cycle.
         self._known_by = object()
         self.some_enter = tables.carried.numel() > 0
 
     def states(
         self, x: Tensor, y: Tensor, log_decay: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the states before segments, and those that leave spans."""
+        """Return the states before segments, and the states that leave spans."""
         return kernels.states(
             x, y, self._tables, self._configs[0], log_decay=log_decay, scale=scale,
             reverse=self._reverse, known_by=self._known_by,
@@ -175,7 +175,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write the result with this name to `out`, given the states that `states` returned."""
+        """Write the result `name` to `out`. `between` are the states that `states` returned."""
         kernels.recurrence(
             *operands, self._tables, self._configs[1], out=out, between=between, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -201,11 +201,11 @@ class _Walk:
 
 
 def _walks(kinds: tuple[str, ...], spans: SpanStates, *operands: Tensor) -> list[_Walk]:
-    """Return one walk for each direction. k and v are the second and the third operand.
+    """Return one walk for each of `kinds`. k and v are the second and the third operand.
 
     The walk "forward" computes out, "queries" computes dq, and "backward" computes dk and dv.
-    "queries" goes forward like "forward", but returns no state that leaves a span. "backward" goes
-    from the end of a span to its start.
+    "queries" goes from the start of a span to its end, like "forward", but returns no state that
+    leaves a span. "backward" goes from the end of a span to its start.
     """
 
     def build() -> list[_Walk]:
