@@ -1,14 +1,14 @@
 """Attention of some queries over some keys on one rank, forward and backward.
 
-Strategies decide which tensors move between ranks. To compute, all of them call the three functions
-of this file: `attend`, `attend_blocks` and `attend_backward`.
+Strategies decide which tensors are sent between ranks. To compute, all strategies call the three
+functions of this file: `attend`, `attend_blocks` and `attend_backward`.
 
-* A *block* is the keys and values that one call receives, for example those of one rank.
+* A *block* is the keys and values that are computed together, for example those of one rank.
 * *Slices* (`seqpar.layout.masks.mask.Slices`) say which query rows attend to which key rows of a
   block.
-* A *partial* (out, lse) is the attention over the keys so far. Partials over disjoint sets of keys
-  can be merged in any grouping.
-* A *backend* is a module of `backends/` that computes one block. Users can force one with
+* A *partial* (out, lse) is the result of attention over a part of the keys. Partials over disjoint
+  sets of keys can be merged in any grouping.
+* A *backend* is a module of `backends/` that computes one block. Users can force a backend with
   `use_backend`. By default, CPUs use `aten`, and GPUs use the first kernel of
   `backends/kernel_order.py` that can compute the whole block.
 """
@@ -51,9 +51,9 @@ ForwardBlocks = Callable[
 class Backend(Protocol):
     """The interface of a backend, which is a module or an object.
 
-    A module may also have a function `prepared(q, v, slices, options)`. It returns an object with
-    this interface for blocks with these slices and for tensors like q and v, or None if the module
-    itself computes them.
+    A module may have an additional function `prepared(q, v, slices, options)`. It returns an object
+    with this interface, for blocks with these slices and for tensors like q and v. It returns None
+    if the module itself computes them.
     """
 
     @property
@@ -89,8 +89,7 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for one block.
 
-    The choices for the newest settings are kept with the slices, so that later calls only look them
-    up.
+    The choices for the latest settings are cached with the slices.
     """
     return _loaded(_chosen(q, k, v, slices, options))
 
@@ -100,7 +99,7 @@ def _loaded(chosen: Backend | str) -> Backend:
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> Backend | str:
-    # Slopes are tensors that differ between calls, so a choice for them is not kept.
+    # Choices are not cached for slopes, which are tensors and differ between calls.
     if options.slopes is not None:
         return _choose(q, k, v, slices, options)
     kept = slices.derived((LOCAL, "backends"), lambda: Memo(MAX_KEPT_SETTINGS))
@@ -108,8 +107,8 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
 
 
 def _kind(q: Tensor, value_dim: int, options: CallOptions) -> tuple[Hashable, ...]:
-    """Return the key under which a choice for operands like these is kept."""
-    # On a meta device, whether it stands for CUDA also matters. Users may turn off cuDNN between
+    """Return the key under which the choice of a backend is cached."""
+    # A tensor on the meta device may stand for a tensor on CUDA. Users may turn off cuDNN between
     # two calls.
     device = device_of(q), is_on_cuda(q), torch.backends.cuda.cudnn_sdp_enabled()
     return LOCAL, "backend", *device, q.dtype, q.shape[3], value_dim, options
@@ -124,7 +123,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
 
 
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
-    """Return the name of the backend for one block if the user forces none.
+    """Return the name of the backend for one block, if the user does not force one.
 
     The choice depends on the type of the device, the dtype, the head dims, the options and the
     slices, but not on values. Backward therefore chooses the same backend as forward.
@@ -135,8 +134,8 @@ def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: Ca
     if not is_on_cuda(q):
         return "aten"
     if slices.most_runs and aten_cuda.computes(q):
-        # With `most_documents`, launches must not depend on the documents. Only our Triton kernels
-        # have such launches.
+        # With `most_documents`, launches must not depend on the documents. Of all kernels, only our
+        # Triton kernels have such launches.
         return "triton"
     return best_backend(q, v, slices, options)
 
@@ -175,7 +174,7 @@ def attend(
     """Merge the attention of q over one block of keys and values into `partial`, in place.
 
     Args:
-        q: (B, T, Hq, D): batch, query rows, query heads, head dim.
+        q: (B, T, Hq, D).
         k, v: the block, (B, Tk, Hkv, D) and (B, Tk, Hkv, Dv).
         slices: which rows of q attend to which rows of k.
         partial: attention of the same queries over earlier blocks.
@@ -206,9 +205,9 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of q over blocks of keys and values that arrive one after another.
 
-    If a single backend computes all blocks and has `forward_blocks`, it gets the slices of all
-    blocks at the start. It can then finish a query after the last block that the query attends to,
-    and need not keep a partial for that query.
+    If a single backend computes all blocks and has `forward_blocks`, it receives the slices of all
+    blocks at the start. After the last block to which a query attends, it can then finish the query
+    immediately, and need not keep a partial for it.
 
     Args:
         q: (B, T, Hq, D).
@@ -217,7 +216,7 @@ def attend_blocks(
         options, max_logits: as in `attend`.
         sinks: (Hq,) or None.
         into: two tensors to which out and lse are written, in the dtypes of these tensors. They may
-            be views that have only some of the heads.
+            be views of some heads of larger tensors.
 
     Returns:
         out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq).
@@ -243,7 +242,7 @@ def attend_blocks(
     is_observed = max_logits is not None or hooks().observe_computations
     # These slices are built while their block of keys is still arriving.
     for number, slices in enumerate(slices_of_blocks.slices):
-        # not `zip`, which would keep this block alive while the next one arrives
+        # `zip` would keep this block alive while the next one arrives
         k, v = next(arriving)
         if partial is None:
             single = len(slices_of_blocks.slices) == 1
@@ -264,7 +263,9 @@ def attend_blocks(
 def _backends(
     q: Tensor, value_dim: int, slices_of_blocks: Blocks, options: CallOptions
 ) -> dict[int, Backend | str]:
-    """Return the choices for the blocks by number, as far as earlier calls have made them."""
+    """Return the backends of blocks, by the index of the block, as far as earlier calls have chosen
+    them.
+    """
     if options.slopes is not None:
         return {}
     return slices_of_blocks.derived(_kind(q, value_dim, options), dict)
@@ -287,7 +288,7 @@ def _update_max_logits(
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> Backend | None:
-    """Return the backend that computes all blocks, or None if there is no single one.
+    """Return the backend that computes all blocks, or None if several backends are needed.
 
     k and v are the first block. All blocks have the same dtype and head dims. If no block has
     slices to compute, the result is None. If the backend of the first slices has no
@@ -313,7 +314,7 @@ def attend_backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add the gradients that flow through these slices to `gradients`, in place.
+    """Add the gradients of the pairs in these slices to `gradients`, in place.
 
     Args:
         output: the final output of the queries over all of their keys on all ranks, with its

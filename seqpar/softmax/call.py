@@ -1,8 +1,8 @@
 """The arguments of a call to softmax attention, in the two forms that the code uses.
 
-`CallArguments` is what torch's operator carries: tensors, numbers and strings. `ResolvedCall` is
-what a strategy reads: layouts, the mask and options as objects, after they have been checked.
-`CallArguments.to_call` makes the second from the first.
+`CallArguments` has the arguments that torch's operator receives: tensors, numbers and strings.
+`ResolvedCall` is what a strategy reads: layouts, the mask and options as objects, after they have
+been checked. `CallArguments.to_call` makes a `ResolvedCall`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Operands(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """All arguments of a call except q, k, v and sinks, as torch's operator carries them.
+    """All arguments of a call except q, k, v and sinks, in the form that torch's operator takes.
 
     Attributes:
         layout, kv_layout: tensors that stand for the layouts (`seqpar.layout.handle`).
-        ranges: a tensor that stands for the ranges of `Mask.of_ranges`, or None. With ranges,
-            `causal`, `left`, `right` and `prefix_lens` mask no pair.
+        ranges: a tensor that stands for the ranges of `Mask.of_ranges`, or None. If the mask has
+            ranges, `causal`, `left`, `right` and `prefix_lens` have no effect.
         tokens, kv_tokens: how many query tokens and key tokens this rank computes with. These are
             its own tokens or, if the strategy merges ranks (`Strategy.merged_size`), the tokens of
             all ranks that are merged with this rank.
@@ -85,7 +85,7 @@ class CallArguments(NamedTuple):
     ) -> CallArguments:
         """Make the arguments from the keyword arguments that a user gave to `Attention.forward`.
 
-        This function checks types, because torch's operator accepts only the right ones. `to_call`
+        This function checks types, because torch's operator accepts only the right types. `to_call`
         checks values.
 
         Args:
@@ -93,7 +93,7 @@ class CallArguments(NamedTuple):
             layout: the layout of the queries.
             head_dim: D of q, for the default softmax scale.
             merged: the ranks whose tokens this rank computes with.
-            deterministic: whether backward must give the same bits each time.
+            deterministic: whether backward must have the same bits in each run.
             user: the keyword arguments.
         """
         if not user.keys() <= _KNOWN.keys():
@@ -129,7 +129,7 @@ class CallArguments(NamedTuple):
     ) -> ResolvedCall:
         """Return the resolved call. Raise a ValueError if a layout, the mask or a number is wrong.
 
-        The checks are made once for each combination of arguments, and kept with the layouts.
+        The checks are made once for each combination of arguments, and cached with the layouts.
         """
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
@@ -177,9 +177,9 @@ class CallArguments(NamedTuple):
         return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
 
     def agreed(self, has_sinks: bool, exact: bool) -> dict[str, object]:
-        """Return the values that must be the same on all ranks, by their public names.
+        """Return the values that must be the same on all ranks, by argument name.
 
-        With `exact`, layouts are described by their contents, which takes longer. Otherwise two
+        With `exact`, layouts are described by their contents, which takes longer. Without it, two
         equal layouts that were made in different ways have different descriptions.
         """
         ranges = None if self.ranges is None else mask_ranges.described(self.ranges, exact)
@@ -196,15 +196,13 @@ class CallArguments(NamedTuple):
 
 
 CARRIED: Carried[CallArguments] = Carried(CallArguments)
-# The user's arguments that are no scalars, or from which several fields are made.
+# The user's arguments that are not scalars, or from which several fields are made.
 _OTHERS = "causal", "kv_layout", "prefix_lens", "window_size", "mask", "alibi_slopes", "dropout_p"
 _KNOWN = dict.fromkeys((*_OTHERS, *CARRIED.options))
 
 
 def _parse_mask(user: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, bool, int, int]:
-    """Return prefix_lens, ranges, causal, left and right. Raise an error that names a wrong
-    argument.
-    """
+    """Return prefix_lens, ranges, causal, left and right. An error names a wrong argument."""
     causal, mask, prefix_lens = user.get("causal", ...), user.get("mask"), user.get("prefix_lens")
     left, right = parse_window(user.get("window_size", (-1, -1)))
     if mask is None:
@@ -226,7 +224,7 @@ def _parse_mask(user: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, boo
 
 
 class CallChanges(TypedDict, total=False):
-    """The fields of a `ResolvedCall` that `altered` changes."""
+    """The fields of a `ResolvedCall` that `altered` can change."""
 
     rank: int
     layout: Geometry
@@ -256,32 +254,35 @@ class ResolvedCall:
     return_lse: bool
     kept: Memo = field(repr=False)
     max_logits: MaxLogits | None = None
-    device: torch.device = _CPU  # of the operands
+    device: torch.device = _CPU  # the device of the operands
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return `build()`, which is called only once for all calls that differ only in their
-        tensors.
+        """Return the result of `build`, which is called once for all calls that differ only in
+        their tensors.
 
         The result is stored with the layouts. It must therefore not refer to the layouts or to the
-        call: it would keep them alive.
+        call: such a cycle would keep both alive.
         """
         return self.kept(key, build)
 
     def once_for_ranks(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return `build()`, which is called only once for all ranks that live in this process.
+        """Return the result of `build`, which is called once for all ranks that are in this
+        process.
 
         The result may depend only on the layouts, the mask and the shape of the operands.
         """
         return _kept(self.layout, self.kv_layout, "ranks", self.mask, self.shape)(key, build)
 
     def altered(self, **changes: Unpack[CallChanges]) -> ResolvedCall:
-        """Return a call for another rank, other layouts, other options or another shape."""
+        """Return a copy of the call with a different rank, or with different layouts, options or
+        shape.
+        """
         call = replace(self, **changes)
         settings = call.rank, call.mask, call.options.with_slopes(None), call.shape, call.device
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
     def with_heads_of(self, call: ResolvedCall, heads: slice) -> ResolvedCall:
-        """Return this call with the slopes and max logits that `call` has for these query heads."""
+        """Return this call with the slopes and max logits of the query heads `heads` of `call`."""
         if call.max_logits is None and call.options.slopes is None:
             return self  # `call` has neither slopes nor max logits
         max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
@@ -306,18 +307,19 @@ class ResolvedCall:
         return [peer for peer in range(self.ranks) if peer != rank]
 
     def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
-        """Return the gradient of lse, or zeros if the call returned lse and there is no gradient.
+        """Return the gradient of lse. If the call returned lse and there is no gradient, return
+        zeros.
 
-        If a rank's loss does not use its lse, autograd passes None on this rank and a tensor on
-        others. With zeros, all ranks send the same messages.
+        If a rank's loss does not use lse, autograd passes None on this rank, but a tensor on other
+        ranks. With zeros in place of None, all ranks send the same messages.
         """
         if dlse is None and self.return_lse:
             return dout.new_zeros(dout.shape[:-1], dtype=accumulator_dtype(dout.dtype))
         return dlse
 
     def slices(self, q_rank: int, k_rank: int) -> Slices:
-        """Return the slices of `q_rank`'s queries over those keys of `k_rank` that are sent to
-        `q_rank`.
+        """Return the slices of the queries of `q_rank` over the keys of `k_rank` that are sent to
+        it.
         """
         return slices_between(self.layout, q_rank, self.kv_layout, k_rank, self.mask)
 

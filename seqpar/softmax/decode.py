@@ -3,8 +3,8 @@
 `Attention.decode` calls `attend_to_cache`. Each rank computes the attention of all queries over its
 own keys. Then all ranks exchange their results (out, lse), and each rank merges them.
 
-Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim of q and k, Dv head dim of
-v.
+Letters of shapes: B is the batch, T the number of query tokens, Hq and Hkv the numbers of query
+heads and KV heads, D the head dim of q and k, and Dv the head dim of v.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from seqpar.softmax.wire.row_messages import Packing, RowFormat
 def layout_of_queries(
     comm: Comm, q: Tensor, k_cache: Tensor, cu_seqlens: CuSeqlens | None, kv_layout: Layout
 ) -> Layout:
-    """Return a layout in which this rank holds all queries. It is kept with `kv_layout`.
+    """Return a layout in which this rank holds all queries. It is cached with `kv_layout`.
 
-    Raises a ValueError that names the argument if the arguments do not fit each other.
+    Raises a ValueError that names the argument if the arguments do not match each other.
 
     Args:
         comm: the ranks that hold the keys.
@@ -96,9 +96,9 @@ def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
 class _Decode(AttentionOperator):
     """The checks of a decode, which all strategies share.
 
-    Unlike `ATTENTION`, it is not registered as an operator of torch. Each rank holds all queries in
-    its layout, so these layouts differ between ranks. Ranks therefore compare the lengths of
-    documents instead of the layouts.
+    Unlike `ATTENTION`, it is not registered as an operator of torch. Each rank has a layout of
+    queries in which it holds all of them, so these layouts differ between ranks. Ranks therefore
+    compare the lengths of documents instead of the layouts.
     """
 
     name = "decode"
@@ -137,8 +137,8 @@ def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tup
     """Attend to this rank's keys, exchange the results of all ranks, and merge them in rank order.
 
     The fixed order gives all ranks the same bits. The query heads that share a KV head are computed
-    as rows of one head, so that each key is read only once for all of them. With few queries,
-    reading keys takes most of the time: one query with 8 heads over 16,384 keys with 2 heads took
+    as rows of one head, so that each key is read only once for all of them. With few queries, most
+    of the time is spent on reading keys: one query with 8 heads over 16,384 keys with 2 heads took
     2.0 ms on one core, and SDPA with `enable_gqa` took 5.0 ms. With ALiBi, query heads are not
     joined in this way, because each head has its own slope.
     """

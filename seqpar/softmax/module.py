@@ -72,21 +72,22 @@ class SoftmaxPreparation(Preparation):
 
 
 class Attention(BoundModule[Strategy]):
-    """Softmax attention over a packed batch whose tokens are spread over the ranks of a group.
+    """Softmax attention over a packed batch whose tokens are distributed over the ranks of a group.
 
     All subclasses take the same arguments and compute the same result, forward and backward, on any
     layout. They differ in what they send.
 
     Args:
-        group: a process group or a 1-D DeviceMesh. Calls on a group have one order, the same on all
-            ranks; threads that call at the same time need a group each.
-        check_ranks: first compare a digest of each call between ranks, in ⌈log₂ P⌉ messages of 64
-            bytes. If ranks disagree, all then raise the same ValueError instead of hanging.
-        deterministic: with True, the same call gives the same bits; on CPUs this always holds. With
-            "ranks", out, lse, dq, dk and dv have the same bits on any number of ranks, in any
-            layout, and with every strategy that supports it (docs/internals/numerics.md).
-        routing: how to send messages between nodes over several NICs simultaneously. None sends
-            them directly.
+        group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
+            same order. If several threads call at the same time, each needs a separate group.
+        check_ranks: whether to compare a digest of each call between ranks first, in ⌈log₂ P⌉
+            messages of 64 bytes. If ranks make different calls, all ranks then raise the same
+            ValueError, and no rank hangs.
+        deterministic: with True, the same call has the same bits in each run. On CPUs this always
+            holds. With "ranks", out, lse, dq, dk and dv have the same bits on any number of ranks,
+            in any layout, and with every strategy that supports it (docs/internals/numerics.md).
+        routing: how to send messages between nodes over several NICs at the same time. With None,
+            messages are sent directly.
         options: the strategy's options.
     """
 
@@ -148,56 +149,57 @@ class Attention(BoundModule[Strategy]):
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16. If q is a DTensor, all tensors must be, on the same mesh, with no
-                dimension sharded except heads, and these evenly. The results are then DTensors too.
-            k: (Tkv_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
-            v: (Tkv_local, Hkv, Dv) or with the batch in front.
+                bf16 or fp16. If q is a DTensor, all tensors must be DTensors on the same mesh. They
+                may be sharded only along heads, and evenly. The results are then DTensors too.
+            k: (Tkv_local, Hkv, D), with a leading batch dimension if q has one. Hq must be a
+                multiple of Hkv.
+            v: (Tkv_local, Hkv, Dv), with a leading batch dimension if q has one.
             layout: the tokens of the packed batch that each rank holds.
             causal: whether queries only attend to keys at or before their own position. It must be
                 given, except with a `mask`: then leave it out or pass False.
             kv_layout: the layout of k and v if they are other tokens than q (cross attention,
-                chunked prefill). It must have the same documents and ranks; ends of documents are
-                aligned as in flash-attn. Default: `layout`.
+                chunked prefill). It must have the same documents and ranks. The last query and the
+                last key of a document are aligned, as in flash-attn. Default: `layout`.
             prefix_lens: (documents,) ints. All queries of document i also attend to its first
                 `prefix_lens[i]` keys.
-            window_size: (left, right), as in flash-attn: the numbers of keys before and after its
-                own position that a query attends to; −1 and None are unlimited. With `causal`,
-                right is 0. None disables the window.
+            window_size: (left, right), as in flash-attn. A query attends to at most this number of
+                keys before and after its own position. −1 and None are unlimited. With `causal`,
+                right is 0. If the whole argument is None, there is no window.
             mask: the allowed pairs as a list of ranges (`seqpar.Mask.of_ranges`), instead of
                 `causal`, `window_size` and `prefix_lens`. A query without keys has out 0.
             softmax_scale: the factor of q·k, of any sign. Default: 1/√D. A tensor () that requires
-                a gradient, or a tensor (Hq,) with one scale per head, is multiplied with q, and
-                the product is rounded to q's dtype. In half precision, out's RMS error is then 1.3
-                to 2 times the error with a number. Its gradient is summed over this rank's queries.
+                a gradient, or a tensor (Hq,) with one scale per head, is multiplied with q, and the
+                product is rounded to q's dtype. In half precision, out's RMS error is then 1.3 to 2
+                times the error with a number. Its gradient is summed over this rank's queries.
             softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2. 0, None, and 1e30 or
                 more have no effect. It has no gradient.
             alibi_slopes: (Hq,) or (B, Hq), fp32 or fp64, the same on all ranks. As in flash-attn,
                 slope·|i + Lkv − Lq − j| is subtracted from a score after the softcap, for positions
-                i and j in a document of Lq queries and Lkv keys. They have no gradient, and cannot
-                be used on a `ServerPool`.
-            sinks: (Hq,), a learnable logit per head that joins the softmax's denominator, as in
-                GPT-OSS. −∞ means no sink; with +∞ out is 0. The gradient is summed over this rank's
-                queries.
-            return_lse: also return the natural-log lse of the keys, without the sinks.
-            return_max_logits: also return the largest score of each head, for QK-clip. It is the
-                largest scale·q·k over all allowed pairs, on all ranks and in the whole batch,
+                i and j in a document of Lq queries and Lkv keys. Slopes have no gradient, and
+                cannot be used on a `ServerPool`.
+            sinks: (Hq,), a learnable logit per head that is added to the softmax's denominator, as
+                in GPT-OSS. −∞ means no sink. With +∞, out is 0. The gradient is summed over this
+                rank's queries.
+            return_lse: whether to return the natural-log lse of the keys, without the sinks.
+            return_max_logits: whether to return the largest score of each head, for QK-clip. It is
+                the largest scale·q·k over all allowed pairs, on all ranks and in the whole batch,
                 without softcap or slopes. Scores are computed a second time for it, in plain
-                PyTorch, and each rank sends 4·Hq bytes (8·Hq for fp64) to each other rank. Not on a
-                `ServerPool`.
-            dropout_p: must be 0; dropout over sharded keys is not offered.
-            others: refused; the TypeError names the argument to give instead, for names of SDPA,
-                flash-attn and transformers.
+                PyTorch, and each rank sends 4·Hq bytes (8·Hq for fp64) to each other rank. It
+                cannot be used on a `ServerPool`.
+            dropout_p: must be 0. Dropout over sharded keys is not offered.
+            others: refused. For argument names of SDPA, flash-attn and transformers, the TypeError
+                names the argument to use instead.
 
         Returns:
-            out (T_local, Hq, Dv), or with the batch in front, in q's dtype. With `return_lse`,
-            (out, lse): lse is (T_local, Hq) or (B, T_local, Hq) in fp32 (fp64 for fp64), and both
-            are differentiable. A row without keys has out 0 and lse −inf. With `return_max_logits`
-            the last result is (Hq,) in lse's dtype, without a gradient and the same on all ranks;
-            −inf for a head without pairs.
+            out (T_local, Hq, Dv), with a leading batch dimension if q has one, in q's dtype. With
+            `return_lse`, the result is (out, lse), where lse is (T_local, Hq) or (B, T_local, Hq)
+            in fp32 (fp64 for fp64). Both are differentiable. A row without keys has out 0 and lse
+            −inf. With `return_max_logits`, the last result is (Hq,) in lse's dtype, without a
+            gradient and the same on all ranks. It is −inf for a head without pairs.
 
         Raises:
-            ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
-                and is raised before anything is sent.
+            ValueError: if the call is wrong or cannot be computed exactly. The error names the
+                argument, and is raised before anything is sent.
         """
         if others:
             self._refuse_others(others, q, k, v)
@@ -244,36 +246,38 @@ class Attention(BoundModule[Strategy]):
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of queries that all ranks have, over keys that stay on their ranks.
 
-        Each rank attends to its own keys. The partials (out, lse) of all ranks are gathered in one
-        exchange and merged: each rank sends B·T·Hq·(Dv + 1)·4 bytes (8 per element for fp64) to
-        each other rank, for any number of keys. All ranks return the same bits. All strategies
-        decode in this way. Decoding has no gradients.
+        Each rank attends to its own keys. The partial results (out, lse) of all ranks are gathered
+        in one exchange and merged. Each rank sends B·T·Hq·(Dv + 1)·4 bytes (8 instead of 4 for
+        fp64) to each other rank, for any number of keys. All ranks return the same bits. All
+        strategies decode in this way. Decoding has no gradients.
 
-        Shyam et al., "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU
-        Clusters" (2024). The paper reduces the partials instead, which takes two more exchanges of
-        fewer bytes.
+        The method is from Shyam et al., "Tree Attention: Topology-aware Decoding for Long-Context
+        Attention on GPU Clusters" (2024). The paper uses reductions of the partial results instead,
+        which take two more exchanges but fewer bytes.
 
         Args:
-            q: (T, Hq, D) or (B, T, Hq, D), the same on all ranks: the last tokens of each document.
-            k_cache: (Tkv_local, Hkv, D), or with the batch in front: this rank's keys in the
-                layout's local order, including keys of the new tokens.
-            v_cache: (Tkv_local, Hkv, Dv), or with the batch in front.
+            q: (T, Hq, D) or (B, T, Hq, D), the same on all ranks. The last tokens of each document.
+            k_cache: (Tkv_local, Hkv, D), with a leading batch dimension if q has one. This rank's
+                keys in the layout's local order, including keys of the new tokens.
+            v_cache: (Tkv_local, Hkv, Dv), with a leading batch dimension if q has one. This rank's
+                values.
             kv_layout: the keys of all documents that each rank holds.
-            cu_seqlens: where documents begin in q. Default: all have the same number of tokens.
+            cu_seqlens: where documents begin in q. Default: all documents have the same number of
+                tokens in q.
             causal: whether queries only attend to keys at or before their own position. Default:
                 True, unless there is a `mask`.
             softmax_scale: as in a call.
             sinks: as in a call.
-            return_lse: also return the natural-log lse of the keys, without the sinks.
-            options: further arguments, as in a call; `return_max_logits` must be False. In a mask,
+            return_lse: whether to return the natural-log lse of the keys, without the sinks.
+            options: further arguments, as in a call. `return_max_logits` must be False. In a mask,
                 positions of queries count the queries in q.
 
         Returns:
-            out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
-            (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64).
+            out (T, Hq, Dv), with a leading batch dimension if q has one, in q's dtype. With
+            `return_lse`, (out, lse), with lse (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64).
 
         Raises:
-            ValueError: if the call is wrong, or a tensor requires a gradient. It names the
+            ValueError: if the call is wrong, or a tensor requires a gradient. The error names the
                 argument, and is raised before anything is sent.
         """
         with self.agreeing():
@@ -300,7 +304,8 @@ class Attention(BoundModule[Strategy]):
                 **options,
             )
             results = attend_to_cache(self._bound, arguments, operands)
-        except ValueError as fault:  # The error calls the caches k and v, as in a call.
+        # The error names k or v, as in a call. Here users pass k_cache and v_cache.
+        except ValueError as fault:
             text = re.sub(r"^([kv]) ", r"\1_cache ", str(fault))
             raise ValueError(text) from None
         return as_result(results, arguments, heads, q.dim() == 3)
@@ -328,13 +333,13 @@ class Attention(BoundModule[Strategy]):
 
     @outside_graphs
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
-        """Return (ranks, steps): the area that each rank computes in each step.
+        """Return the area that each rank computes in each step, (ranks, steps).
 
-        An area is the number of (query, key) pairs that the mask allows, times query heads. Pass
-        the arguments of a call; only the shapes of the tensors matter. Nothing is computed or sent,
-        and all ranks return the same. Steps in which no rank has work are included. If ranks wait
-        for each other in each step, a step takes `area.max(0) / area.mean(0)` times as long as with
-        evenly spread work.
+        An area is the number of (query, key) pairs that the mask allows, times the number of query
+        heads. Pass the arguments of a call. Of the tensors, only the shapes matter. Nothing is
+        computed or sent, and the result is the same on all ranks. Steps in which no rank has work
+        are included. If ranks wait for each other in each step, a step takes `area.max(0) /
+        area.mean(0)` times as long as with evenly distributed work.
         """
         call = self._resolve(q, k, v, layout, **options)
         steps = [self._bound.strategy.areas(call, rank) for rank in range(self.ranks)]

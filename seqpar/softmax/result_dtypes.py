@@ -1,17 +1,18 @@
 """The dtypes in which ranks send results of attention, and gradients, back to each other.
 
 A kernel of FlashAttention rounds its results to half precision. If a single kernel call computed a
-result, the result is sent in half precision, as the kernel returned it, which takes half of the
-bytes of fp32. The receiver gets the same bits as from a message in fp32, because fp32 can represent
-each number of bf16 and fp16. A result that is the sum of several kernel calls is sent in the
-accumulator's dtype, fp32 (fp64 for fp64). The same holds for results of our Triton kernels and of
-kernels on CPUs, which compute in fp32.
+result, the result is sent in half precision, as the kernel returned it. This takes half of the
+bytes of fp32, and the receiver gets the same bits, because fp32 can represent each number of bf16
+and fp16. A result that is the sum of several kernel calls is sent in the accumulator's dtype, fp32
+(fp64 for fp64). Results of our Triton kernels and of kernels on CPUs are also sent in the
+accumulator's dtype, because these kernels compute in fp32.
 
-The receiver must know the dtype before the message arrives. Two facts decide it. Whether a single
-call computes the result follows from the mask and the layouts (`is_one_call`), which are the same
-on all ranks. Whether the kernel returns half precision follows from the GPU and the installed
-packages (`result_dtypes`). Ranks compare these once, in the first forward on GPUs in half
-precision. If they differ, all results are sent in the accumulator's dtype.
+The receiver must know the dtype before the message arrives. The dtype depends on two facts. First,
+whether a single call computes the result. This follows from the mask and the layouts
+(`is_one_call`), which are the same on all ranks. Second, whether the kernel returns half precision.
+This follows from the GPU and the installed packages (`result_dtypes`). Ranks compare these once, in
+the first forward on GPUs in half precision. If they differ, all results are sent in the
+accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -74,12 +75,13 @@ def result_dtypes(
 def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
     """Return whether the call may have results in half precision, from equal kernels on all ranks.
 
-    Every forward calls this function, even if the user has chosen a dtype. The ranks' first forward
-    then exchanges the messages of this comparison, and later passes exchange none. This matters for
-    CUDA graphs: a captured pass cannot contain the comparison, because the CPU reads its result.
+    The ranks compare their kernels in their first forward. Later passes send no messages for this.
+    Every forward calls this function, even if the user has chosen a dtype, so that the comparison
+    is always in the first forward. This matters for CUDA graphs: a captured pass cannot contain the
+    comparison, because the CPU reads its result.
     """
     dtype = call.shape.dtype
-    # Our Triton kernels compute layouts with `most_documents`, and return no half precision.
+    # Our Triton kernels compute layouts with `most_documents`, and do not return half precision.
     if dtype == accumulator_dtype(dtype) or call.layout.cut.most_documents:
         return False
     if comm is None or call.device.type != "cuda":
@@ -107,10 +109,11 @@ def is_one_call(slices: Slices, backward: bool) -> bool:
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
     """Return whether `is_one_call` is certain for the slices between any two different ranks.
 
-    If so, a rank need not build the slices of other ranks to know the dtypes of their results. It
-    is certain under a full mask, because all queries of a document then attend to all of its keys.
-    It is also certain under a causal mask on contiguous and zigzag layouts: those queries of a
-    document that attend to keys of another rank all attend to the same, adjacent keys.
+    If it is certain, a rank need not build the slices of other ranks to know the dtypes of their
+    results. It is certain under a full mask, because all queries of a document then attend to all
+    of its keys. It is also certain under a causal mask on contiguous and zigzag layouts: all
+    queries of a document that attend to any keys of a given other rank attend to the same, adjacent
+    keys.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

@@ -1,7 +1,7 @@
-"""`ShardedCache`: keys and values for decoding, spread over ranks.
+"""`ShardedCache`: keys and values for decoding, distributed over ranks.
 
-After a prefill, each rank keeps the keys and values that it computed. The tokens that are decoded
-later are added to this cache, some on each rank. `CacheRows` counts tokens and memory for all
+After a prefill, each rank keeps the keys and values that it computed. The keys and values of tokens
+that are decoded later are added, some on each rank. `CacheRows` counts tokens and memory for all
 ranks, and `CacheLayer` has the tensors of one layer on this rank.
 """
 
@@ -37,7 +37,7 @@ class CacheRows:
 
     A rank's tensors have a range of rows for sequence 0, then a range for sequence 1, and so on.
     The first rows of each range hold tokens. The rows after them are free, so that a sequence can
-    grow without moving the others.
+    grow without moving other sequences.
     """
 
     def __init__(self, layout: Layout, free_rows: int) -> None:
@@ -49,16 +49,16 @@ class CacheRows:
             for document, start, stop in layout.spans(rank):
                 rank_spans[document].append((start, stop))
             self._spans.append(rank_spans)
-        # (P, N) the number of tokens of each sequence on each rank
+        # (P, N): the number of tokens of each sequence on each rank
         self.held = self._count_tokens()
-        # (P, N) the number of rows for each sequence on each rank
+        # (P, N): the number of rows for each sequence on each rank
         self.capacities = self.held + free_rows
 
     def extend(self, owner: int, tokens: int, min_growth: int) -> None:
         """Add `tokens` new tokens of each sequence to the rank `owner`.
 
         If the rank has too few rows, each sequence gets an eighth more rows than it has tokens, and
-        at least `min_growth` more.
+        at least `min_growth` more rows.
         """
         for spans, length in zip(self._spans[owner], self.lengths.tolist(), strict=True):
             start = spans.pop()[0] if spans and spans[-1][1] == length else length
@@ -78,9 +78,9 @@ class CacheRows:
         self.held = self._count_tokens()
 
     def drop_first(self, kept: int, free_rows: int) -> Ints:
-        """Drop all tokens of each sequence but the last `kept`, and set the number of free rows.
+        """Drop all tokens of each sequence except the last `kept`, and set the number of free rows.
 
-        Return (P, N): how many tokens of each sequence each rank dropped.
+        Return how many tokens of each sequence each rank dropped, (P, N).
         """
         dropped, before = np.maximum(self.lengths - kept, 0), self.held
         for rank_spans in self._spans:
@@ -142,7 +142,7 @@ class CacheRows:
         return int(self.capacities[rank, :-1].sum() + self.held[rank, -1])
 
     def last_rows(self, rank: int, tokens: int) -> Tensor:
-        """Return (N·tokens,): the rows of the last `tokens` tokens of each sequence on a rank."""
+        """Return the rows of the last `tokens` tokens of each sequence on a rank, (N·tokens,)."""
         ends = np.cumsum(self.capacities[rank]) - self.capacities[rank] + self.held[rank]
         return torch.from_numpy((ends[:, None] - np.arange(tokens, 0, -1)).ravel())
 
@@ -160,9 +160,9 @@ class CacheLayer:
 
     k: Tensor
     v: Tensor
-    capacities: Ints  # (N,) the number of rows for each sequence
+    capacities: Ints  # (N,): the number of rows for each sequence
     length: int  # tokens of the longest sequence, after the last step in which this layer attended
-    # False while k and v are the user's tensors from `put`, which are never written to
+    # False while k and v are the user's tensors from `put`, to which the cache never writes.
     owns_memory: bool
 
     def rearrange(
@@ -171,11 +171,11 @@ class CacheLayer:
         """Copy the rows of some sequences to new memory.
 
         Args:
-            held: (M,) how many rows to copy for each of the M sequences that are kept.
-            capacities: (M,) how many rows each of them gets in the new memory.
-            sequences: the numbers of the M sequences, in their new order; None keeps all of them.
-            dropped: (N,) how many rows to leave out at the start of each of the old sequences, or
-                None.
+            held: (M,). How many rows to copy for each of the M sequences that are kept.
+            capacities: (M,). How many rows each of them gets in the new memory.
+            sequences: the indices of the M sequences, in their new order. None keeps all sequences.
+            dropped: (N,). How many rows to leave out at the start of each of the N old sequences,
+                or None.
         """
         kept = range(held.size) if sequences is None else sequences
         starts, ends = np.cumsum(self.capacities) - self.capacities, np.cumsum(capacities)
@@ -195,36 +195,36 @@ class CacheLayer:
         self.capacities, self.owns_memory = capacities, True
 
 
-SPARE = 64  # tokens kept beyond a window, so that `truncate` can drop some steps
+SPARE = 64  # tokens that are kept in addition to a window, so that `truncate` can drop some steps
 
 
 class ShardedCache:
-    """The keys and values of a model's layers, spread over ranks, for inference.
+    """The keys and values of a model's layers, distributed over ranks, for inference.
 
     `put` stores the keys and values that a rank computed in the prefill. For each step, call
-    `extend`, which makes the sequences longer, and then `attend` in each layer, with queries, keys
+    `extend`, which makes the sequences longer. Then call `attend` in each layer, with queries, keys
     and values that all ranks have. The rank that owns the new tokens stores their keys and values,
     and `attn.decode` computes attention. A step sends the same bytes as `Attention.decode`, however
     long the sequences are.
 
-    New tokens go to the rank with the fewest tokens, until that rank has received `block` of them;
-    then to the next such rank. Shorter blocks would leave a rank's tokens in more spans. All ranks
-    must make the same calls. Decoding has no gradients.
+    New tokens are stored on the rank with the fewest tokens, until that rank has received `block`
+    of them, and then on the next rank with the fewest tokens. With shorter blocks, a rank's tokens
+    would be in more spans. All ranks must make the same calls. Decoding has no gradients.
 
     Args:
         attn: the module whose ranks hold the cache.
         layout: the layout of the prefill. Its N documents are the sequences, of any lengths. If the
             tensors have a batch dimension, each batch entry has N sequences.
-        block: how many tokens of a sequence a rank gets before the next rank gets some.
-        reserve: memory is allocated for this many new tokens of each sequence at first. When a
+        block: how many tokens of a sequence a rank stores before the next rank stores some.
+        reserve: memory is allocated for this number of new tokens of each sequence at first. When a
             layer's memory is full, it grows by an eighth, and its rows are copied.
-        window: the largest number of keys before its own position that a query attends to, in all
-            layers; None is unlimited. With a window, older keys are dropped. All ranks together
-            then keep at most 2 · (window + 64) tokens of a sequence, and those of one step.
+        window: the largest number of keys before its own position to which a query attends, in all
+            layers. None is unlimited. With a window, older keys are dropped. All ranks together
+            then keep at most 2 · (window + 64) tokens of a sequence, and the tokens of one step.
             `length` and `layout` count only the tokens that are kept.
 
     Raises:
-        ValueError: if an argument of the constructor or of a method is wrong. It names the
+        ValueError: if an argument of the constructor or of a method is wrong. The error names the
             argument, and is raised before anything is sent or stored.
     """
 
@@ -262,7 +262,7 @@ class ShardedCache:
 
     @property
     def layout(self) -> Layout:
-        """The tokens that each rank holds now; each sequence is a document."""
+        """The tokens that each rank holds now. Each sequence is a document."""
         return self._derived("layout", self._rows.layout)
 
     @property
@@ -290,9 +290,9 @@ class ShardedCache:
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
         """Store this rank's keys and values of a layer's prefill.
 
-        k is (T_local, Hkv, D), v (T_local, Hkv, Dv), or with the batch in front, in the layout's
-        local order. With `reserve` they are copied. Otherwise the cache uses these tensors, without
-        writing to them, until its memory must grow.
+        k is (T_local, Hkv, D) and v is (T_local, Hkv, Dv), in the layout's local order. Both may
+        have a leading batch dimension. With `reserve`, they are copied. Otherwise the cache uses
+        these tensors, without writing to them, until its memory must grow.
         """
         rank = self.attn.rank
         held = self._rows.held[rank]
@@ -324,8 +324,8 @@ class ShardedCache:
     def truncate(self, length: int) -> None:
         """Drop the last tokens of each sequence, such as rejected proposals.
 
-        Each sequence loses the same number of tokens; the longest one then has `length`. If tokens
-        before a window were dropped, the tokens of the window must remain.
+        Each sequence loses the same number of tokens. The longest sequence then has `length`
+        tokens. If tokens before a window were dropped, the tokens of the window must remain.
         """
         shortest = self.length - self.droppable
         length = as_int("length", length, shortest, self.length)
@@ -340,7 +340,7 @@ class ShardedCache:
     def select(self, sequences: Sequence[int]) -> None:
         """Keep these sequences, in this order, such as the beams that continue.
 
-        A sequence may occur several times. Each rank copies its own rows; nothing is sent.
+        A sequence may occur several times. Each rank copies its own rows, and nothing is sent.
         """
         last = self.sequences - 1
         numbers = as_sequence("sequences", sequences, "integers")
@@ -374,10 +374,11 @@ class ShardedCache:
     ) -> Tensor | tuple[Tensor, ...]:
         """Store the step's keys and values, and return attention of its queries over all keys.
 
-        q (N·T, Hq, D), k (N·T, Hkv, D) and v (N·T, Hkv, Dv), or with the batch in front, must be
-        the same on all ranks. They have the T tokens of the step of sequence 0, then of sequence 1,
-        and so on. Options, results and bytes sent are as in `Attention.decode`. With `chunk`,
-        queries attend only to keys in the same chunk of that many tokens, as in `Layout.chunked`.
+        q (N·T, Hq, D), k (N·T, Hkv, D) and v (N·T, Hkv, Dv) must be the same on all ranks. They may
+        have a leading batch dimension. They contain the T tokens of the step of sequence 0, then
+        those of sequence 1, and so on. Options, results and bytes sent are as in
+        `Attention.decode`. With `chunk`, queries attend only to keys in the same chunk of `chunk`
+        tokens, as in `Layout.chunked`.
         """
         self._check_options(chunk, options)
         refuse_gradients(q=q, k=k, v=v)
@@ -388,15 +389,15 @@ class ShardedCache:
         try:
             return self.decode(q, *rows, chunk=chunk, **options)
         except (ValueError, TypeError):
-            stored.length = before  # undoes the step, so that the caller may try again
+            stored.length = before  # undoes the step, so that the caller can try again
             raise
 
     @outside_graphs
     def append(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the step's keys and values, and return this rank's k and v for `decode`.
 
-        They are views of the layer's memory, (…, rows, Hkv, D or Dv). Some rows may be free; they
-        have arbitrary values.
+        The results are views of the layer's memory, (…, rows, Hkv, D or Dv). Some rows may be free,
+        and have arbitrary values.
         """
         stored, rank = self._layer_in_step(layer), self.attn.rank
         self._check(stored, k=k, v=v)
@@ -430,8 +431,8 @@ class ShardedCache:
     ) -> Tensor | tuple[Tensor, ...]:
         """Return attention of the step's queries over the k and v that `append` returned.
 
-        k and v may also be computed from these row by row, as DeepSeek-V2 computes keys from
-        latents. `attend` describes the options.
+        Instead, k and v may be computed from these tensors row by row, as DeepSeek-V2 computes keys
+        from latents. `attend` describes the options.
         """
         self._check_options(chunk, options)
         build = lambda: self._rows.decode_layout(self._step_tokens, chunk)  # noqa: E731
@@ -439,7 +440,7 @@ class ShardedCache:
         return self.attn.decode(q, k, v, layout, cu_seqlens=cu_seqlens, **options)
 
     def _layer_in_step(self, layer: Hashable) -> CacheLayer:
-        """Return a layer. Raise a ValueError if no step has begun or the layer left one out."""
+        """Return a layer. Raise a ValueError if no step has begun or the layer left out a step."""
         stored = self._layers.get(layer)
         if stored is None:
             raise unknown_layer(layer, self._layers)
@@ -450,7 +451,9 @@ class ShardedCache:
         return stored
 
     def _drop_old_tokens(self) -> None:
-        """Drop tokens before the window, once there are more than twice as many as are kept."""
+        """Drop tokens before the window, as soon as there are more than twice as many tokens as are
+        kept.
+        """
         if self._window is None or self.length <= 2 * (self._window + SPARE):
             return
         if any(stored.length < self.length for stored in self._layers.values()):

@@ -1,15 +1,13 @@
 """The operator `seqpar::attention` and its backward.
 
-Each call of a module becomes a call of this operator.
-
-The operator checks the call, runs the strategy, and saves tensors for backward. Its results are out
-and lse, then the max logits if they were requested, then the tensors that the strategy keeps for
-backward (its residuals).
+Each call of a module becomes a call of this operator. The operator checks the call, runs the
+strategy, and saves tensors for backward. Its results are out and lse, then the max logits if they
+were requested, then the *residuals*, which are the tensors that the strategy keeps for backward.
 
 The file also counts FLOPs for torch's FlopCounterMode, exactly for the (query, key) pairs that this
 rank computes. A multiplication with an addition counts as 2 FLOPs. Forward has two matrix products,
-q·k and probabilities·v. Backward computes q·k again and has four more. The softmax is not counted,
-as in torch.
+q·k and probabilities·v. Backward computes q·k again and has four more products. The softmax is not
+counted, as in torch.
 """
 
 from __future__ import annotations

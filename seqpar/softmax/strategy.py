@@ -1,10 +1,11 @@
 """`Strategy`, the base class of all strategies of softmax attention.
 
 A strategy decides which tensors ranks send to each other, in forward and in backward, and calls
-`attend.py` to compute. To write a new one, see "Adding a strategy" in the documentation.
+`attend.py` to compute. To write a new strategy, see "Adding a strategy" in the documentation.
 
-Legend: B batch, T_local and Tkv_local this rank's query and key tokens, Hq query heads, Hkv KV
-heads, D head dim of q and k, Dv head dim of v.
+Letters of shapes: B is the batch, T_local and Tkv_local the numbers of this rank's query and key
+tokens, Hq and Hkv the numbers of query heads and KV heads, D the head dim of q and k, and Dv the
+head dim of v.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ForwardResult(NamedTuple):
 class Strategy:
     """The methods of all strategies: forward, backward, and predictions of their work and messages.
 
-    The fields of a strategy are its options; USP also has a field for its outer strategy. `str()`
+    The fields of a strategy are its options. USP also has a field for its outer strategy. `str()`
     must show all fields, because modules on one group whose strategies have the same string share
     one `BoundStrategy`. Tensors are q (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D) and v (B,
     Tkv_local, Hkv, Dv).
@@ -60,13 +61,13 @@ class Strategy:
         """Whether messages and launches are the same for all documents that `most_documents`
         allows.
 
-        They are then those of `Geometry.worst_case`.
+        If so, they are those of `Geometry.worst_case`.
         """
         return False
 
     def to_rank_invariant(self) -> Self:
-        """Return this strategy with `rank_invariant` set. Raise a ValueError if the strategy cannot
-        do it.
+        """Return this strategy with `rank_invariant` set. Raise a ValueError if it does not support
+        this.
         """
         expected = f"deterministic must be True or False with {self.name!r}"
         raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
@@ -103,15 +104,14 @@ class Strategy:
     def gradients(
         self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
     ) -> Gradients:
-        """Return dq, dk and dv from `output`, the final output of this rank's queries with its
-        gradient.
-        """
+        """Return dq, dk and dv, given the final output of this rank's queries and its gradient."""
         raise NotImplementedError
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         """Return the area that a rank computes in each step of forward.
 
-        An area is the number of (query, key) pairs that the mask allows, times query heads.
+        An area is the number of (query, key) pairs that the mask allows, times the number of query
+        heads.
         """
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ class Strategy:
         return self.areas(call, rank)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        """Return the messages that a rank sends, by direction, step and peer, without sending any.
+        """Return the messages that a rank sends, by direction, step and peer. Nothing is sent.
 
         They must equal the messages that `forward` and `backward` send. Entries of 0 bytes are
         ignored.
@@ -128,8 +128,8 @@ class Strategy:
         raise NotImplementedError
 
     def merged_size(self, ranks: int) -> int:
-        """Return how many consecutive ranks exchange heads, so that each computes with the tokens
-        of all.
+        """Return how many consecutive ranks exchange heads, so that each has the tokens of all of
+        them.
 
         It is 1 for strategies that do not exchange heads.
         """

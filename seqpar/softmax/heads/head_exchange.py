@@ -1,13 +1,15 @@
 """Divide heads among ranks, and exchange tokens for heads and back.
 
-Before the exchange, a rank has all heads of its tokens. After it, the rank has some heads of the
-tokens of all ranks in its *row*, in the order of documents and positions. In Ulysses, all ranks are
-one row; in USP, the ranks form a mesh with several rows. Heads are exchanged and computed in
-groups, so that the messages of one group hide under the compute of another. A `HeadPlan` has
-everything that depends only on the layouts, and `HeadExchange` sends the messages.
+The ranks form a mesh. Heads are exchanged among the ranks of a *mesh row*. In Ulysses, all ranks
+are one mesh row. In USP, there are several. Before the exchange, a rank has all heads of its own
+tokens. After the exchange, it has some heads of all tokens in its mesh row, in the order of
+documents and positions. Heads are exchanged and computed in groups, so that the messages of one
+group are hidden by the computation of another group. A `HeadPlan` has everything that depends only
+on the layouts, and `HeadExchange` sends the messages.
 
-Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks in the row, H all
-heads, h the heads of one group, D head dim.
+Letters of shapes: B is the batch, T_local the number of this rank's tokens, T_merged the number of
+tokens in the mesh row, H the number of all heads, h the number of heads of one group, and D the
+head dim.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from seqpar.softmax.heads.head_messages import MergedRows, MessageBlock, Operand
 class HeadGroup:
     """Heads of one rank that are computed together: some query heads `q`, and their KV heads `kv`.
 
-    All of these KV heads have the same number of these query heads.
+    Each of these KV heads has the same number of these query heads.
     """
 
     q: slice
@@ -48,9 +50,8 @@ class HeadGroup:
 
     @property
     def arriving_kv(self) -> slice:
-        """The KV heads that arrive with this group.
-
-        It is empty if they arrived with an earlier group.
+        """The KV heads that arrive with this group. It is empty if they arrived with an earlier
+        group.
         """
         return self.kv if self.first else slice(0, 0)
 
@@ -58,21 +59,21 @@ class HeadGroup:
     def leaving_kv(self) -> slice:
         """The KV heads whose gradients are complete after this group.
 
-        It is empty if a later group adds to them.
+        It is empty if a later group adds to these gradients.
         """
         return self.kv if self.last else slice(0, 0)
 
 
 class HeadGroups:
-    """The heads of all ranks in a row, divided into groups.
+    """The heads of all ranks in a mesh row, divided into groups.
 
-    Rank r of P gets the query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that these use.
-    With `whole_on_ranks`, the KV heads are divided in this way instead, and a rank gets all query
-    heads of each of its KV heads.
+    Rank r of P gets the query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that these query
+    heads use. With `whole_on_ranks`, the KV heads are divided in this way instead, and a rank gets
+    all query heads of each of its KV heads.
 
-    Each rank's heads are cut into `groups` groups, or into fewer if it has fewer heads. If
-    possible, cuts lie between KV heads; with `whole_kv`, all cuts do. A rank has more groups if
-    otherwise the KV heads of a group would have different numbers of its query heads.
+    Each rank's heads are cut into `groups` groups, or into fewer if it has fewer heads. Where
+    possible, a cut lies between two KV heads. With `whole_kv`, all cuts do. A rank has more groups
+    if otherwise the KV heads of a group would have different numbers of its query heads.
     """
 
     def __init__(
@@ -86,21 +87,20 @@ class HeadGroups:
     ) -> None:
         self._group_size = q_heads // kv_heads  # the number of query heads per KV head
         self._whole_kv = whole_kv
-        # The number of query heads that stay together.
+        # The number of query heads that are not separated.
         unit = self._group_size if whole_on_ranks else 1
         edges = [rank * (q_heads // unit) // ranks * unit for rank in range(ranks + 1)]
         cuts = [self._cut(start, stop, groups) for start, stop in pairwise(edges)]
-        self.count = max(map(len, cuts)) - 1  # the number of groups of the rank that has the most
+        self.count = max(map(len, cuts)) - 1  # the largest number of groups of a rank
         padded = [cut + cut[-1:] * (self.count + 1 - len(cut)) for cut in cuts]
         self._ranks = [self._groups(cut) for cut in padded]
         sent = (group.arriving_kv for rank in self._ranks for group in rank)
-        # Whether some KV head is sent to several ranks.
+        # Whether a KV head is sent to several ranks.
         self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
 
     def group(self, number: int) -> list[HeadGroup]:
-        """Return the group with this number of each rank.
-
-        It is empty for ranks with fewer groups.
+        """Return the group with this number of each rank. It is empty for ranks with fewer
+        groups.
         """
         return [rank[number] for rank in self._ranks]
 
@@ -109,8 +109,8 @@ class HeadGroups:
 
     def _cut(self, start: int, stop: int, groups: int) -> list[int]:
         size = self._group_size
-        # The range of those query heads whose KV heads have all of their query heads in start …
-        # stop.
+        # The range of query heads between start and stop whose KV heads have all of their query
+        # heads in this range.
         whole_start = min(stop, -(-start // size) * size)
         whole_stop = max(start, stop // size * size)
         cuts = sorted({start, whole_start, whole_stop, stop}) if stop > start else [start, stop]
@@ -145,8 +145,7 @@ class GroupPlan:
     """The messages and the computation of one group of heads."""
 
     own: HeadGroup  # the heads of this rank in the group
-    # The call for these heads, as if each row of ranks were a single rank with all of the row's
-    # tokens.
+    # The call for these heads, as if each mesh row was a single rank with all tokens of the row.
     call: ResolvedCall
     # The messages that are exchanged before the group is computed, and those exchanged afterwards.
     arriving: list[MessageBlock]
@@ -157,14 +156,14 @@ class GroupPlan:
         return None if sinks is None else sinks[self.own.q]
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
-        """Return k and v of these heads, which arrived with this group or with an earlier one."""
+        """Return k and v of these heads, which arrived with this group or with an earlier group."""
         if self.own.first or not self.own.kv_count:
             return [heads["k"], heads["v"]]
         return before
 
 
 class HeadPlan:
-    """The plan of a forward or backward for one rank: what it exchanges within its row.
+    """The plan of a forward or backward for one rank: what it exchanges within its mesh row.
 
     Tensors are called by their names in the code: q, k, v, out, lse, dq, dk, dv, dout, dlse and
     delta.
@@ -185,18 +184,18 @@ class HeadPlan:
         Args:
             call: the call.
             rank: this rank.
-            heads: the heads of all ranks in a row.
-            size: the number of ranks in a row.
+            heads: the heads of all ranks in a mesh row.
+            size: the number of ranks in a mesh row.
             arriving: the names of the tensors that are exchanged before a group is computed.
             leaving: the names of the tensors that are exchanged afterwards.
             kept: the names of the tensors that forward received and kept for backward.
         """
-        self.index, shape = rank % size, call.shape  # the number of this rank in its row
+        self.index, shape = rank % size, call.shape  # the index of this rank in its mesh row
         self.row = range(rank - self.index, rank - self.index + size)
         self.column = range(self.index, call.ranks, size)
-        # If several ranks compute with a KV head, the rank that holds the tokens adds up dk and dv
-        # of these ranks. They are then sent in the accumulator's dtype. Otherwise dk and dv are
-        # complete, and are sent in q's dtype.
+        # If several ranks compute with a KV head, the rank that holds the tokens adds up the dk and
+        # dv of these ranks. The contributions are then sent in the accumulator's dtype. Otherwise
+        # dk and dv are complete, and are sent in q's dtype.
         self._shape, self.adds_kv = shape, heads.kv_on_several_ranks
         self.kv_dtype = accumulator_dtype(shape.dtype) if self.adds_kv else shape.dtype
         self._queries = self._keys = MergedRows.of(call.layout, self.row)
@@ -238,8 +237,7 @@ class HeadPlan:
 
 
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
-    """Return the call as if each row of `size` ranks were a single rank with all of the row's
-    tokens.
+    """Return the call as if each mesh row of `size` ranks was a single rank with all of its tokens.
 
     Slopes and max logits are left out, because the result is stored with the layouts and must not
     keep a call's tensors alive.
@@ -287,7 +285,7 @@ class HeadExchange:
         """
         self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
         between = comm.channel("rows") if len(plan.column) > 1 else comm
-        # For the messages of the outer strategy, between the ranks of this rank's column.
+        # For the messages of the outer strategy, between the ranks of this rank's mesh column.
         self.outer = SubComm(between, plan.column, outer_name, label)
         self._make_results, self._results = make_results, Tensors()
         self._returning: tuple[list[MessageBlock], Arriving] | None = None
@@ -296,8 +294,8 @@ class HeadExchange:
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
         """Yield, for each group, this rank's heads of these tensors (B, T_local, H, D).
 
-        A group comes as one buffer for each `MessageBlock`; `in_heads` makes tensors of these.
-        While the caller computes a group, the messages of the next group are under way.
+        A group arrives as one buffer for each `MessageBlock`. `in_heads` makes tensors of these
+        buffers. While the caller computes a group, the messages of the next group are sent.
         """
 
         def post(number: int) -> Arriving:
@@ -316,7 +314,7 @@ class HeadExchange:
         """Send the results of the next group, (B, T_merged, h, D), to the ranks that hold the
         tokens.
 
-        The function empties `tensors`. It waits until the results of the group before have arrived.
+        The function empties `tensors`. It first waits for the results of the preceding group.
         """
         blocks = self._plan.groups[self._sent_back].leaving
         flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
@@ -331,7 +329,7 @@ class HeadExchange:
         return self._results
 
     def _collect(self) -> None:
-        """Wait for the results of the group before, and write them to the result tensors."""
+        """Wait for the results of the preceding group, and write them to the result tensors."""
         if self._returning is None:
             return
         blocks, arriving = self._returning
@@ -345,8 +343,8 @@ class HeadExchange:
     ) -> Arriving:
         """Post the messages of some blocks.
 
-        `flats` are in token form if heads are sent to the ranks that compute them (`to_heads`),
-        otherwise in head form (see `head_messages.py`).
+        If `to_heads`, heads are sent to the ranks that compute them, and `flats` are in token form.
+        Otherwise `flats` are in head form. `head_messages.py` explains these forms.
         """
         sends: list[Message] = []
         recvs: list[Message] = []

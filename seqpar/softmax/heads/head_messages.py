@@ -1,16 +1,18 @@
 """Pack tensors into the messages that exchange tokens for heads, and unpack them.
 
-There are two forms of the same data. In *token form*, a rank has all heads of its tokens. In *head
-form*, it has its heads of the tokens of all ranks in its row. In both forms, a flat buffer has one
-message for each rank, in the order of the ranks. A message is sent in one form and arrives as part
-of the other. Within a message, all tensors of a token lie next to each other.
+Heads are exchanged among the ranks of a *mesh row*. There are two forms of the same data. In *token
+form*, a rank has all heads of its own tokens. In *head form*, it has some heads of all tokens in
+its mesh row. In both forms, a flat buffer has one message for each rank, in the order of the ranks.
+A message that is sent from a buffer in one form is received into a buffer in the other form. Within
+a message, all tensors of a token lie next to each other.
 
-To pack token form, one strided copy per tensor suffices if heads are evenly spaced. In head form,
-one index_select of whole rows brings the rows of all ranks into the order of documents; contiguous
-layouts need none. Each tensor is then a view of the buffer.
+To pack a buffer in token form, one strided copy per tensor suffices if heads are evenly spaced. In
+head form, one index_select of whole rows brings the rows of all ranks into the order of documents.
+Contiguous layouts need no index_select. Each tensor is then a view of the buffer.
 
-Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks in the row, H all
-heads, h this rank's heads, D head dim. lse, dlse and delta have no D.
+Letters of shapes: B is the batch, T_local the number of this rank's tokens, T_merged the number of
+tokens in the mesh row, H the number of all heads, h the number of this rank's heads, and D the head
+dim. lse, dlse and delta have no D.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from seqpar.layout.geometry import Geometry
 
 
 class MergedRows:
-    """The tokens of several ranks, as rows: one rank after another, and in the order of documents.
+    """The tokens of several ranks, in two orders: one rank after another, and the order of
+    documents.
 
-    The indices that convert between the two orders are copied to a device only once. A copy in each
-    call would make the host wait for the device.
+    The indices that convert between the two orders are copied to a device only once. If each call
+    copied them, the host would wait for the device in each call.
     """
 
     def __init__(self, layout: Geometry, ranks: range) -> None:
@@ -40,9 +43,9 @@ class MergedRows:
         self.counts = [index.size for index in indices]  # the number of rows of each rank
         self.total = sum(self.counts)
         tokens = np.concatenate(indices)
-        # Indices of 32 bits need half the memory of torch's usual indices, and are read faster.
+        # 32-bit indices need half the memory of torch's usual indices, and are read faster.
         order = np.argsort(tokens).astype(np.int32 if self.total < 2**31 else np.int64)
-        # Whether the rows of one rank after another already are in the order of documents.
+        # Whether the two orders are the same.
         self.in_order = bool((tokens[1:] > tokens[:-1]).all())
         self._order = None if self.in_order else order
         self._derived = Memo()
@@ -77,10 +80,13 @@ class Operand(NamedTuple):
     """A tensor to exchange.
 
     Attributes:
-        rows: its tokens on all ranks of the row.
-        heads: for each rank of the row, the heads that this rank gets.
+        name: the name of the tensor.
+        dtype: the dtype in which it is sent.
+        rows: the tokens of the tensor on all ranks of the mesh row.
+        heads: the heads that each rank of the mesh row computes.
         dim: D, or None for a tensor without D.
-        add: whether heads that come back from several ranks are added, in the order of the ranks.
+        add: whether several ranks return the same head. Their results are added in the order of the
+            ranks.
     """
 
     name: str
@@ -94,14 +100,14 @@ class Operand(NamedTuple):
         return self.heads[rank].stop - self.heads[rank].start
 
     def width(self, rank: int) -> int:
-        """Return how many elements of a token a rank gets."""
+        """Return the number of elements per token that a rank gets."""
         return self.count(rank) * (self.dim or 1)
 
 
 class _Run(NamedTuple):
     """The heads of one or more consecutive ranks, which one strided copy can pack.
 
-    The ranks have equally many heads of the tensor, and these are evenly spaced.
+    The ranks have the same number of heads, and their heads are evenly spaced.
     """
 
     shape: tuple[int, ...]  # number of ranks, T_local, B, heads of a rank, D
@@ -121,7 +127,7 @@ class _Run(NamedTuple):
         return x.as_strided(self.shape, strides, x.storage_offset() + self.head * head_stride)
 
     def followed_by(self, other: _Run) -> _Run | None:
-        """Return this run joined with `other`, a run of one rank, or None if one copy cannot do
+        """Join this run with `other`, a run of one rank. Return None if one copy cannot pack
         both.
         """
         last = self.shape[0] - 1
@@ -162,13 +168,11 @@ class MessageBlock:
     """
 
     def __init__(self, operands: Sequence[Operand], row: range, index: int, batch: int) -> None:
-        """Plan the exchange of these tensors among the ranks of `row`; this rank is
-        `row[index]`.
-        """
+        """Plan the exchange of these tensors among the ranks `row`. This rank is `row[index]`."""
         self.dtype, self.names = operands[0].dtype, list[str]()
         # The number of elements of each message in token form and in head form, one message for
-        # each rank of the row. If queries and keys are different tokens, the messages with the
-        # first tokens are followed by messages with the others.
+        # each rank of the mesh row. If queries and keys are different tokens, the messages with
+        # queries come first, and the messages with keys follow.
         self.token_sizes: list[int] = []
         self.head_sizes: list[int] = []
         self._parts: list[_Part] = []
@@ -178,7 +182,8 @@ class MessageBlock:
         self.token_elements, self.head_elements = sum(self.token_sizes), sum(self.head_sizes)
         self._in_order = all(section.rows.in_order for section in self._sections)
         messages = list(enumerate([*row] * len(self._sections)))
-        # The numbers of the messages from this rank to itself, and (number, rank) of all others.
+        # The indices of the messages from this rank to itself, and (index, rank) of all other
+        # messages.
         self.own = [number for number, rank in messages if rank == row[index]]
         self.others = [(number, rank) for number, rank in messages if rank != row[index]]
 
@@ -231,7 +236,7 @@ class MessageBlock:
     def pack_heads(self, tensors: Sequence[Tensor]) -> Tensor:
         """Pack these tensors (B, T_merged, h, D) into a buffer in head form.
 
-        A single tensor is not copied if its rows already are in the order of the messages. Tensors
+        A single tensor is not copied if its rows are already in the order of the messages. Tensors
         without heads are ignored.
         """
         if len(tensors) == 1:

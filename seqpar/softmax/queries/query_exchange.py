@@ -1,10 +1,10 @@
-"""Send queries to the other ranks of a row, which compute with them, and receive the results.
+"""Send queries to the other ranks of a mesh row, which compute with them, and receive the results.
 
-A *hop* is one step of this exchange: this rank sends queries to a receiver, and gets queries from a
-sender. Their results travel in the opposite direction. `tile_strategy.py` plans with
+A *hop* is one step of this exchange: this rank sends queries to a *receiver*, and receives the
+queries of a *sender*. The results are sent in the opposite direction. `tile_strategy.py` plans with
 `QuerySchedule` and runs `QueryExchange`.
 
-Legend: B batch, T local rows, Hq query heads.
+Letters of shapes: B is the batch, T the number of local rows, and Hq the number of query heads.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from seqpar.softmax.wire.row_messages import Packing, RowFormat, Rows
 
 @dataclass(eq=False)
 class QueryHop:
-    """One hop of this rank: queries go to a receiver, and queries of a sender arrive."""
+    """One hop of this rank: queries are sent to a receiver, and queries of a sender arrive."""
 
     step: int  # the number of the step, from 1
     receiver: int
     sender: int
-    sent_count: int  # how many query rows go to the receiver
+    sent_count: int  # how many query rows are sent to the receiver
     received_count: int  # how many query rows come from the sender
-    # Returns this rank's rows that go to the receiver. Hops with equal rows return the same object.
+    # Returns this rank's rows that are sent to the receiver. Hops with equal rows return the same
+    # object.
     build_sent: Callable[[], Rows]
     build_received: Callable[[], Ints]  # returns the ranges of the sender's rows that arrive
-    # For each block of keys, returns the slices of the arriving queries over it.
+    # For each block of keys, returns the slices of the arriving queries over the block.
     build_slices: Sequence[Callable[[], Slices]]
     # Whether a single kernel call computes the results of the hop, if this is known without slices
     # (`Tiles.known_calls`); otherwise None.
@@ -77,11 +78,11 @@ class QueryHop:
 
 
 class Travelling(NamedTuple):
-    """The tensors that a forward or backward sends, by their formats.
+    """The formats of the tensors that a forward or backward sends.
 
     Attributes:
         queries: the formats of the tensors that are sent with the queries.
-        result: the format of results; its dtype is that of sums over several kernel calls.
+        result: the format of results. Its dtype is that of sums over several kernel calls.
         others: the formats of tensors that return with each result, such as lse.
         dtypes: the dtypes of results.
         backward: whether this is a backward.
@@ -106,10 +107,11 @@ class HopMessages(NamedTuple):
     """The messages of one hop for one group of heads."""
 
     hop: QueryHop
-    # The number among the hops of all groups; sender and receiver of a message use the same.
+    # The index among the hops of all groups. The sender and the receiver of a message use the same
+    # index.
     number: int
-    group: int  # the number of the group of heads
-    # Whether all tensors share one message, even where they could be sent without a copy.
+    group: int  # the index of the group of heads
+    # Whether all tensors share one message, even if they could be sent without a copy.
     packs: bool
     outgoing: Packing  # this rank's queries, to the receiver
     incoming: Packing  # the sender's queries, to this rank
@@ -117,16 +119,18 @@ class HopMessages(NamedTuple):
     returning: Packing  # results of this rank's queries, from the receiver
 
     def packs_rows(self, rows: Rows) -> bool:
-        """Return whether the tensors share one message. Otherwise each has its own message."""
+        """Return whether the tensors share one message. Otherwise each tensor has a separate
+        message.
+        """
         return self.packs or not rows.is_range
 
 
 class QuerySchedule(NamedTuple):
     """All hops of a forward or backward, in order."""
 
-    groups: list[HeadSlices]  # the groups in which heads are sent; all ranks have the same
-    hops: list[HopMessages]  # for each group, its hops
-    ends_early: bool  # whether the last hops, without rows, were left out
+    groups: list[HeadSlices]  # the groups in which heads are sent, which are the same on all ranks
+    hops: list[HopMessages]  # the hops of the first group, then those of the next group, and so on
+    ends_early: bool  # whether the last hops were left out because they have no rows
 
     @classmethod
     def of(
@@ -146,7 +150,7 @@ class QuerySchedule(NamedTuple):
             call: the call.
             query_hops: the hops of this rank, without hops that were left out.
             last_step: the number of the last hop, even if it was left out.
-            hop_count: the number of hops of a group, with those that were left out.
+            hop_count: the number of hops of a group, including hops that were left out.
             travelling: the formats of the tensors that are sent.
         """
         groups, packs, hops = query_groups(call), packs_all_rows(call), list[HopMessages]()
@@ -181,12 +185,12 @@ def packs_all_rows(call: ResolvedCall) -> bool:
     """Return whether all tensors that are sent to a rank share one message, whatever their rows
     are.
 
-    Otherwise tensors whose rows are a single range are sent one by one, which needs no copy.
+    Otherwise, tensors whose rows are a single range are sent one by one, which needs no copy.
     """
     return call.shape.batch > 1 or len(query_groups(call)) > 1
 
 
-# Results that are stored at the same time; each needs a buffer.
+# The largest number of results that are stored at the same time. Each needs a buffer.
 _MOST_KEPT = 4
 
 
@@ -195,8 +199,8 @@ class _KeptResults:
 
     Attributes:
         most: the largest number of results that are stored at the same time, at least 1.
-        last: the numbers of the hops after whose result all stored results are merged, because
-            their memory is needed for later results. After the last result of all, none are later.
+        last: the indices of the hops after which all stored results are merged, because later
+            results need their memory. The last hop of a group is among them.
     """
 
     def __init__(self, returning: Sequence[HopMessages], kept_bytes: int) -> None:
@@ -210,15 +214,15 @@ class _KeptResults:
         self.last = {
             x.number for group in by_group.values() for x in (*group[most - 1 :: most], group[-1])
         }
-        if most > 1:  # otherwise results that this rank sends use the same memory
+        if most > 1:  # if `most` is 1, results that this rank sends use the same memory
             self.last.remove(returning[-1].number)
 
 
 class _Packed(NamedTuple):
-    """A message with queries, which the next hop also sends if it has the same rows."""
+    """A message with queries, which is sent again in the next hop if that hop has the same rows."""
 
     rows: Rows
-    group: int  # the number of the group of heads
+    group: int  # the index of the group of heads
     message: Tensor
 
     def has_rows_of(self, messages: HopMessages) -> bool:
@@ -228,8 +232,8 @@ class _Packed(NamedTuple):
 class QueryExchange:
     """Sends and receives the messages of a schedule.
 
-    Queries and results use separate channels. In one exchange with the queries of the next hop,
-    results would be sent one step later.
+    Queries and results use separate channels. If the results of a hop were sent in one exchange
+    with the queries of the next hop, they would be sent one step later.
     """
 
     def __init__(
@@ -246,11 +250,11 @@ class QueryExchange:
         """
         self._queries, self._results = comm, comm.channel("results")
         self._schedule, self._label, self._device = schedule, label, travelling[0].device
-        # How many buffers are needed at a time: the queries of one hop are read while those of the
-        # next hop arrive. The results of a hop, in both directions, are in use until the results of
-        # the next hop have been computed and posted; by then, the results that this rank sent have
-        # left. Buffers grow, because early hops may have fewer rows than late hops, and early hops
-        # hold more memory in addition to the messages.
+        # The number of buffers that are needed at a time. The queries of one hop are read while
+        # those of the next hop arrive. The results of a hop, in both directions, are in use until
+        # the results of the next hop have been computed and posted. By then, the results that this
+        # rank sent have left. Buffers grow, because early hops may have fewer rows than late hops,
+        # and because more memory is used for other things during early hops.
         leaving = [x.leaving for x in schedule.hops if x.hop.received_count]
         returning = [x for x in schedule.hops if x.hop.sent_count]
         sizes = [x.incoming.elements for x in schedule.hops if x.hop.received_count]
@@ -271,7 +275,9 @@ class QueryExchange:
 
     @property
     def keeps_results(self) -> bool:
-        """Whether the caller stores results that have arrived while others are under way."""
+        """Whether the caller stores results that have arrived while other results are still being
+        sent.
+        """
         return self._kept.most > 1
 
     def results(
@@ -284,15 +290,16 @@ class QueryExchange:
 
         Args:
             compute_first: computes with this rank's own queries while the first queries arrive.
-            compute_last: does so while the last results arrive.
-            compute: computes with queries that have arrived. It gets the hop, the queries, and the
-                tensors of the message to which it writes the results. While it runs, the queries of
-                the next hop arrive, and the results of the hop before are under way.
+            compute_last: computes with this rank's own queries while the last results arrive.
+            compute: computes with queries that have arrived. Its arguments are the hop, the
+                queries, and the tensors of the message to which it writes the results. While it
+                runs, the queries of the next hop arrive, and the results of the preceding hop are
+                sent.
 
         Yields:
-            The number of the group of heads, the local rows of the result, its tensors, and whether
-                the caller must now merge all results that it stores: their memory may be
-                overwritten when the next result is requested.
+            The index of the group of heads, the local rows of the result, its tensors, and whether
+            the caller must now merge all results that it stores. If so, their memory may be
+            overwritten when the next result is requested.
         """
         hops = self._schedule.hops
         arriving = self._post_queries(hops[0]) if hops else None
@@ -301,9 +308,9 @@ class QueryExchange:
         for messages, following in zip_longest(hops, hops[1:]):
             assert arriving is not None
             received, arriving = arriving.wait(), None
-            # The next hop is posted now if it directly follows this one. Otherwise hops between the
-            # two were left out, and it is posted after the results, so that all ranks post in one
-            # order.
+            # The next hop is posted now if it directly follows this hop. Otherwise hops between the
+            # two were left out, and the next hop is posted after the results, so that all ranks
+            # post in the same order.
             if adjacent := following and following.number == messages.number + 1:
                 arriving = self._post_queries(following)
             message: Tensor | None = None
@@ -323,8 +330,8 @@ class QueryExchange:
                 yield returned
             del returned
         if returning and self._schedule.ends_early:
-            # This rank left out the last hops. The result is yielded here, before the last local
-            # work, so that sums have the same bits as with all hops.
+            # The last hops were left out on this rank. The result is yielded here, before the last
+            # local work, so that sums have the same bits as with all hops.
             if returned := self._returned(*returning):
                 yield returned
             returning = None
@@ -335,7 +342,7 @@ class QueryExchange:
     def _returned(
         self, messages: HopMessages, results: Arriving
     ) -> tuple[int, Rows, list[Tensor], bool] | None:
-        """Wait for the results of a hop. Return None if this rank sent no queries in it."""
+        """Wait for the results of a hop. Return None if this rank sent no queries in the hop."""
         tensors, hop = results.wait(), messages.hop
         if not hop.sent_count:
             return None
@@ -353,7 +360,7 @@ class QueryExchange:
                 received = packing.apart(message)
                 recvs = [(hop.sender, x) for x in received]
         if self._packed is not None and not self._packed.has_rows_of(messages):
-            self._packed = None  # before another message takes memory
+            self._packed = None  # freed before another message is allocated
         if hop.sent_count and messages.packs_rows(hop.sent):
             self._packed = self._packed or self._pack(messages)
             sends = [(hop.receiver, self._packed.message)]

@@ -1,8 +1,8 @@
 """`TileStrategy`, the base class of TokenRing and Mesh.
 
-Ranks form a mesh. Each rank computes one tile of attention: the queries of all ranks in its row
-over the keys of all ranks in its column. A subclass chooses the number of columns. In TokenRing all
-ranks are one row, so that keys stay on their ranks.
+Ranks form a mesh. Each rank computes one tile of attention: the queries of all ranks in its mesh
+row over the keys of all ranks in its mesh column. A subclass chooses the number of columns. In
+TokenRing all ranks are one mesh row, so that keys stay on their ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from seqpar.softmax.wire.row_messages import RowFormat
 
 @dataclass(frozen=True)
 class TileStrategy(Strategy):
-    """Sends queries to the other ranks of a row, and keys to the other ranks of a column.
+    """Sends queries to the other ranks of a mesh row, and keys to the other ranks of a mesh column.
 
     A rank first computes with its own queries, while the keys of its column arrive. It holds these
     keys until the end of the forward or backward. Then it computes with the queries of one sender
@@ -64,9 +64,9 @@ class TileStrategy(Strategy):
     the end, to hide the last messages.
     """
 
-    # The dtype in which outputs return: None for the accumulator's.
+    # The dtype in which outputs return. None means the accumulator's dtype.
     partial_dtype: torch.dtype | None = None
-    # The dtype in which dq, dk and dv return: None for the accumulator's, or bf16.
+    # The dtype in which dq, dk and dv return: bf16, or None for the accumulator's dtype.
     gradient_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -87,12 +87,16 @@ class TileStrategy(Strategy):
 
     @property
     def partial_code(self) -> torch.dtype | None:
-        """The dtype of the codes if outputs return in 8 bits, otherwise None."""
+        """The 8-bit dtype in which outputs return, or None if they return in a dtype with more
+        bits.
+        """
         return self.partial_dtype if self.partial_dtype in CODES else None
 
     @property
     def keys_dtype(self) -> torch.dtype | None:
-        """The dtype in which keys and values are sent: None for their own, or an 8-bit dtype."""
+        """The dtype in which keys and values are sent: an 8-bit dtype, or None for the dtype of
+        k.
+        """
         return None
 
     def _partial_dtypes(self, comm: Comm | None, call: ResolvedCall) -> ResultDtypes:
@@ -181,8 +185,8 @@ class TileStrategy(Strategy):
             if code:
                 (out,) = decode_rows(out, dims, code, accumulator)
             total.merge(rows, out, lse, heads=parts[group])
-            # So that the remaining slices of this rank's own queries are merged, and do not
-            # overwrite.
+            # The remaining slices of this rank's own queries are then merged, and do not overwrite
+            # the results.
             total.empty = False
             del out, lse  # freed before the next hop is computed
             if is_last:
@@ -294,7 +298,7 @@ class TileStrategy(Strategy):
         sent_size = (shape.dim + shape.value_dim) * element + statistics
         # For forward and backward: the number of messages of queries to a rank; then, per row and
         # head, the bytes of queries, the elements of results, the dtypes of results, and the bytes
-        # of the tensors that return with them.
+        # of the tensors that return with results.
         sizes = {
             "forward": (1, shape.dim * element, width, partials, accumulator),
             "backward": (3, sent_size, shape.dim, gradients, 0),
@@ -318,9 +322,10 @@ class TileStrategy(Strategy):
 
 
 def _kept_bytes(total: WaitingResults) -> int:
-    """Return how many bytes of results may be stored until one merge, in addition to sums in fp32.
+    """Return how many bytes of results may be stored before they are merged, in addition to fp32
+    sums.
 
-    The factor 17/16 is for lse: it takes less than 1/16 of the bytes of its result.
+    The factor 17/16 is for lse, which has less than 1/16 of the bytes of its result.
     """
     return total.elements * (total.most_bytes - 4) * 17 // 16 if total.waits else 0
 
@@ -331,7 +336,7 @@ def _parts(groups: Sequence[HeadSlices]) -> list[slice | None]:
 
 
 def partial_bytes(shape: OperandShape, partial_dtype: torch.dtype | None) -> int:
-    """Return how many bytes an output that returns has per row and head, without its lse."""
+    """Return how many bytes of an output return per row and head, without lse."""
     if partial_dtype in CODES:
         return encoded_width([shape.value_dim])
     return shape.value_dim * (partial_dtype or accumulator_dtype(shape.dtype)).itemsize

@@ -1,8 +1,8 @@
-"""Find the rows that ranks send if they form a mesh and each computes one tile of queries and keys.
+"""Find the rows that ranks send if each rank of a mesh computes one tile of queries and keys.
 
-The tile of a rank is the queries of all ranks in its row over the keys of all ranks in its column.
-Take any rank's queries and any rank's keys: exactly one rank computes them, at the crossing of the
-row of the first rank and the column of the second.
+The *tile* of a rank is the queries of all ranks in its mesh row over the keys of all ranks in its
+mesh column. Any rank's queries and any other rank's keys are therefore computed on exactly one
+rank, where the row of the first rank crosses the column of the second rank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from seqpar.softmax.wire.row_messages import Rows
 class Tiles:
     """The tiles of all ranks, on a mesh whose ranks are numbered along its rows.
 
-    It refers to the layouts weakly: plans that are stored with the layouts use it and must not keep
-    them alive.
+    Its references to the layouts are weak, because plans that are stored with the layouts refer to
+    this object and must not keep the layouts alive.
     """
 
     def __init__(self, queries: Geometry, keys: Geometry, mask: Mask, columns: int) -> None:
@@ -38,12 +38,16 @@ class Tiles:
         self._key_rows: dict[tuple[int, int], Ints] = {}
 
     def row(self, rank: int) -> list[int]:
-        """Return the other ranks in a rank's row, in the order in which it sends them queries."""
+        """Return the other ranks in a rank's row, in the order in which the rank sends queries to
+        them.
+        """
         first = rank - rank % self._columns
         return [first + (rank + step) % self._columns for step in range(1, self._columns)]
 
     def column(self, rank: int) -> list[int]:
-        """Return the other ranks in a rank's column, in the order in which it sends them keys."""
+        """Return the other ranks in a rank's column, in the order in which the rank sends keys to
+        them.
+        """
         ranks, columns = self._ranks, self._columns
         return [other % ranks for other in range(rank + columns, rank + ranks, columns)]
 
@@ -54,7 +58,7 @@ class Tiles:
         return rank % self._columns
 
     def query_rows(self, rank: int, receiver: int) -> Ints:
-        """Return (m, 2): the ranges of a rank's queries that it sends to another rank of its row.
+        """Return the queries that a rank sends to another rank of its row, as ranges (m, 2).
 
         These are the queries that attend to some key of the receiver's column.
         """
@@ -66,7 +70,7 @@ class Tiles:
         return rows
 
     def key_rows(self, rank: int, receiver: int) -> Ints:
-        """Return (m, 2): the ranges of a rank's keys that it sends to another rank of its column.
+        """Return the keys that a rank sends to another rank of its column, as ranges (m, 2).
 
         These are the keys to which some query of the receiver's row attends.
         """
@@ -78,7 +82,7 @@ class Tiles:
         return rows
 
     def sent_queries(self, rank: int) -> ReachedRows:
-        """Return the queries that a rank sends to each column, that is, to the rank of its row
+        """Return the queries that a rank sends to each mesh column, to the rank of its own row
         there.
         """
         queries, groups = self._geometry[0], np.arange(self._ranks) % self._columns
@@ -86,7 +90,7 @@ class Tiles:
         return self._side_of_queries.own_rows(queries.holdings[rank], groups_of_ranks)
 
     def sent_keys(self, rank: int) -> ReachedRows:
-        """Return the keys that a rank sends to each row, that is, to the rank of its column
+        """Return the keys that a rank sends to each mesh row, to the rank of its own column
         there.
         """
         keys, groups = self._geometry[1], np.arange(self._ranks) // self._columns
@@ -94,25 +98,26 @@ class Tiles:
         return self._side_of_keys.own_rows(keys.holdings[rank], groups_of_ranks)
 
     def received_queries(self, rank: int) -> Ints:
-        """Return (ranks,): how many queries of each rank attend to some key of the column of
-        `rank`.
+        """Return how many queries of each rank attend to some key in the column of `rank`,
+        (ranks,).
         """
         column = self._geometry[1].merged_holding([rank, *self.column(rank)])
         return self._side_of_keys.their_rows(column)
 
     def received_keys(self, rank: int) -> Ints:
-        """Return (ranks,): to how many keys of each rank some query of the row of `rank`
-        attends.
+        """Return to how many keys of each rank some query in the row of `rank` attends,
+        (ranks,).
         """
         row = self._geometry[0].merged_holding([rank, *self.row(rank)])
         return self._side_of_queries.their_rows(row)
 
     def slices(self, q_rank: int, k_rank: int, at: int) -> Slices:
-        """Return the slices of `q_rank`'s queries over `k_rank`'s keys, with rows counted on the
-        rank `at`.
+        """Return the slices of the queries of `q_rank` over the keys of `k_rank`, which `at`
+        computes.
 
-        `q_rank` is in the row of `at`, and `k_rank` in its column. The rank `at` has all rows of
-        its own tensors, and those rows of other ranks that were sent to it.
+        `q_rank` is in the row of `at`, and `k_rank` is in the column of `at`. The slices count the
+        rows that are on the rank `at`: all rows of its own tensors, and those rows of other ranks
+        that were sent to it.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:
@@ -136,7 +141,7 @@ class Tiles:
         return is_one_call(self.slices(q_rank, at, at), backward) if known is None else known
 
     def area(self, q_rank: int, k_rank: int) -> int:
-        """Return how many (query, key) pairs one rank's queries have with another rank's keys."""
+        """Return how many (query, key) pairs one rank's queries form with another rank's keys."""
         return self._slices(q_rank, k_rank).area
 
     @property
@@ -162,7 +167,7 @@ class Tile:
     """The steps, hops and slices of one rank, which are found once per layout and mask.
 
     The number of rows in each step and hop is known from the start. The slices of queries that
-    arrive are built when their hop is computed, while other hops are under way.
+    arrive are built when their hop is computed, while messages of other hops are sent.
     """
 
     def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
@@ -177,7 +182,8 @@ class Tile:
         self.query_hops = _query_hops(rank, tiles, every_hop)
         # The number of the last hop, even if it was left out.
         self.last_step = len(tiles.column(rank)) + len(tiles.row(rank))
-        self.hop_count = len(tiles.row(rank))  # the number of hops, with those that were left out
+        # the number of hops, including hops that were left out
+        self.hop_count = len(tiles.row(rank))
 
     @cached_property
     def own(self) -> list[tuple[Slices, Slices]]:
@@ -189,11 +195,11 @@ class Tile:
 
     @cached_property
     def last(self) -> tuple[int, Slices]:
-        """The work that forward leaves for the end: the number of a block of keys, and slices over
+        """The work that forward leaves for the end: the index of a block of keys, and slices over
         it.
 
-        These are all slices of the block. If it is the rank's own keys, they are half of the
-        slices.
+        For the rank's own keys, these are half of the slices of the block. For other blocks, they
+        are all slices.
         """
         last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
         return last, self.blocks[last] if last else self.own[0][1]

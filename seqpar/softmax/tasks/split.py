@@ -7,9 +7,9 @@ reversed: the derivative of `attention_finish` posts messages, and the derivativ
 
 The state of a call that has begun is stored in this process, under a number. The first operator
 returns a *ticket*, an empty tensor whose shape contains the number. The ticket is an argument of
-the second operator. Compilers accept only tensors as such arguments, and learn from the ticket
-which operators belong together. The number is in the shape and not in the data, because data would
-have to be copied from the device. The gradient of a ticket has the same number.
+the second operator, so that compilers know which operators belong together. The number is in the
+shape and not in the data, because data would have to be copied from the device. The gradient of a
+ticket has the same number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ G = TypeVar("G")  # the messages of a backward that has begun
 class SplitStrategy(Strategy, Generic[P, G]):
     """A strategy that can post the messages of a call without waiting for a message.
 
-    The strategy first posts all messages that do not depend on other messages, and computes later.
+    The strategy first posts all messages that do not depend on received messages, and computes
+    later.
     """
 
     keeps_operands: ClassVar[bool] = True
@@ -72,9 +73,8 @@ class SplitStrategy(Strategy, Generic[P, G]):
     def cancel(self, posted: P) -> bool:
         """Cancel the messages of a forward that will never be completed.
 
-        Return whether the messages can be cancelled.
-
-        Messages between ranks cannot be cancelled, because the other ranks have posted them, too.
+        Return whether the messages were cancelled. Messages between ranks cannot be cancelled,
+        because the other ranks have posted them, too.
         """
         return False
 
@@ -331,8 +331,8 @@ def _save_finished(ctx: _FinishedContext, inputs: tuple[Any, ...], results: list
     arguments = _restored(carried)
     out, lse, numbers, *kept = results
     ctx.mark_non_differentiable(numbers, *kept)
-    # The ticket itself is not stored: if a checkpoint repeats the call, the new ticket has another
-    # number.
+    # The ticket itself is not stored, because the new ticket has a different number if a checkpoint
+    # repeats the call.
     ctx.number, ctx.has_sinks = ticket.shape[1], sinks is not None
     residuals = kept[arguments.return_max_logits :]
     handles = ATTENTION.keep_call(ctx, BoundStrategy.of(arguments.strategy), carried)
@@ -379,8 +379,9 @@ def _finish_backward_flops(
     *carried: object,
     out_val: object = None,
 ) -> int:
-    """Count the FLOPs of a whole backward in its first operator, because only this operator gets
-    the layout.
+    """Count the FLOPs of a whole backward in its first operator.
+
+    The second operator does not receive the layout.
     """
     sizes = [size for x in saved[:3] for size in x.shape]
     return ATTENTION.backward_flops(_restored(carried), Saved(saved, sizes))
@@ -391,7 +392,7 @@ FLOP_FORMULAS[torch.ops.seqpar.attention_finish_backward] = _finish_backward_flo
 
 
 class BegunCall(NamedTuple):
-    """A call whose messages were posted. Pass the call to the module's `finish`."""
+    """A call whose messages were posted. Pass it to the module's `finish`."""
 
     ticket: Tensor
     operands: Operands
@@ -404,18 +405,18 @@ class SplitAttention(Attention):
     """Attention whose calls can be made in two parts, with other work between the parts.
 
     While the messages of one call are sent, the model can compute another batch. For example, a
-    micro-batch is cut into two *nano-batches* that alternate. `forward` makes both parts, one after
-    the other.
+    micro-batch can be cut into two *nano-batches* that alternate. `forward` makes both parts, one
+    after the other.
     """
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
         """Post the messages of a call and return immediately.
 
         Arguments and errors are the same as in a call. Pass the result to `finish` once. Between
-        ranks, a call that is never finished keeps its tensors. Do not change q, k and v in place
-        before `finish`. All ranks must begin and finish their calls in the same order. A checkpoint
-        of torch must contain both parts, because otherwise the checkpoint would repeat only one of
-        the parts.
+        ranks, a call that is never finished keeps its tensors alive. Do not change q, k and v in
+        place before `finish`. All ranks must begin and finish their calls in the same order. If a
+        checkpoint of torch contains one part, it must contain both, because it would otherwise
+        repeat only one of the parts.
 
         Autograd runs the two parts in the opposite order. The backward of `finish` posts messages,
         and the backward of `begin` computes. Other work of the model therefore runs between the two

@@ -1,25 +1,27 @@
-"""The execution of a `TaskPlan`: rows are sent to the ranks that compute with them, and results
-return.
+"""Carry out a `TaskPlan`: rows are sent to the ranks that compute with them, and results return.
 
 *Foreign* rows are rows of other ranks. *Local* work is attention of a rank's own queries over its
-own keys. A rank computes in this order:
+own keys. A rank does the following:
 
-1. It posts the rows that it sends, in stages, and computes half of its local work. 2. When a stage
-has arrived, the rank computes attention of the foreign queries in this stage, and sends the results
-back. Then the rank computes attention of its own queries over the foreign keys that have arrived.
-3. After the last stage, the rank computes the second half of its local work, while the last results
-return.
+1. It posts the rows that it sends, in stages, and computes half of its local work.
+2. When a stage has arrived, it computes attention of the foreign queries in this stage, and sends
+   the results back. Then it computes attention of its own queries over the foreign keys that have
+   arrived.
+3. After the last stage, it computes the second half of its local work, while the last results
+   return.
 
 If all rows were in one stage, a rank would wait for all keys before it computes. Each stage has
-about the same number of keys from every rank. If stages were cut by position instead, a few ranks
-would send while all other ranks wait. On 8 ranks with a zigzag layout and slow links, such stages
-take twice the time. A rank's work over foreign keys is spread over the stages. When each stage's
-work over foreign keys was done as early as possible, later results and gradients were delayed. A
-step then took 1.10 times as long (4 emulated ranks, documents in order, 1 Gbit/s).
+about the same number of keys from every rank. If stages are ranges of positions instead, a few
+ranks send while all other ranks wait. On 8 ranks with a zigzag layout and slow links, this takes
+twice the time.
 
-Messages are (n, B, H, …), with n rows, batch B and H heads. Rows are the first dimension, so
-messages from several ranks can be parts of one block of memory. Backends take the view (B, n, H, …)
-of the block.
+The work of a rank's own queries over foreign keys is distributed over the stages. If this work is
+done as early as possible, later results and gradients are delayed. On 4 emulated ranks with
+documents in order and links of 1 Gbit/s, a step then takes 1.10 times as long.
+
+Messages are (n, B, H, …), with n rows, batch B and H heads. Rows are the first dimension, so that
+messages from several ranks can be parts of one block of memory. Backends receive the view (B, n, H,
+…) of the block.
 """
 
 from __future__ import annotations
@@ -60,14 +62,13 @@ class Returning:
         self._parts, self._pending = parts, pending
 
     def arrive(self) -> None:
-        """Wait for all results of this rank's rows. Free the results that this rank sent in the
-        same exchange.
+        """Wait for all results of this rank's rows. Free the results that were sent in the same
+        exchange.
         """
         self._pending.wait()
 
     def wait(self) -> Iterator[tuple[Rows, Tensor]]:
-        """Wait for all results, and yield each with its rows, in the order of the ranks that
-        computed them.
+        """Wait for all results, and yield each with its rows, in the order of the computing ranks.
 
         Each result is freed after it was used.
         """
@@ -80,7 +81,7 @@ class Returning:
 class TaskBuffers(NamedTuple):
     """The memory for foreign rows of one or more groups of heads, one group after another."""
 
-    queries: list[MessageBuffers]  # one for each tensor or joined tensors of queries
+    queries: list[MessageBuffers]  # one for each message of queries
     keys: MessageBuffers
 
     @classmethod
@@ -125,8 +126,8 @@ class TaskExchange:
                 message.
             keys: k and v, which share a message.
             buffers: the memory for foreign rows.
-            kept: the foreign keys that this rank kept in forward, or None. If it is not None,
-                no keys are sent.
+            kept: the foreign keys that this rank kept in forward, or None. If it is not None, no
+                keys are sent.
         """
         # Results use a separate channel. In the same communicator, they would wait for the rows of
         # later stages.
@@ -213,16 +214,17 @@ class GroupExchanges:
         post: Callable[[HeadSlices], TaskExchange],
         ahead: int,
     ) -> None:
-        """Post the exchanges of the first `ahead` groups.
-
-        `post` posts the exchange of one group, and returns it.
+        """Post the exchanges of the first `ahead` groups. `post` posts the exchange of one
+        group.
         """
         self.groups, self._post = groups, post
         self._remaining, self._posted = iter(groups), deque[TaskExchange]()
         self._posted.extend(map(post, islice(self._remaining, ahead)))
 
     def post_next(self) -> None:
-        """Post the exchange of the next group, if there is one and no exchange is posted."""
+        """Post the exchange of the next group, if there is a next group and no exchange is
+        posted.
+        """
         if not self._posted and (heads := next(self._remaining, None)) is not None:
             self._posted.append(self._post(heads))
 
@@ -272,7 +274,7 @@ def complete_forward(
     total = Partial.nothing(q, v)
     foreign_keys, returning = _split(exchange.foreign_keys, k, v), list[Returning]()
     attend(q, k, v, plan.first, total, call.options, call.max_logits)
-    # Local work is only divided to hide results of own queries. Here none return.
+    # Local work is divided only to hide the return of results. Here no results return.
     if not plan.sends_queries:
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for stage, (queries,) in exchange.arrivals():
@@ -285,7 +287,7 @@ def complete_forward(
     del foreign_keys
     received = exchange.release()
     if not keep:
-        received.clear()  # frees the foreign rows before the next compute
+        received.clear()  # frees the foreign rows before the next computation
     if plan.sends_queries:
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for each in returning:
@@ -350,10 +352,10 @@ def _add_gradients(
         del keys, values, dk, dv, into
     posted.release()
     del foreign_keys, foreign_sums, blocks, posted
-    # Frees the results that were sent in these stages, before the next group takes memory.
+    # Frees the results that were sent in these stages, before the next group allocates memory.
     for each in returning[:-1]:
         each.arrive()
-    groups.post_next()  # so that the next line hides the first messages of the next group, too
+    groups.post_next()  # so that the next line also hides the first messages of the next group
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:
         for sent, results in each.wait():
@@ -393,10 +395,11 @@ def _serve_backward(
     Args:
         output: the output of this rank's own queries.
         q: the foreign queries that this rank kept in forward, or None.
-        rows: dout of the foreign queries and, if q is None, then q.
+        rows: dout of the foreign queries. If q is None, their q follows.
         statistics: lse, delta and, if lse has a gradient, dlse.
         blocks: k, v, dk and dv of this rank's keys, and of the foreign keys.
-        stage, call: the stage and the call.
+        stage: the stage.
+        call: the call.
     """
     value_dim = blocks[0][1].shape[-1]
     q = rows[..., value_dim:] if q is None else q

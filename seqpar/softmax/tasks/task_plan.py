@@ -1,4 +1,4 @@
-"""The plan of the messages and the work of one rank, for given tasks.
+"""Plan the messages and the work of one rank, for given tasks.
 
 A *task* is attention of some queries over some keys of one document, and names the rank that
 computes it. A rank is the *owner* of the tokens that it holds, and the *server* of the tasks that
@@ -46,8 +46,8 @@ class Shipment(NamedTuple):
 
     stages: Stages  # the stages in which the servers need the rows
     sent: list[Sent]  # the rows that this rank sends, in the order of their servers
-    block: ServerRows  # the rows that this rank receives, one owner's rows after another's
-    rows: slice  # where the received rows lie among all rows that this rank receives
+    block: ServerRows  # the rows that this rank receives, one owner after another
+    rows: slice  # the indices of the received rows among all rows that this rank receives
 
 
 class TaskStage(NamedTuple):
@@ -60,14 +60,15 @@ class TaskStage(NamedTuple):
     # The slices of the foreign queries over this rank's keys, then over all foreign keys.
     blocks: Blocks
     own: Slices  # the slices of this rank's queries over the foreign keys `key_rows`
-    # Where the keys lie, among all foreign keys, to which this rank's queries attend in the stage.
+    # The indices, among all foreign keys, of the keys to which this rank's queries attend in the
+    # stage.
     key_rows: slice
 
 
 class TaskPlan(NamedTuple):
     """All messages and all work of one rank in a forward or backward."""
 
-    # All stages, also those in which this rank sends and receives no rows.
+    # All stages, including stages in which this rank sends and receives no rows.
     stages: list[TaskStage]
     # The slices of this rank's queries over its own keys, in two halves. The first half is computed
     # while rows arrive, and the last half while results return.
@@ -156,8 +157,8 @@ def task_traffic(
         rows: the rows that each task needs.
         direction: "forward" or "backward".
         rank: the rank.
-        kept: whether servers keep foreign rows from forward to backward, so that foreign rows are
-            not sent again.
+        kept: whether servers keep foreign rows from forward to backward, so that these rows are not
+            sent again.
         groups: the number of groups in which heads are sent.
     """
     s = call.shape
@@ -220,9 +221,8 @@ class Planner:
 
     @classmethod
     def of(cls, option: str, plan: TaskRectangles | Plans | Planner) -> Planner:
-        """Return the planner for the value of an option.
-
-        Raise a ValueError for values of other types.
+        """Return the planner for the value of an option. Raise a ValueError for values of other
+        types.
 
         `option` is the name of the option, for the error.
         """

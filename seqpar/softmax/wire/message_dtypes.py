@@ -3,25 +3,26 @@
 Keys and values, and outputs of attention, may be sent in 8 bits, with an fp32 scale s for each row
 and head. s is the largest absolute value in the row divided by the largest code. An element x
 becomes the code nearest to x / s. Codes are integers, or e4m3 floats with 4 exponent bits and 3
-mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3):
+mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3). The errors in
+this table are those before the decoded element is rounded to its dtype:
 
-| code | largest code | error of an element, before rounding to the dtype to which it is decoded |
+| code | largest code | largest error of an element |
 |---|---|---|
-| int8 | 127 | at most s / 2 |
-| float8_e4m3fn | 448 | at most abs(x) / 16, or s / 1024 for elements below s / 64 |
+| int8 | 127 | s / 2 |
+| float8_e4m3fn | 448 | abs(x) / 16, or s / 1024 for elements below s / 64 |
 
-e4m3 is more accurate for elements below 1/16 of the largest element of their row, and int8 for
-larger ones. e4m3 is therefore better for rows with outliers. A row with an infinite value or a NaN
-is decoded to NaN.
+e4m3 is more accurate than int8 for elements below 1/16 of the largest element of their row, and
+int8 is more accurate for larger elements. e4m3 is therefore better for rows with outliers. A row
+with an infinite value or a NaN is decoded to NaN.
 
 Contributions to gradients may be sent in bf16. A rank computes its contribution in the
 accumulator's dtype and rounds it once, before sending it. The rank that holds the row adds the
-contributions in the accumulator's dtype, and does not round its own. bf16 has 8 significant bits,
-so rounding changes an element by at most 1/256 of its absolute value (Higham, "Accuracy and
-Stability of Numerical Algorithms", 2002, theorem 2.2). The additional error of a gradient is
-therefore at most 1/256 of the sum of the absolute values of its rounded contributions.
+contributions in the accumulator's dtype, and does not round its own contribution. bf16 has 8
+significant bits, so rounding changes an element by at most 1/256 of its absolute value (Higham,
+"Accuracy and Stability of Numerical Algorithms", 2002, theorem 2.2). The additional error of a
+gradient is therefore at most 1/256 of the sum of the absolute values of its rounded contributions.
 
-Legend: D head dim.
+D is the head dim.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def encode(x: Tensor, dims: Sequence[int], code: torch.dtype) -> Tensor:
 
     Args:
         x: one or more tensors, joined along their head dims.
-        dims: the head dim of each of these tensors. Each has its own scale.
+        dims: the head dim of each of these tensors. Each tensor has its own scale.
         code: one of `CODES`.
 
     Returns:

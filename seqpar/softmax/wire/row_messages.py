@@ -1,8 +1,8 @@
 """The local rows of a message, and messages that have several tensors.
 
-A *block* here is some rows of a tensor, one after another, as they are sent or received.
-
-Legend: B batch, T local rows, n rows of a block, H heads, D head dim.
+A *block* is some rows of a tensor, one after another, as they are sent or received. Letters of
+shapes: B is the batch, T the number of local rows, n the number of rows of a block, H the number of
+heads, and D the head dim.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import on_device
 from seqpar.core.ranges import ranges
 
-_MAX_CAST_ROWS = 1024  # this many rows are cast at a time, which takes little memory
+_MAX_CAST_ROWS = 1024  # the number of rows that are cast at a time, which limits memory
 
 
 class Rows:
     """Ranges of local rows that make up a block, one range after another.
 
-    The indices of the rows are copied to a device only once. A copy in each call would make the
-    host wait for the device.
+    The indices of the rows are copied to a device only once. If each call copied them, the host
+    would wait for the device in each call.
     """
 
     def __init__(self, ranges: Ints) -> None:
@@ -83,9 +83,9 @@ class Rows:
     def place(self, rows: int, device: torch.device) -> int | Tensor:
         """Return which local rows the block has, in the form that Triton kernels read.
 
-        If the block is one range, this is its first local row. Otherwise it is a tensor (rows,) of
-        int32 on this device. For each of the `rows` local rows it has the row's index in the block,
-        or −1 if the block does not have the row.
+        If the block is one range, this is its first local row. Otherwise it is an int32 tensor
+        (rows,) on this device. For each of the `rows` local rows, it has the row's index in the
+        block, or −1 if the row is not in the block.
         """
         if self.is_range:
             return self.reach[0]
@@ -106,7 +106,7 @@ class Rows:
 def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -> None:
     """Add sign · part to some rows of `total` (B, T, H, D).
 
-    The part is (B, n, H, D), of any dtype. `rows` is a slice, or indices (n,) without repetition.
+    `part` is (B, n, H, D), of any dtype. `rows` is a slice, or indices (n,) without repetition.
     """
     if isinstance(rows, slice):
         total[:, rows].add_(part, alpha=sign)
