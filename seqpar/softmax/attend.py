@@ -89,7 +89,8 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for one block.
 
-    The choices for the latest settings are cached with the slices.
+    The choices for the newest settings are kept with the slices, so that later calls only look them
+    up.
     """
     return _loaded(_chosen(q, k, v, slices, options))
 
@@ -99,7 +100,7 @@ def _loaded(chosen: Backend | str) -> Backend:
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> Backend | str:
-    # Choices are not cached for slopes, which are tensors and differ between calls.
+    # Slopes are tensors that differ between calls, so a choice for them is not kept.
     if options.slopes is not None:
         return _choose(q, k, v, slices, options)
     kept = slices.derived((LOCAL, "backends"), lambda: Memo(MAX_KEPT_SETTINGS))
@@ -107,8 +108,8 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
 
 
 def _kind(q: Tensor, value_dim: int, options: CallOptions) -> tuple[Hashable, ...]:
-    """Return the key under which the choice of a backend is cached."""
-    # A tensor on the meta device may stand for a tensor on CUDA. Users may turn off cuDNN between
+    """Return the key under which a choice for operands like these is kept."""
+    # On a meta device, whether it stands for CUDA also matters. Users may turn off cuDNN between
     # two calls.
     device = device_of(q), is_on_cuda(q), torch.backends.cuda.cudnn_sdp_enabled()
     return LOCAL, "backend", *device, q.dtype, q.shape[3], value_dim, options
@@ -242,7 +243,7 @@ def attend_blocks(
     is_observed = max_logits is not None or hooks().observe_computations
     # These slices are built while their block of keys is still arriving.
     for number, slices in enumerate(slices_of_blocks.slices):
-        # `zip` would keep this block alive while the next one arrives
+        # not `zip`, which would keep this block alive while the next one arrives
         k, v = next(arriving)
         if partial is None:
             single = len(slices_of_blocks.slices) == 1
@@ -263,9 +264,7 @@ def attend_blocks(
 def _backends(
     q: Tensor, value_dim: int, slices_of_blocks: Blocks, options: CallOptions
 ) -> dict[int, Backend | str]:
-    """Return the backends of blocks, by the index of the block, as far as earlier calls have chosen
-    them.
-    """
+    """Return the choices for the blocks by number, as far as earlier calls have made them."""
     if options.slopes is not None:
         return {}
     return slices_of_blocks.derived(_kind(q, value_dim, options), dict)

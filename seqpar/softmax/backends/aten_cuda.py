@@ -1,13 +1,13 @@
 """Kernels of ATen on CUDA: FlashAttention-2 from sm_80 on, and cuDNN on sm_90 and sm_100 to sm_110.
 
-`aten.py` and `kernel_order.py` use them as `VarlenKernel`s. cuDNN builds a plan for each new shape
-and thread, which takes 40 ms to 1.2 s. It therefore computes only calls whose shapes seldom change
-from step to step (`VarlenCall.dense`). Their segments must also have full masks, or as many keys as
-queries with a causal mask: ATen's causal mask is aligned at the first row and the first key, and
-ours at the last ones.
+`aten.py` and `kernel_order.py` use these kernels as `VarlenKernel`s. cuDNN builds a plan for each
+new shape and thread, which takes 40 ms to 1.2 s. It therefore computes only calls whose shapes
+seldom change from step to step (`VarlenCall.dense`). ATen aligns a causal mask at the first row and
+the first key of a segment, and we align it at the last ones. cuDNN therefore computes only segments
+with full masks, and causal segments with as many keys as queries.
 
-Legend: S segments of L query rows and Lk key rows each, Hq query heads, Hkv KV heads, D head dim of
-q and k, Dv head dim of v.
+Letters of shapes: there are S segments of L query rows and Lk key rows each, Hq query heads, Hkv KV
+heads, the head dim D of q and k, and the head dim Dv of v.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def computes(q: Tensor) -> bool:
 
 
 def is_recent(device: torch.device) -> bool:
-    """Return whether a GPU is an sm_80 or newer."""
+    """Return whether a GPU has the compute capability of sm_80 or a higher one."""
     return gpu_major(device) >= 8
 
 
@@ -88,13 +88,14 @@ def _no_random_state(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=device)
 
 
-# Its backward gives the same bits each time only under torch's global switch for deterministic
-# algorithms. That switch would make operators of other threads raise, so the kernel does not count
-# as deterministic.
+# Its backward has the same bits in each run only under torch's global switch for deterministic
+# algorithms. That switch would make operators of other threads raise errors, so the kernel does not
+# count as deterministic.
 KERNEL = VarlenKernel(_prepare(_forward), _prepare(_backward), max_head_dim=256)
 
 _CUDNN_MAJORS = (9, 10, 11)
-_MIN_CUDNN_VERSION = 91000  # 9.10, the first with head dims above 128 (PyTorch, sdp_utils.cpp)
+# 9.10, the first version with head dims above 128 (PyTorch, sdp_utils.cpp)
+_MIN_CUDNN_VERSION = 91000
 
 
 def _cudnn_forward(
@@ -111,8 +112,8 @@ def _cudnn_forward(
 def _cudnn_backward(
     tables: VarlenTables, options: CallOptions, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Torch looks up a plan by the strides of q, k and v only. All calls with the same strides of q,
-    # k and v must therefore have the same strides of dout and out.
+    # To find a plan, torch compares only the strides of q, k and v. Calls with the same strides of
+    # q, k and v must therefore have the same strides of dout and out.
     dout, out = rows.dout.contiguous(), rows.out.contiguous()
     dout, q, k, v, out = (_by_segments(x, tables) for x in (dout, rows.q, rows.k, rows.v, out))
     lse = rows.lse.unflatten(1, (len(q), -1)).transpose(0, 1)[..., None].contiguous()
@@ -151,7 +152,7 @@ def load_cudnn(major: int) -> VarlenKernel | str:
         return f"cuDNN is not used on {'AMD GPUs' if torch.version.hip else f'sm_{major}x'}"
     try:
         version = torch.backends.cudnn.version()
-    except RuntimeError as error:  # cuDNN's version does not fit this torch
+    except RuntimeError as error:  # this torch was not built for the installed version of cuDNN
         return f"cuDNN is broken: {error}"
     if version is None or version < _MIN_CUDNN_VERSION:
         return f"cuDNN must be 9.10 or newer, got {version}"

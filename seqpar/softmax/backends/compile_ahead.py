@@ -1,10 +1,10 @@
 """Compile the kernels of FlashAttention-4 before a call sends its first message.
 
-FlashAttention-4 compiles a variant of its kernels in the first call that needs it, for 3 to 4 s. If
-a rank compiled in the middle of a call, the other ranks would wait for its messages.
-`compile_ahead` is therefore called in a *rehearsal*, which runs a call on meta tensors: all ranks
-rehearse a call before they send its first message, and `Layout.prepare` rehearses calls before
-training begins.
+FlashAttention-4 compiles a variant of its kernels in the first call that needs the variant. This
+takes 3 to 4 s. If a rank compiled in the middle of a call, the other ranks would wait for its
+messages. `compile_ahead` is therefore called in a *rehearsal*, which runs a call on meta tensors.
+All ranks rehearse a call before they send its first message, and `Layout.prepare` rehearses calls
+before training begins.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def compile_ahead(
     Args:
         kind: a key of the variant that is compiled.
         q: a meta tensor of the rehearsal.
-        call: runs the call on fake tensors. It gets a function with the arguments of `torch.empty`
-            that makes them on the device for which q stands.
+        call: runs the call on fake tensors. Its argument is a function like `torch.empty`, which
+            makes these tensors on the device for which q stands.
     """
     device = device_of(q)
     key = device, q.dtype, kind

@@ -1,15 +1,15 @@
 """The backend "flash_attn": attention with the best installed package of FlashAttention.
 
 It computes bf16 and fp16 on CUDA, usually all documents in one call (`varlen.py`). Plain PyTorch
-computes what the packages cannot. One case is ALiBi, because the packages measure distances in rows
-and not in positions. The other case is masks under which the attended keys do not move by one key
-from each query row to the next.
+computes two cases that the packages cannot compute. The first is ALiBi, because the packages
+measure distances in rows and not in positions. The second is masks under which the attended keys do
+not move by one key from each query row to the next.
 
-The functions that are called lie below the packages' autograd functions, because these do not
-accept the lse over all keys on all ranks. A package that is not installed may be in the cache of
-Hugging Face's package `kernels`; seqpar does not download any. If a package is missing, broken or
-of another version, loading it returns a reason instead of a kernel, and the next best kernel
-computes.
+This file calls functions below the packages' autograd functions, because the autograd functions do
+not accept the lse over all keys on all ranks. A package that is not installed may be in the cache
+of Hugging Face's package `kernels`. seqpar does not download packages. If a package is missing,
+broken or of an unknown version, loading it returns a reason instead of a kernel, and the next best
+kernel computes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Package(NamedTuple):
     """A package that computes attention on CUDA."""
 
     requirement: str  # what to install, in the form that pip takes
-    # Names under which different installations have the module with the functions.
+    # The possible names of the module with the functions, which depend on the installation.
     modules: tuple[str, ...]
     # The functions that are called, each with the names of its arguments.
     parameters: dict[str, str]
@@ -62,7 +62,7 @@ class Package(NamedTuple):
 def _arguments(
     tables: VarlenTables, options: CallOptions, unlimited: int | None = -1
 ) -> dict[str, object]:
-    """Return the arguments that all packages have.
+    """Return the arguments that the functions of all packages have.
 
     `unlimited` is the value for a side of the window without a limit.
     """
@@ -87,8 +87,8 @@ def _filling_gradients(
     Args:
         forward_name, backward_name: the names of the package's functions.
         causal: the name of backward's argument for a causal mask.
-        deterministic: whether backward can give the same bits each time.
-        unused: further arguments that both functions get.
+        deterministic: whether backward can have the same bits in each run.
+        unused: further arguments for both functions.
     """
 
     def make(package: ModuleType, _major: int) -> VarlenKernel:
@@ -120,17 +120,17 @@ def _filling_gradients(
     return make
 
 
-# FlashAttention-4 compiles within its calls. When several threads compiled at the same time, they
-# got NameErrors and crashed.
+# FlashAttention-4 compiles within its calls. If several threads compile at the same time, they get
+# NameErrors and crash.
 _one_at_a_time = threading.Lock()
 
 
 # In rows. FlashAttention-4 compiles one variant of its kernels for calls whose longest segment has
-# more rows than a tile, and another variant for other calls. To get only the first variant, it is
-# told that the longest segment has more rows than the largest tile of any GPU.
+# more rows than a tile, and another variant for other calls. To get only the first variant, we pass
+# a longest segment that has more rows than the largest tile of any GPU.
 _LARGEST_TILE = 256
-# If a call has more segments than this, FlashAttention-4 compiles another variant, which gets a
-# table of the segments' tiles.
+# If a call has more segments than this, FlashAttention-4 compiles a different variant, which reads
+# a table of the segments' tiles.
 _MANY_SEGMENTS = 256
 # The first version whose backward is deterministic on sm_90 if query heads share KV heads (pull
 # request 2510 of flash-attention).
@@ -145,13 +145,13 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     def softcap_functions(softcap: float) -> dict[str, object]:
         """Return the package's functions for a softcap.
 
-        The package would make and hash them in each call.
+        Without this cache, the package would make and hash them in each call.
         """
         make = package.utils.create_softcap_scoremod, package.utils.create_softcap_scoremod_bwd
         return {"score_mod": make[0](softcap), "score_mod_bwd": make[1](softcap)}
 
     def arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
-        """Return the arguments of backward that do not change with the tensors."""
+        """Return the arguments of backward that do not depend on the tensors."""
         found = _arguments(tables, options, None) | {"causal": _is_causal(tables)}
         found |= {"deterministic": options.deterministic}
         if options.softcap:
@@ -210,7 +210,7 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         form = left == -1, right == -1, _is_causal(tables), _dense(tables) is not None, has_many
         return *form, options.softcap, options.deterministic
 
-    # On sm_100 FlashAttention-4 also has a head dim of 256, but without a softcap and without the
+    # On sm_100, FlashAttention-4 also has a head dim of 256, but without a softcap and without the
     # gradient of lse.
     max_head_dim = 256 if major == 9 else 128
     return VarlenKernel(
@@ -226,11 +226,12 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 
 
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
-    """Return the rows and the keys of each segment, if FlashAttention-4 gets the segments as a
+    """Return the rows and the keys of each segment, if FlashAttention-4 receives the segments as a
     batch.
 
     Calls of a batch are faster. FlashAttention-4 compiles a separate variant for them. Segments
-    that fit into one tile are not passed as a batch, because they would need a third variant.
+    that are not larger than one tile are not passed as a batch, because they would need a third
+    variant.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None
@@ -247,7 +248,7 @@ def _by_heads(x: Tensor, length: int) -> Tensor:
 
 
 def _is_at_least(package: ModuleType, first: str) -> bool:
-    """Return whether the version of FlashAttention-4 is known and not before `first`."""
+    """Return whether the version of FlashAttention-4 is known, and is `first` or later."""
     if not package.__name__.startswith("flash_attn."):  # builds from the hub have no version
         return False
     version = installed_version("flash-attn-4")
@@ -312,7 +313,7 @@ PACKAGES = {
 def load_package(name: str, major: int) -> VarlenKernel | str:
     """Return the kernel of a package, or the reason why it cannot be used.
 
-    `name` is one of `PACKAGES`, and `major` the first number of the GPU's compute capability.
+    `name` is one of `PACKAGES`, and `major` is the first number of the GPU's compute capability.
     """
     package = PACKAGES[name]
     if major not in package.majors:
@@ -337,7 +338,8 @@ def _module(package: Package) -> ModuleType | str:
             return importlib.import_module(path)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-                return f"{path} cannot be imported: {error}"  # a package that it needs is missing
+                # a dependency of the package is missing
+                return f"{path} cannot be imported: {error}"
         except Exception as error:  # libraries for another torch or CUDA fail in many ways
             return f"{path} cannot be imported: {type(error).__name__}: {error}"
     missing = f"{package.requirement} is not installed"
@@ -351,12 +353,12 @@ def _module(package: Package) -> ModuleType | str:
         built: ModuleType = kernels.get_local_kernel(build.parent.parent)
     except Exception as error:  # it is not in the cache, or has no build for this torch
         return f"{missing}, nor is {package.repository} in the cache of kernels: {error}"
-    # In the hub's builds the functions are in a module of this name, or at the top.
+    # In the hub's builds, the functions are in a module of this name, or at the top.
     return getattr(built, package.modules[0].rsplit(".", 1)[1], built)
 
 
 def _lacking(function: object, names: list[str]) -> str | None:
-    """Return a text that names the arguments that a function lacks, or None if it lacks none."""
+    """Return a text that names the arguments that a function lacks, or None if it has them all."""
     if not callable(function):
         return ""
     parameters = inspect.signature(function_of(function)).parameters
@@ -368,8 +370,8 @@ MAX_HEAD_DIM = 256
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return why this backend cannot compute these operands, with the name of the argument, or
-    None.
+    """Return why this backend cannot compute these operands, or None. The text names the
+    argument.
     """
     backend = 'the backend "flash_attn"'
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.is_cuda:
@@ -398,7 +400,7 @@ def kernel_for(
 ) -> VarlenKernel | None:
     """Return the kernel of the best installed package that computes these operands, or None.
 
-    `has_dlse` tells whether lse has a gradient.
+    `has_dlse` says whether lse has a gradient.
     """
     major = gpu_major(device)
     for name in PACKAGES:

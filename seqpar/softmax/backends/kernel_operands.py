@@ -1,9 +1,8 @@
 """Change operands into the form that fused kernels accept.
 
-Scales become positive, head dims aligned, and a gradient of lse moves into additional columns of v
-and dout.
-
-Legend: D head dim of q and k, Dv head dim of v. They are the last dimension of each tensor.
+Scales become positive. Head dims are padded to a multiple of 8. A gradient of lse is moved into
+additional columns of v and dout. D is the head dim of q and k, and Dv the head dim of v. Both are
+the last dimension of their tensors.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _ALIGNMENT = 8  # elements of 2 bytes; kernels load 16 bytes at a time
 
 
 def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions, int]:
-    """Return q and options with a positive scale that give the same scores, and the sign of the
-    scale.
+    """Change q and options so that the scale is positive and the scores stay the same.
 
-    Fused kernels scale the scores after masking. A scale of 0 would turn the −∞ of a masked score
-    into NaN, and a negative scale would turn it into +∞. dq of the original q is the sign times dq
-    of the returned q.
+    Returns q, the options, and the sign of the original scale. dq of the original q is this sign
+    times dq of the returned q. The change is necessary because fused kernels scale the scores after
+    masking: a scale of 0 would turn the −∞ of a masked score into NaN, and a negative scale would
+    turn it into +∞.
     """
     options, sign = positive_options(options)
     return q if sign == 1 else q * sign, options, sign
@@ -48,7 +47,7 @@ def pad_heads(x: Tensor, width: int) -> Tensor:
 
 
 def aligned_heads(x: Tensor, width: int) -> Tensor:
-    """Return x with its head dim padded with zeros to `width`.
+    """Pad the head dim of x with zeros to `width`.
 
     If no padding is needed but a head begins at an unaligned address, x is copied.
     """
@@ -56,7 +55,7 @@ def aligned_heads(x: Tensor, width: int) -> Tensor:
         return pad_heads(x, width)
     if _heads_are_aligned(x.stride(), x.storage_offset() % _ALIGNMENT):
         return x
-    # `contiguous` would return a contiguous x as it is.
+    # If x is contiguous, `contiguous` would return x without a copy.
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -70,12 +69,12 @@ def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:
     """Return the number that fills each of the columns that are added to v if lse has a gradient.
 
     Some fused kernels do not accept dlse, the gradient of lse. It is then added to the product
-    dout·v. v gets columns of the returned numbers, dout gets columns whose product with these
-    numbers is dlse, and out gets columns of zeros.
+    dout·v in additional columns. The columns of v contain the returned numbers. The columns of dout
+    are chosen such that their product with these numbers is dlse. The columns of out are zeros.
 
     dlse is in fp32. In half precision, one column would round it, and would be infinite above
     65,504 in fp16. Two columns keep 16 bits of dlse in bf16. In fp16 they keep 22 bits, for numbers
-    up to 1.3e8, with a remainder of at most 32,768.
+    up to 1.3e8. The remainder in the second column is at most 32,768.
     """
     return (2.0**11, 1.0) if dtype.itemsize == 2 else (1.0,)
 

@@ -1,8 +1,8 @@
 """Choose the kernel that computes a block on a GPU. No other file makes this choice.
 
-Each generation of GPUs has an order of kernels (`ORDERS`). A block gets the first kernel of this
-order that is available and can compute the whole block. The order for sm_90 was measured on an H200
-(docs/benchmarks/kernels.md), with two limits: FlashAttention-3 was not measured, and our own
+For each generation of GPUs, `ORDERS` lists kernels. A block is computed by the first kernel of the
+list that is available and can compute the whole block. The order for sm_90 was measured on an H200
+(docs/benchmarks/kernels.md), with two exceptions: FlashAttention-3 was not measured, and our own
 forward was measured only with warp specialisation. The other orders have not been measured.
 """
 
@@ -30,10 +30,10 @@ class KernelOrder:
     """The order of kernels for one generation of GPUs, the preferred kernel first."""
 
     gpus: str  # the architectures
-    # "cuDNN", "aten" (FlashAttention-2 in ATen), "triton", or keys of `PACKAGES`. Users choose
-    # another backend with `use_backend`, whose "aten" means the first two of these.
+    # "cuDNN", "aten" (FlashAttention-2 in ATen), "triton", or keys of `PACKAGES`. Users choose a
+    # backend with `use_backend`, where "aten" means the first two of these.
     names: tuple[str, ...]
-    reason: str  # why they are in this order
+    reason: str  # why the kernels are in this order
 
 
 _SAME_KERNEL = "ATen's kernel is FlashAttention-2 without softcap and deterministic backward"
@@ -79,8 +79,8 @@ OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the backend of the first available kernel that can compute all slices.
 
-    The kernel must also be able to compute them with a gradient of lse, so that backward can use
-    it.
+    The kernel must also be able to compute the slices with a gradient of lse, so that backward can
+    use the same kernel.
     """
     device = device_of(q)
     for name in _order(device):
@@ -105,11 +105,12 @@ def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> V
 def preferred_kernel(
     operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the kernel that computes each block whose segments varlen kernels can compute.
+    """Return the varlen kernel that computes all blocks of a call, if this is certain without
+    slices.
 
-    The result is None if our Triton kernels or plain PyTorch may compute some of these blocks, or
-    if different kernels may compute different blocks. A meta device stands for a GPU with
-    FlashAttention-4.
+    Blocks with segments that no varlen kernel can compute are not considered. The result is None if
+    it is possible that our Triton kernels or plain PyTorch compute some blocks, or that different
+    kernels compute different blocks. A meta device stands for a GPU with FlashAttention-4.
     """
     if device.type == "meta":
         return _ON_META if _ON_META.takes(operands, options, True) else None
@@ -126,9 +127,8 @@ def preferred_kernel(
 
 
 def _order(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the kernels for a GPU.
-
-    There are none if only plain PyTorch runs on it.
+    """Return the names of the kernels for a GPU. The result is empty if only plain PyTorch runs on
+    it.
     """
     if not aten_cuda.is_recent(device):
         return ()
@@ -153,7 +153,7 @@ def _first_kernel(
 def described_kernels(device: torch.device) -> str:
     """Return a text that ranks compare.
 
-    If it is equal, `preferred_kernel` returns equal kernels.
+    If the texts are equal, `preferred_kernel` returns equal kernels on all ranks.
     """
     major = gpu_major(device)
     described: dict[str, object] = {"major": major, "hip": torch.version.hip}
@@ -166,9 +166,9 @@ def described_kernels(device: torch.device) -> str:
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:
     """Return the kernel that computes full and causal masks in half precision by default.
 
-    Also return, by name, why FlashAttention-4 and the kernels before the default in the order
-    cannot be used. `major` is the first number of the compute capability of an NVIDIA GPU, 8 or
-    more.
+    The second result says, for FlashAttention-4 and for each kernel before the default in the
+    order, why the kernel cannot be used. `major` is the first number of the compute capability of
+    an NVIDIA GPU, 8 or more.
     """
     order = ORDERS.get(major, ORDERS[12]).names
     loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}
@@ -208,7 +208,9 @@ def _load(name: str, major: int) -> VarlenKernel | str:
 
 
 def _kernel(name: str, major: int) -> VarlenKernel:
-    """Return a kernel whose limits can be asked, even if it is not available."""
+    """Return a kernel object that has the limits of the kernel, even if the kernel is not
+    available.
+    """
     if name == "cuDNN":
         return aten_cuda.cudnn_kernel(major)
     if name == "aten":

@@ -1,12 +1,13 @@
 """Cut slices into the pieces that ATen's CPU kernel can compute.
 
-The kernel computes a rectangle of query rows and key rows: in full, under a causal mask if it is a
-square, or under an additive mask. Pieces are cut by rows, not by positions. Rows ascend in
-position, both for queries and for keys. A rank's causal mask over its own tokens is therefore a
-single causal square in any layout, and most steps of a ring take one or two kernel calls without a
-mask.
+The kernel computes a rectangle of query rows and key rows in one of three ways: in full, under a
+causal mask if the rectangle is a square, or under an additive mask. Pieces are cut by rows, not by
+positions. Rows ascend in position, both for queries and for keys. A rank's causal mask over its own
+tokens is therefore a single causal square in any layout, and most steps of a ring take one or two
+kernel calls without a mask.
 
-Legend: B batch, Hq query heads, n query rows, m key rows.
+Letters of shapes: B is the batch, Hq the number of query heads, n the number of query rows, and m
+the number of key rows.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from seqpar.softmax.compute.call_options import aligned_positions, distances
 # Limits for the query rows of a tile with a mask. From 768 rows on, ATen's CPU kernel uses its
 # largest blocks.
 _MIN_TILE_ROWS, _MAX_TILE_ROWS = 64, 768
-# If consecutive query rows with the same keys (a *run*) have on average at least this many rows, a
-# slice is cut at the ends of runs, and needs no mask.
+# A *run* is consecutive query rows with the same keys. If runs have on average at least this number
+# of rows, a slice is cut at the ends of runs, and needs no mask.
 _MIN_RUN_ROWS = 256
 
 _BIASED_TILE_ROWS = 256  # query rows; larger tiles need larger masks at the diagonal
-_MIN_BIASED_KEYS = 64  # keys of a piece whose mask has a single row, at least
-_MAX_BIASED_SCORES = 2**24  # scores of a piece whose mask has all rows, at most
+_MIN_BIASED_KEYS = 64  # the smallest number of keys of a piece whose mask has a single row
+_MAX_BIASED_SCORES = 2**24  # the largest number of scores of a piece whose mask has all rows
 
 
 class Piece(NamedTuple):
@@ -66,9 +67,9 @@ def cut_slices(slices: Slices) -> list[Piece]:
 def additive_mask(
     piece: Piece, slices: Slices, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the additive mask (n, m) of a piece, and (n,) which rows attend to no key.
+    """Return the additive mask of a piece, (n, m), and which rows attend to no key, (n,).
 
-    Each of them is None if the piece does not need it.
+    Each result is None if the piece does not need it.
     """
     if piece.band is None:
         return None, None
@@ -91,9 +92,7 @@ def _build_pieces(slices: Slices) -> list[Piece]:
 
 
 def _in_order(pieces: list[Piece], slices: Slices) -> list[Piece]:
-    """Set `first` and `query_end` of pieces, which are given in the order in which they are
-    computed.
-    """
+    """Set `first` and `query_end` of pieces, which are given in the order of their computation."""
     begun, result = np.zeros(slices.query_rows, dtype=bool), list[Piece]()
     for piece in pieces:
         first, end = not begun[piece.rows].any(), int(slices.q_positions[piece.q_stop - 1]) + 1
@@ -117,8 +116,8 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
 
 
 def key_runs(start: Ints, stop: Ints) -> Ints | None:
-    """Return (r, 4): for each run of rows with the same keys, its range of rows and its range of
-    keys.
+    """Return the range of rows and the range of keys of each run of rows with the same keys, (r,
+    4).
 
     Row i attends to the keys start[i] … stop[i] − 1. The result is None if runs have on average
     fewer than `_MIN_RUN_ROWS` rows. Runs without keys are left out.
@@ -134,7 +133,7 @@ def key_runs(start: Ints, stop: Ints) -> Ints | None:
 def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
     """Cut a slice whose first row attends to `base` + 1 keys, and each further row to one key more.
 
-    From some row on, all rows attend to all keys.
+    The number of keys has a limit. From the row that reaches it on, all rows attend to all keys.
     """
     side = min(q1 - q0, k1 - k0 - base)
     if side == 1:  # a causal square with one row and one key is full
@@ -150,9 +149,9 @@ def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
 def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...]) -> list[Piece]:
     """Cut a slice into tiles of query rows, each with an additive mask.
 
-    Row i attends to the keys start[i] … stop[i] − 1. The kernel is faster without a mask. If all
-    rows of a tile attend to more keys than two tiles have rows, these keys become a piece without a
-    mask.
+    Row i attends to the keys start[i] … stop[i] − 1. The kernel is faster without a mask. If the
+    number of keys to which all rows of a tile attend is larger than two tiles, these keys become a
+    piece without a mask.
     """
     tile = int(np.clip((stop - start).mean(), _MIN_TILE_ROWS, _MAX_TILE_ROWS))
     pieces: list[Piece] = []
@@ -172,18 +171,19 @@ def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...])
 
 
 # The rest of this file cuts pieces for ALiBi, whose bias is linear in the distance between query
-# and key, and for a kernel that only accepts masks. If all keys of a piece are on one side of all
-# of its queries, a distance is the sum of two distances: from the query to the nearest key of the
-# piece, and from there to the key. The first is the same for all keys of a row and only shifts the
-# lse of the row. The mask therefore needs only one row for all queries, (Hq, 1, m). Other pieces
-# need a mask (Hq, n, m). They lie around the diagonal and at the ends of windows; with tiles of 256
-# queries, they are 6% of the pairs of 8,192 causal tokens.
+# and key, and for a kernel that only accepts masks. Suppose that all keys of a piece are on one
+# side of all of its queries. Each distance is then the sum of two distances: from the query to the
+# nearest key of the piece, and from this key to the key. The first distance is the same for all
+# keys of a row, so it only shifts the lse of the row. The mask therefore needs only one row for all
+# queries, (Hq, 1, m). Other pieces need a mask (Hq, n, m). They lie around the diagonal and at the
+# ends of windows. With tiles of 256 queries, they have 6% of the pairs of 8,192 causal tokens.
 
 
 def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
     """Return pieces for a kernel that adds ALiBi's bias as a mask.
 
-    `score_rows` is the number of rows of scores per query row: batch times query heads.
+    `score_rows` is the number of rows of scores per query row: the batch times the number of query
+    heads.
     """
 
     def build() -> list[Piece]:
@@ -199,9 +199,9 @@ def with_bias(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Add ALiBi's bias to the additive mask (n, m) of a piece, if the piece has one.
 
-    Returns the mask, now (B or 1, Hq, n or 1, m), and a shift (B or 1, n, Hq) that the caller must
-    subtract from the lse of each row, or None. The shift is in fp64: it can exceed a million, and
-    fp32 would lose the differences between rows.
+    Returns the mask, now (B or 1, Hq, n or 1, m), and a shift (B or 1, n, Hq) or None. The caller
+    must subtract the shift from the lse of each row. It is in fp64 because it can exceed a million,
+    so that fp32 would lose the differences between rows.
     """
     if slopes is None:
         return mask, None
@@ -217,8 +217,8 @@ def with_bias(
 
 
 def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
-    """Cut a slice into tiles of query rows, and each tile by the side of the queries on which keys
-    are.
+    """Cut a slice into tiles of query rows, and each tile into keys before and keys after its
+    queries.
     """
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
     start, stop = slices.key_intervals(i)
@@ -228,8 +228,8 @@ def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
         b = min(a + _BIASED_TILE_ROWS, q1 - q0)
         first, end = int(start[a]), int(stop[b - 1])
         all_start, all_stop = int(start[b - 1]), int(stop[a])  # the keys to which all rows attend
-        # Keys before `earlier` are at or before the positions of all queries, and keys from `later`
-        # on at or after them.
+        # Keys before `earlier` are at or before the positions of all queries. Keys from `later` on
+        # are at or after the positions of all queries.
         earlier = int(np.searchsorted(keys, queries[a], side="right"))
         later = max(earlier, int(np.searchsorted(keys, queries[b - 1], side="left")))
         sides = [(all_start, min(all_stop, earlier)), (max(all_start, later), all_stop)]

@@ -1,10 +1,10 @@
 """The backend "reference": attention over slices in plain PyTorch.
 
-It computes all float dtypes and options. All other backends are tested against it, and some call it
-for slices that they cannot compute.
+It computes all float dtypes and options. All other backends are tested against it, and some
+backends call it for slices that they cannot compute.
 
-Legend: B batch, Hkv KV heads, G query heads per KV head, n query rows, m key rows. Scores are (B,
-Hkv, G, n, m).
+Letters of shapes: B is the batch, Hkv the number of KV heads, G the number of query heads per KV
+head, n the number of query rows, and m the number of key rows. Scores are (B, Hkv, G, n, m).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqpar.softmax.compute.call_options import CallOptions, make_add_bias
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
-MAX_SCORES = 2**24  # scores that are computed at a time, which limits memory
+MAX_SCORES = 2**24  # the number of scores that are computed at a time, which limits memory
 
 
 def forward(
@@ -64,13 +64,13 @@ def attention_of_rows(
     """Return out (B, Hq, n, Dv) and lse (B, Hq, n) of rows that may have NaNs or infinities.
 
     A row depends only on the keys to which it attends. If all scores of these keys are −inf, out is
-    0 and lse −inf.
+    0 and lse is −inf.
 
     Args:
         q: (B, Hq, n, D).
         k, v: (B, Hkv, m, D) and (B, Hkv, m, Dv).
-        visible: (n, m) or (1, m), which keys each row attends to.
-        bias: added to scores (B, Hq, n, m), to which it is broadcast, or None.
+        visible: (n, m) or (1, m). The keys to which each row attends.
+        bias: a tensor that is broadcast to scores (B, Hq, n, m) and added to them, or None.
         scale: the factor of q·k.
         dtype: the dtype of computation and results.
     """
@@ -134,8 +134,9 @@ def backward(
 
 
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
-    """Return (Hq,): the largest scale · q·k of the slices, without softcap; −∞ for heads without
-    pairs.
+    """Return the largest scale · q·k of the slices for each head, without softcap, (Hq,).
+
+    It is −∞ for heads without pairs.
     """
     dtype, uncapped = accumulator_dtype(q.dtype), options._replace(softcap=0.0)
     # One KV head at a time, because bits may depend on the number of heads.
@@ -153,7 +154,7 @@ def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Te
 def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the query rows, the key rows and the mask (n, m) of each tile.
 
-    Rehearsals get no tiles.
+    In a rehearsal, nothing is yielded.
     """
     if rehearsing():
         slices.positions_on(q.device)

@@ -2,8 +2,8 @@
 
 The kernels are in `seqpar.kernels.flash_attention`. They run on CUDA, for bf16, fp16 and fp32. On
 CPUs they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests. A *launch* is one start
-of a kernel, with a table of the tiles that it computes. Tables are built once per layout and mask,
-and stored with the slices together with their copies on the device.
+of a kernel, with a table of the tiles that it computes. Tables are built once per layout and mask.
+They are stored with the slices, and so are their copies on the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forward_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse over all blocks of keys and values; see `attend_blocks`.
 
-    The launch for a block continues from the partial of the block before, so no separate kernel
+    The launch for a block continues from the partial of the preceding block, so no separate kernel
     merges partials.
     """
     remaining: Iterator[kernels.Launches] | None = None
@@ -115,8 +115,8 @@ def _slopes(options: CallOptions) -> Tensor | None:
 class _Backward(NamedTuple):
     """The queries and the kernels of a backward, which the launches over all blocks of keys share.
 
-    With one kernel, it adds to dq, dk and dv. With two kernels, the first one adds to dk and dv,
-    and the second one to dq.
+    There are one or two kernels. A single kernel adds to dq, dk and dv. Of two kernels, the first
+    adds to dk and dv, and the second adds to dq.
     """
 
     queries: kernels.Queries
@@ -150,10 +150,10 @@ def _forward_launches(
     continued: bool = False,
     splits: bool = True,
 ) -> tuple[list[kernels.Launches], bool]:
-    """Return the launches over each block of keys, and whether some tile needs a partial result.
+    """Return the launches over each block of keys, and whether a tile needs a partial result.
 
-    The launches are stored in `derived`. With `splits`, tiles are divided by keys if they are too
-    few to use all of the device.
+    The launches are stored in `derived`. With `splits`, tiles are divided by keys if there are too
+    few tiles to use all of the device.
     """
     heads, device = q.shape[0] * q.shape[2], device_of(q)
     key = config, device, continued, heads, splits

@@ -1,15 +1,14 @@
 """`CallOptions`: how scores are computed. Also checks of these options, and ALiBi's bias.
 
-ALiBi subtracts slope · |i − j| from the score of the query at position i and the key at position j:
-Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
-Extrapolation" (2022), section 3. Each head has its own slope. Positions are counted within a
-document, and the last query and the last key of a document have the same position. The rank that
-holds a token has no effect on the bias.
+ALiBi subtracts slope · |i − j| from the score of the query at position i and the key at position j
+(Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+Extrapolation", 2022, section 3). Each head has its own slope. Positions are counted within a
+document, and the last query and the last key of a document have the same position. The bias does
+not depend on the ranks that hold the tokens. It is computed from the distance |i − j|, which is an
+exact integer. The difference slope · i − slope · j would lose digits at large positions.
 
-The bias is computed from the distance |i − j|, which is an exact integer. The difference slope · i
-− slope · j would lose digits at large positions.
-
-Legend: B batch, Hq query heads, Hkv KV heads, G query heads per KV head, n query rows, m key rows.
+Letters of shapes: B is the batch, Hq the number of query heads, Hkv the number of KV heads, G the
+number of query heads per KV head, n the number of query rows, and m the number of key rows.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ _MIN_SOFTCAP = 1e-30
 
 
 def parse_softcap(name: str, softcap: object) -> float:
-    """Return the softcap as a number.
-
-    It is 0 if there is none or if it is too large to have an effect.
+    """Return the softcap as a number. It is 0 without a softcap, or if the softcap has no
+    effect.
     """
     if isinstance(softcap, Tensor):
         refuse_tangents(**{name: softcap})
@@ -57,7 +55,7 @@ class CallOptions(NamedTuple):
     # A softcap c > 0 turns a score s into c · tanh(s / c). 0 means no softcap.
     softcap: Annotated[float, Option(parse_softcap, 0.0)]
     backend: str  # the name of a backend, or DEFAULT
-    deterministic: bool  # whether the backend's backward must give the same bits each time
+    deterministic: bool  # whether the backend's backward must have the same bits in each run
     # ALiBi's slopes, (1 or B, Hq), in the accumulator's dtype; None without ALiBi.
     slopes: Tensor | None = None
     # Whether queries are computed in tiles that begin at fixed positions of a document, so that
@@ -109,7 +107,7 @@ def make_add_bias(
 ) -> Callable[[Tensor, slice, slice], Tensor]:
     """Return a function that adds ALiBi's bias to scores (B, Hkv, G, n, m).
 
-    The function takes the scores and the ranges of query rows and key rows to which they belong.
+    The arguments of the function are the scores, and the ranges of their query rows and key rows.
     """
     slopes = options.slopes
     if slopes is None:
@@ -125,7 +123,7 @@ def make_add_bias(
 
 
 def distances(slices: Slices, rows: slice, keys: slice, device: torch.device) -> Tensor:
-    """Return (n, m) int32: the distance in tokens between each query row and each key row."""
+    """Return the distance in tokens between each query row and each key row, (n, m) int32."""
     queries, positions = aligned_positions(slices, device)
     return (queries[rows, None] - positions[keys]).abs_()
 

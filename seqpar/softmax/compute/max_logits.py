@@ -1,9 +1,9 @@
 """The largest score of each head, which QK-clip needs during training.
 
-Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1: S_max of a head is the largest
-scale · q·k over all pairs of a batch, before the softmax. If it exceeds a threshold, training
-scales down the weights that make q and k of this head. Attention kernels return only lse, which
-exceeds the largest score by up to the logarithm of the number of keys. `attend.py` therefore
+In Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1, S_max of a head is the
+largest scale · q·k over all pairs of a batch, before the softmax. If it exceeds a threshold,
+training scales down the weights that make q and k of this head. Attention kernels return only lse,
+which can exceed the largest score by the logarithm of the number of keys. `attend.py` therefore
 computes the scores a second time, in plain PyTorch.
 """
 

@@ -22,10 +22,10 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     once at the end. Nothing is sent.
 
     Args:
-        outs: one tensor (…, H, Dv) per set of keys, all of one shape, device and dtype: fp64, fp32,
-            bf16 or fp16. No key may be in two sets.
-        lses: the natural-log lse (…, H) of each out, fp32 or fp64, as `return_lse` gives it. A row
-            without keys in a set has out 0 and lse −inf there.
+        outs: one tensor (…, H, Dv) for each set of keys. All have the same shape, device and dtype:
+            fp64, fp32, bf16 or fp16. No key may be in two sets.
+        lses: the natural-log lse (…, H) of each out, fp32 or fp64, as `return_lse` returns it. If a
+            row has no keys in a set, its out is 0 and its lse is −inf in this set.
 
     Returns:
         out (…, H, Dv), in the outs' dtype, and lse (…, H) in fp32 (fp64 for fp64). Both can be
@@ -33,7 +33,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         out 0, lse −inf and gradients of 0.
 
     Raises:
-        ValueError: if the arguments do not fit each other. It names the argument.
+        ValueError: if the arguments do not match each other. The error names the argument.
     """
     _check(outs, lses)
     out, lse = _Merge.apply(len(outs), *outs, *lses)

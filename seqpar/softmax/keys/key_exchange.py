@@ -1,5 +1,4 @@
-"""The exchange of keys and values in steps, and the return of gradients to the ranks that hold the
-keys.
+"""Send keys and values in steps, and return gradients to the ranks that hold the keys.
 
 A *row* is the key and the value of one token. A `KeyPlan` says which rows are sent in which step. k
 and v of a row are sent together, in messages (n, B, Hkv, D + Dv), with n rows, batch B, Hkv KV
@@ -38,11 +37,11 @@ def travelling_keys(
     """Yield this rank's k and v, then the k and v that arrive in each step.
 
     While the caller computes with the k and v of one step, the messages of the next `ahead` steps
-    are sent. The caller may read the k and v of a step until the caller requests the next k and v.
+    are sent. The caller may read the k and v of a step until it requests the next k and v.
 
-    The exchange of a step is posted between the same two steps on all ranks, even on ranks that
-    leave out steps without rows. The reason is backward, in which exchanges of keys and exchanges
-    of gradients alternate. Any two ranks must post their common exchanges in the same order.
+    In backward, exchanges of keys and exchanges of gradients alternate, and any two ranks must post
+    their common exchanges in the same order. The exchange of a step is therefore posted between the
+    same two steps on all ranks, even on ranks that leave out steps without rows.
 
     Args:
         comm: the ranks that exchange keys.
@@ -62,14 +61,14 @@ def travelling_keys(
     if buffers is None:
         buffers = key_buffers(steps, ahead, k.shape[0] * k.shape[2], dims, code)
     dtype = torch.int8 if code else k.dtype
-    # Kept, because consecutive receivers often get the same rows.
+    # Kept, because consecutive receivers often need the same rows.
     packed: tuple[Rows, Tensor] | None = None
     under_way: deque[tuple[Tensor | None, Pending]] = deque()
     no_rows: Sequence[Tensor] = ()  # k and v without rows, for steps in which nothing arrives
 
     def post(step: KeyStep, following: KeyStep | None) -> None:
         nonlocal packed
-        # This rank posts no messages of its own, but may relay messages of other ranks.
+        # This rank has no messages of its own, but may relay messages of other ranks.
         if not step.travels:
             under_way.append((None, comm.exchange([], [], label=label, step=step.number)))
             return
@@ -134,9 +133,8 @@ def key_buffers(
     Args:
         steps: the steps of this rank's plan.
         ahead: as in `travelling_keys`.
-        rows: the rows of a token in the largest group of heads, one for each batch entry and KV
-            head.
-        dims: D and Dv, the number of elements of a row of k and of v.
+        rows: the number of heads of a token in the largest group of heads, in all batch entries.
+        dims: D and Dv.
         message_dtype: as in `travelling_keys`.
         groups: the number of groups in which heads are sent.
     """
@@ -188,10 +186,10 @@ class GradientReturn:
         Args:
             comm, label: as in `travelling_keys`.
             step: the step in which the keys were sent.
-            block: dk and dv of the keys that arrived in the step, packed in one tensor, or None if
-                neither this rank sent keys in the step nor any arrived.
+            block: dk and dv of the keys that arrived in the step, packed in one tensor. None if
+                this rank neither sent nor received keys in the step.
             dtype: the dtype in which gradients of this rank's keys arrive.
-            buffers: the memory for arriving gradients. None makes a new tensor.
+            buffers: the memory for arriving gradients, or None for a new tensor.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:

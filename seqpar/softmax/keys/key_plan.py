@@ -1,12 +1,12 @@
 """The plan of a rank: which key rows the rank sends in which step, and to which ranks.
 
 A *key row* is the key and the value of one token. The plan is made once per layout and mask. Ranks
-are counted around a ring. Each step has one or more distances d. In a step with distance d, rank r
-sends rows to rank r + d and receives rows from rank r − d. A strategy chooses the distances of each
-step. A rank sends only the rows to which some query of the receiver attends.
+are counted around a ring. Each step has one or more distances d: rank r sends rows to rank r + d
+and receives rows from rank r − d. A strategy chooses the distances of each step. A rank sends only
+the rows to which some query of the receiver attends.
 
-On ranks with many rows, heads are sent and computed in groups; see the comment at
-`_ROWS_PER_GROUP`.
+On ranks with many rows, heads are sent and computed in groups (see the comment at
+`_ROWS_PER_GROUP`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class KeyStep:
         return self.build_slices()
 
     def sends_last_rows_of(self, step: KeyStep) -> bool:
-        """Return whether this step begins with the rows with which `step` ends."""
+        """Return whether this step first sends the rows that `step` sends last."""
         return bool(step.receivers and self.receivers) and step.to[-1][1] is self.to[0][1]
 
 
@@ -172,8 +172,8 @@ class KeyPlan:
 
         If rows are sent, the slices are divided into two halves. The first half is computed before
         the first step, while keys arrive. The second half is computed after the last step, while
-        gradients return. Without the division, compute did not hide 11% of Ring's transfer time and
-        80% of AllGather's transfer time.
+        gradients return. Without the division, 11% of Ring's transfer time and 80% of AllGather's
+        transfer time were not hidden by computation.
         """
         own = self.blocks.slices[0]
         return halves(own) if any(step.travels for step in self.steps) else (own,)
@@ -182,7 +182,7 @@ class KeyPlan:
 class KeyTables:
     """The rows and slices of a call's rank, which are found when they are needed.
 
-    The object refers to the layouts weakly, because plans are stored with the layouts and must not
+    Its references to the layouts are weak, because plans are stored with the layouts and must not
     keep the layouts alive.
     """
 
@@ -230,8 +230,7 @@ class KeyTables:
 
 
 def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
-    """Return the number of key rows that a rank sends to each rank, and that it receives from each
-    rank.
+    """Return how many key rows a rank sends to each rank, and how many it receives from each rank.
 
     The two results are arrays (ranks,), with 0 for the rank itself.
     """
@@ -322,9 +321,9 @@ def key_traffic(
 # If all heads of a rank were sent at once, messages would grow with the number of rows. Heads are
 # therefore sent and computed in groups. The work on a group must keep a GPU busy for longer than
 # the host needs to post the next group. There is therefore one group for each 4,096 rows that a
-# document has on a rank. If documents are too short for that, groups only limit memory, and there
-# is at least one group for each 16,384 rows of a rank. Heads are divided, and not rows, because
-# each group of rows would need its own tables.
+# document has on a rank. If documents are too short for this, groups only limit memory, and there
+# is at least one group for each 16,384 rows of a rank. Rows are not divided, because each group of
+# rows would need its own tables.
 _ROWS_PER_GROUP = 4096
 _ROWS_PER_SHORT_GROUP = 16384
 
@@ -349,8 +348,8 @@ class HeadSlices(NamedTuple):
         return OutputGradient(dout, out, lse, dlse, delta)
 
     def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
-        """Copy the gradients of this group into its heads of dq, dk and dv, and round them to the
-        dtypes of these tensors.
+        """Write the gradients of this group to its heads of dq, dk and dv, rounded to their
+        dtypes.
         """
         total.queries.finish(gradients[0][:, :, self.queries])
         for x, part in zip(gradients[1:], total.keys.results, strict=False):
@@ -370,9 +369,9 @@ def gradients_by_group(
 
     With one group, the returned gradients may be in the accumulator's dtype. With several groups,
     the gradients of each group are rounded to the dtype of q, so that only one group's sums in the
-    accumulator's dtype are in memory at a time. In USP, ranks that share a KV head add the
-    gradients of this head. In a call with several KV heads, no ranks of USP share a KV head
-    (`HeadGroups`), so gradients are not rounded a second time.
+    accumulator's dtype are in memory at a time. USP adds the gradients of a KV head that several
+    ranks share, and would round them a second time. It does not share KV heads in calls with
+    several groups (`HeadGroups`).
     """
     q, k, v, _ = operands
     if len(groups) == 1:
@@ -384,8 +383,8 @@ def gradients_by_group(
         own = heads.operands(operands)
         total = PartialGradients.zeros(own.q, own.k, own.v)
         add(heads, heads.output(output), own, total)
-        # The result is allocated only now: during the first group, its memory was needed for
-        # messages.
+        # The result is allocated only now, because its memory was needed for messages during the
+        # first group.
         gradients = gradients or [x.new_empty(x.shape) for x in (q, k, v)]
         heads.put(total, gradients)
         del total  # freed before the sums of the next group are made
@@ -393,9 +392,8 @@ def gradients_by_group(
 
 
 def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:
-    """Return the groups of heads.
-
-    All ranks have the same groups, and each has at least one KV head.
+    """Return the groups of heads. They are the same on all ranks, and have at least one KV head
+    each.
 
     With one document and no window, there is one group for each 4,096 rows of the rank with the
     most rows. Short documents or a window reduce the work per row, and therefore the number of
@@ -408,17 +406,15 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
 
 
 def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
-    """Return the groups of heads. Their number is `groups`, but at least one and at most one per KV
-    head.
-    """
+    """Return `groups` groups of heads, but at least one group and at most one per KV head."""
     groups = max(1, min(shape.kv_heads, groups))
     edges = pairwise(i * shape.kv_heads // groups for i in range(groups + 1))
-    shared = shape.heads // max(shape.kv_heads, 1)  # inside USP a rank may have no heads
+    shared = shape.heads // max(shape.kv_heads, 1)  # inside USP, a rank may have no heads
     return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
 
 
 def _attended(layout: Geometry, mask: Mask) -> int:
-    """Return the length of the document of a token, limited by the window, on average over tokens.
+    """Return the mean, over all tokens, of the length of the token's document.
 
     A window limits this length to 2w + 1, where w is the window's reach to its wider side. A window
     to one side counts like a window to both sides. A causal document likewise counts with its whole

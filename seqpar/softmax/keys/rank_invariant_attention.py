@@ -11,7 +11,8 @@ threads. On CUDA and in Triton's interpreter, a call computes all heads of one t
 Triton program computes a single head. Merging and sinks use operations whose bits do not depend on
 where an element is in a tensor.
 
-Legend: B batch, n rows of a tile, m keys to which the tile attends, H heads, D head dim.
+Letters of shapes: B is the batch, n the number of rows of a tile, m the number of keys to which the
+tile attends, H the number of heads, and D the head dim.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from seqpar.softmax.keys.rank_invariant_plan import TilePlan, Unit
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.wire.row_messages import Rows
 
-_ALIGNMENT = 64  # bytes of a cache line; the keys of a call begin at a multiple of it
-# In rows; the keys of each head begin at a multiple of it, and so at a cache line.
+_ALIGNMENT = 64  # bytes of a cache line; the keys of a call begin at a multiple of this number
+# In rows. The keys of each head begin at a multiple of this number, and therefore at a cache line.
 _ROWS_ALIGNMENT = 64
 
 
@@ -68,8 +69,8 @@ class HeadTile(NamedTuple):
         """Return a copy (b, n, h, …) of these batch entries and heads, of some rows of x (B, T, H,
         …).
 
-        In memory, the copy is ordered by heads. The strides and the alignment of a view would
-        depend on the number of ranks.
+        In memory, the copy is ordered by heads. A view cannot be used, because its strides and
+        alignment would depend on the number of ranks.
         """
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
         return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
@@ -141,16 +142,12 @@ class TileCall:
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
     ) -> list[SumBlock]:
-        """Write dq.
-
-        Return the sum of the contributions to dk and dv for each *node*, which is a subtree of
-        tiles.
-        """
+        """Write dq. Return the sums of dk and dv for each *node*, which is a subtree of tiles."""
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
 
         def compute(unit: Unit, part: HeadTile, total: PackedGradients) -> Tensor:
-            """Add dq, dk and dv of some heads of a tile to the sums, and return the sums of dk and
+            """Add dq, dk and dv of some heads of a tile to the sums. Return the sums of dk and
             dv.
             """
             assert output.out is not None
@@ -179,7 +176,8 @@ class TileCall:
         packed = self._run(q, jobs())
 
         def block(unit: Unit) -> SumBlock:
-            for _ in parts:  # all of them return the same tensor, which is complete after the last
+            # all of them return the same tensor, which is complete after the last one
+            for _ in parts:
                 rows = next(packed)
             return _spread(unit.keys, rows)
 
@@ -214,9 +212,7 @@ class TileCall:
         return Pool(self._plan, blocks, k, v)
 
     def _return(self, sums: list[SumBlock], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the sums to the ranks that hold the keys, and return dk and dv of this rank's
-        keys.
-        """
+        """Send the sums to the ranks that hold the keys. Return dk and dv of this rank's keys."""
         (batch, tokens, heads, _), rank = k.shape, self._comm.rank
         dims, dtype = [k.shape[3], v.shape[3]], accumulator_dtype(k.dtype)
         row = batch, heads, sum(dims)
@@ -244,13 +240,15 @@ class TileCall:
         for blocks in by_document.values():
             block = tree_sum(sorted(blocks, key=lambda x: x[0]))
             total.packed[block.start : block.stop] = block.rows
-        # Turns −0 into 0, as in layouts in which other ranks' gradients are added.
+        # Turns −0 into 0, as in layouts in which gradients of other ranks are added.
         total.packed.add_(0.0)
         return total.dk, total.dv
 
     def _move(self, x: Tensor, back: bool = False) -> Tensor:
-        """Move rows (B, T_local, …) from the ranks that hold them to the ranks of their tiles, or
-        back.
+        """Send rows (B, T_local, …) from the ranks that hold them to the ranks that compute their
+        tiles.
+
+        With `back`, send them in the opposite direction.
         """
         if self._plan.moved is None:
             return x
@@ -284,7 +282,7 @@ class Pool:
     ) -> None:
         """Allocate the memory.
 
-        `blocks` yields keys and values as they arrive, this rank's own first.
+        `blocks` yields keys and values as they arrive, beginning with this rank's own.
         """
         rows = -(-plan.pool // _ROWS_ALIGNMENT) * _ROWS_ALIGNMENT
         make = torch.Tensor.new_zeros if plan.blank else torch.Tensor.new_empty
@@ -354,7 +352,7 @@ def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
 # Each tile contributes to dk and dv of the keys to which it attends. The contributions to a
 # document's keys are added along a binary tree of the tiles' numbers: first tiles 2i and 2i + 1,
 # then two such pairs, and so on. Tiles without contributions are left out. The order does not
-# depend on the layout: a rank adds the subtrees whose tiles it computes, and the rank that holds
+# depend on the layout. A rank adds the subtrees whose tiles it computes, and the rank that holds
 # the keys adds the rest.
 
 
@@ -375,8 +373,8 @@ class SumBlock(NamedTuple):
 def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
     """Return the sum of one or more blocks, added along the binary tree.
 
-    Each block is the contribution of one tile or of a complete subtree. Each block comes with the
-    number of one of its tiles, and the numbers of the blocks ascend.
+    Each block is the contribution of one tile or of a complete subtree. It is given together with
+    the number of one of its tiles. These numbers ascend.
     """
     waiting = list[tuple[int, SumBlock]]()
     for number, block in contributions:
@@ -445,5 +443,5 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the worker threads of a process. A forked process gets worker threads of its own."""
+    """Return the worker threads of a process. A forked process gets new worker threads."""
     return ThreadPoolExecutor(threads, "seqpar one thread", set_own_threads, (1,))

@@ -6,8 +6,8 @@ any layout. One rank computes a whole tile. If several ranks hold rows of a tile
 computes the tile, and the others send their rows to this rank. A `TilePlan` has the messages and
 the work of one rank.
 
-The *pool* of a rank is the keys to which its tiles attend and the keys that it holds itself, in the
-order of the packed batch.
+The *pack* is the packed batch. The *pool* of a rank is the keys to which its tiles attend and the
+keys that it holds itself, in the order of the pack.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.key_plan import Distances, KeyPlan, key_traffic
 from seqpar.softmax.wire.row_messages import Rows
 
-# Queries per tile. ATen's CPU kernel computes 256 queries at a time from 768 queries on. Each tile
-# adds its contribution to dk and dv once, which costs more in total with smaller tiles. Larger
-# tiles leave ranks without work if documents are short.
+# Queries per tile. From 768 queries on, ATen's CPU kernel computes 256 queries at a time. Each tile
+# adds its contribution to dk and dv once, so smaller tiles cost more in total. Larger tiles leave
+# ranks without work if documents are short.
 TILE = 1024
 
 
@@ -41,18 +41,19 @@ class RankInvariantTiles:
     """All tiles of the queries of a packed batch, ordered by document and position.
 
     Attributes:
-        documents, numbers: (n,) the document of each tile, and the tile's number in its document.
-        first_rows: (n + 1,) the index in the pack of each tile's first query, then the number of
+        documents: (n,). The document of each tile.
+        numbers: (n,). The index of each tile in its document.
+        first_rows: (n + 1,). The index in the pack of each tile's first query, then the number of
             all queries.
-        parts: (m, 7) the slices of all tiles, ordered by tile. The columns are tile, q_start,
+        parts: (m, 7). The slices of all tiles, ordered by tile. The columns are tile, q_start,
             q_stop, k_start, k_stop, low and high. Queries are counted from the tile's first query,
             and keys from the start of the pack.
-        areas: (n,) how many (query, key) pairs each tile has.
-        k_starts, k_stops: (n,) a range of the pack that contains all keys of a tile. For a tile
+        areas: (n,). How many (query, key) pairs each tile has.
+        k_starts, k_stops: (n,). A range of the pack that contains all keys of a tile. For a tile
             without keys, k_start is the number of all keys and k_stop is 0.
-        owners: (n,) the rank that computes each tile.
-        moved: a layout of the queries in which each rank holds the rows of its tiles, or None if
-            each tile already is on one rank.
+        owners: (n,). The rank that computes each tile.
+        moved: a layout of the queries in which each rank holds the rows of its tiles. None if each
+            tile is already on one rank.
     """
 
     documents: Ints
@@ -86,9 +87,7 @@ class RankInvariantTiles:
         return self.parts[slice(*np.searchsorted(self.parts[:, 0], [tile, tile + 1]))]
 
     def key_ranges(self, tile: int) -> Ints:
-        """Return (m, 2): ascending ranges of the pack that contain the keys to which a tile
-        attends.
-        """
+        """Return the keys to which a tile attends, as ascending ranges of the pack, (m, 2)."""
         starts, stops = self.parts_of(tile)[:, 3:5].T
         order = np.argsort(starts, kind="stable")
         return union(starts[order], stops[order])
@@ -124,8 +123,8 @@ def _whole(queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
 def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
     """Cut slices at the first rows of the tiles. Return the parts, and the area of each tile.
 
-    A part is a slice, too: each of its rows attends to some of its keys, and each key has a row
-    that attends to the key.
+    A part is a slice, too. Each of its rows attends to some of its keys, and each of its keys has a
+    row that attends to it.
     """
     table, areas = list[tuple[int, ...]](), np.zeros(first_rows.size - 1, np.int64)
     for i, (q_start, q_stop) in enumerate(whole.q_rows.tolist()):
@@ -150,10 +149,10 @@ def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
 def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
     """Assign each tile to a rank that holds some of its rows.
 
-    Return (n,) the rank of each tile, and whether several ranks hold rows of the same tile. A tile
-    that only one rank holds stays on this rank. All other tiles are assigned in the order of their
-    areas, with the largest area first. Each is assigned to the rank with the smallest total area so
-    far.
+    Returns the rank of each tile, (n,), and whether several ranks hold rows of the same tile. A
+    tile whose rows are all on one rank stays on this rank. All other tiles are assigned in the
+    order of their areas, beginning with the largest area. Each is assigned to the rank with the
+    smallest total area so far.
     """
     first, total = np.cumsum(counts) - counts, int(counts.sum())
     pairs = []
@@ -177,11 +176,11 @@ def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
 class Unit(NamedTuple):
     """The work of one tile."""
 
-    number: int  # the tile's number in its document
+    number: int  # the index of the tile in its document
     rows: slice  # the tile's queries, counted among the queries of the rank's tiles
     # Ranges of the pool. Joined, they are the block of keys to which the slices refer.
     keys: list[slice]
-    slices: Slices  # slices of its queries over this block
+    slices: Slices  # slices of the tile's queries over this block
     # How many blocks of keys must have arrived. The rank's own keys are the first block.
     ready: int
 
@@ -190,7 +189,7 @@ class Node(NamedTuple):
     """A subtree of the sum over a document's tiles. One rank computes all tiles of the subtree."""
 
     document: int
-    number: int  # the number of the subtree's first tile in its document
+    number: int  # the index of the subtree's first tile in its document
     tiles: tuple[int, int]  # the range of the subtree's tiles among all tiles
     keys: tuple[int, int]  # a range of the pack that contains all keys of these tiles
 
@@ -201,8 +200,8 @@ class KeyGradientShare(NamedTuple):
     node: int  # the index of the node among the nodes of the rank that computes it
     document: int
     number: int
-    # The rows of the gradients. On the rank that computes the node they are counted in the pool,
-    # and on the rank that holds the keys among its local rows.
+    # The rows of the gradients. On the rank that computes the node, they are counted in the pool.
+    # On the rank that holds the keys, they are counted among its local rows.
     places: Rows
 
 
@@ -213,7 +212,8 @@ class TilePlan:
     # As in `RankInvariantTiles`.
     moved: Geometry | None
     pool: int  # how many keys the pool has
-    blank: bool  # whether no query attends to some keys of the pool, so that these never arrive
+    # whether no query attends to some keys of the pool, so that these keys never arrive
+    blank: bool
     arrivals: list[Rows]  # the rows of the pool in each block of keys, this rank's own block first
     nodes: list[list[Unit]]  # the tiles of each subtree that this rank computes
     sent: list[list[KeyGradientShare]]  # for each rank, the gradients that this rank sends to it
@@ -333,8 +333,8 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
 
 
 def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
-    """Return the keys that `owner` sends to `computer`, or all of its keys if both are the same
-    rank.
+    """Return the keys that `owner` sends to `computer`. If both are the same rank, return all of
+    its keys.
     """
     held = tiled.kv_layout.token_indices(owner)
     if owner == computer:
@@ -343,7 +343,8 @@ def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
-    """Return those gradients of each node that belong to these keys, without empty ones.
+    """Return the gradients of each node for these keys. Nodes without gradients for them are left
+    out.
 
     `keys` and `index` ascend. The rows of a share are counted in `index`.
     """
