@@ -1,12 +1,14 @@
 """The backend "aten": attention with the fused kernels of PyTorch's library ATen.
 
 On CPUs this file calls the kernel `_scaled_dot_product_flash_attention_for_cpu`. The kernel also
-takes half precision, but many CPUs compute faster in fp32. On these, inputs are cast to fp32 and
-results are rounded at the end. On CUDA, cuDNN computes the calls that it can, and FlashAttention-2
-the others (`aten_cuda.py`). Calls with a softcap are computed in plain PyTorch.
+accepts half precision, but many CPUs compute faster in fp32. On these CPUs, inputs are cast to fp32
+and results are rounded at the end. On CUDA, cuDNN computes all calls that it can compute, and
+FlashAttention-2 computes the others (`aten_cuda.py`). Calls with a softcap are computed in plain
+PyTorch.
 
-Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), Hq query heads, Hkv
-KV heads, D head dim of q and k, Dv head dim of v.
+Letters of shapes: B is the batch, T the number of rows, n and m the numbers of query rows and key
+rows of a piece (`pieces.py`), Hq and Hkv the numbers of query heads and KV heads, D the head dim of
+q and k, and Dv the head dim of v.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _HALF = (torch.bfloat16, torch.float16)
-# If a document has up to this many queries, backward in half precision runs in fp32. The reason is
-# that ATen rounds dk and dv once per 1,024 queries. If two ranks each round their contribution, the
-# sum has 1.41 times the error of ATen on one device with 1,024 queries, 1.34 times with 1,152, and
-# 0.87 times with 2,048. The limit counts the queries of the whole document and not those of a
-# piece. If 8,192 tokens are on 8 ranks, in pieces of 512 rows, most pieces are therefore computed
-# in half precision.
+# If a document has at most this number of queries, backward in half precision runs in fp32. ATen
+# rounds dk and dv once per 1,024 queries. If two ranks each round their contribution, the sum has a
+# larger error than on one device: 1.41 times the error of ATen on one device with 1,024 queries,
+# 1.34 times with 1,152, and 0.87 times with 2,048. The limit counts the queries of the whole
+# document, even if a piece has fewer. If 8,192 tokens are on 8 ranks, in pieces of 512 rows, most
+# pieces are therefore computed in half precision.
 _MAX_QUERIES_ROUNDED_ONCE = 1536
 # The kernel rounds lse to fp32, with an error of up to 2⁻²⁴·|lse|. When results are merged, their
 # weights are then slightly wrong, and backward does not know it: the gradients of a row's scores no
@@ -144,9 +146,8 @@ def _pieces_of(q: Tensor, slices: Slices, options: CallOptions) -> list[Piece]:
 
 
 def _head_dim(q: Tensor, v: Tensor) -> int:
-    """Return the head dim to which q, k and v are padded.
-
-    It is a multiple of 8 if D and Dv differ.
+    """Return the head dim to which q, k and v are padded. It is a multiple of 8 if D and Dv
+    differ.
     """
     return q.shape[-1] if q.shape[-1] == v.shape[-1] else joint_head_dim(q, v)
 
@@ -162,8 +163,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece.
 
-    `merges` tells whether they will be merged with results of other keys. If so, and if fp32 is too
-    coarse for some lse, lse is in fp64.
+    `merges` says whether they will be merged with results of other keys. If they will, and if fp32
+    is not accurate enough for some lse, lse is in fp64.
     """
     exact = merges and q.is_cpu and q.dtype == torch.float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -197,7 +198,7 @@ def _exact_lse(
     """Return the lse (B, Hq, n) of a kernel call in fp64, with the digits that fp32 rounded off.
 
     The kernel computes the call again, after the rounded lse of each row was subtracted from its
-    scores. The lse of this second call is the error of the first one, and close to 0.
+    scores. The lse of this second call is the error of the first lse, and close to 0.
     """
     rounded = lse.nan_to_num(0.0, 0.0, 0.0)[..., None]
     if mask is None:
@@ -225,10 +226,11 @@ def _with_special_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of ATen's CPU kernel, after wrong rows were computed again.
 
-    The kernel has two faults. If the largest score that it finds in a row is −inf, it treats the
-    row as one without keys (out 0, and lse 0 or −inf), but it overlooks a NaN in the last keys that
-    do not fill a vector register. It also masks keys by adding −inf or by multiplying by 0. A NaN
-    or an infinity in a masked key therefore reaches rows that do not attend to this key.
+    The kernel has two faults. First, if the largest score that it finds in a row is −inf, it treats
+    the row as one without keys (out 0, and lse 0 or −inf). It thereby overlooks a NaN in those last
+    keys that do not fill a vector register. Second, it masks keys by adding −inf or by multiplying
+    by 0. A NaN or an infinity in a masked key therefore reaches rows that do not attend to this
+    key.
 
     `result` and `operands` are (B, H, rows, …).
     """

@@ -2,16 +2,17 @@
 
 A varlen kernel, such as FlashAttention's, computes many *segments* in one call. A segment is a
 range of query rows and a range of key rows. All segments of a call share one window (left, right).
-The window is counted from the last query and the last key of a segment: row i of n queries attends
-to the key rows i + m − n − left … i + m − n + right of m, and −1 means no limit. The window (−1,
-−1) is a full mask, and (−1, 0) a causal mask.
+The window is counted from the last query and the last key of a segment: of m keys, row i of n
+queries attends to the key rows i + m − n − left … i + m − n + right. −1 means no limit. The window
+(−1, −1) is a full mask, and (−1, 0) is a causal mask.
 
 Rows ascend in position, both for queries and for keys. Under a causal mask, a rank's own keys are
-therefore a causal segment in any layout, and on a zigzag layout the keys of every other step of a
-ring are one full segment per document.
+therefore a causal segment in any layout. On a zigzag layout, the keys of every other step of a ring
+are one full segment per document.
 
-Legend: B batch, T query rows, n query rows and m key rows of a call in all batch entries, Hq query
-heads, Hkv KV heads, D head dim of q and k, Dv head dim of v.
+Letters of shapes: B is the batch, T the number of query rows, n and m the numbers of query rows and
+key rows of a call in all batch entries, Hq and Hkv the numbers of query heads and KV heads, D the
+head dim of q and k, and Dv the head dim of v.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from seqpar.softmax.wire.row_messages import Rows, add_rows
 
 Window = tuple[int, int]
 # cuDNN builds a plan for each new shape, so it gets only calls whose segments have lengths that are
-# multiples of this number. Lengths that change from step to step seldom are.
+# multiples of this number. Lengths that change from step to step are seldom such multiples.
 _DENSE_ROWS = 128
 
 
@@ -58,13 +59,11 @@ KeyRange = tuple[int, int]  # the first row, and the row after the last one
 
 
 class VarlenSegment(NamedTuple):
-    """One segment of a call."""
-
     q_start: int
     q_stop: int
     # A full segment may have several ranges, because the order of its keys has no effect.
     keys: tuple[KeyRange, ...]
-    # The window that the segment needs; −1 for a side that masks no key.
+    # The window that the segment needs. A side that masks no key is −1.
     left: int
     right: int
 
@@ -89,21 +88,20 @@ class VarlenSegment(NamedTuple):
 class VarlenTables(NamedTuple):
     """The segments of a call as tensors on a device, for kernels."""
 
-    # int32 (n + 1,): at which row of the call each of the n segments begins.
+    # int32 (n + 1,): the row of the call at which each of the n segments begins.
     cu_q: Tensor
     cu_k: Tensor
     longest_q: int  # the query rows of the longest segment
-    longest_k: int  # at least the key rows of the longest segment
+    longest_k: int  # the key rows of the longest segment, or a larger number
     window: Window  # the window of all segments
-    # Query rows and key rows of each segment, or None; see `VarlenCall.dense`.
+    # Query rows and key rows of each segment, or None (see `VarlenCall.dense`).
     dense: tuple[int, int] | None
 
 
 class VarlenCall:
     """One call of a varlen kernel.
 
-    No two segments share a query row. Segments share key rows only in calls that are used only for
-    forward.
+    No two segments share a query row. If segments share key rows, the call is used only in forward.
 
     Attributes:
         queries, keys: the rows of all segments, in the order of the segments.
@@ -134,7 +132,7 @@ class VarlenCall:
             cu_q, cu_k = map(torch.from_numpy, edges)
             longest_q, longest_k = (int(x.max()) for x in self._lengths)
             # If only the left side of the window is limited, FlashAttention-2 uses longest_k as the
-            # right side, and takes a right side of at least longest_k as unlimited.
+            # right side. It treats a right side of at least longest_k as unlimited.
             longest_k = max(longest_q, longest_k)
             return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window, self.dense)
 
@@ -165,7 +163,7 @@ def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
     """Return the calls that compute the slices. They are built once and stored with the slices.
 
     With `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls
-    are needed. Such calls can only be used in forward. In backward, several segments would add to
+    are needed. Such calls can be used only in forward. In backward, several segments would add to
     the gradients of the same rows.
     """
     name = "varlen work with repeated keys" if repeats_keys else "varlen work"
@@ -184,8 +182,8 @@ def _build(slices: Slices, repeats_keys: bool) -> VarlenWork:
     calls = []
     for window, members in _by_window(_join_keys(segments)).items():
         of_window = [VarlenCall(layer, window) for layer in _layers(members)]
-        # The calls of one long document have one segment each. They are not joined: they are large
-        # enough, and a copy of the document's keys would take much memory.
+        # The calls of one long document have one segment each. They are not joined, because they
+        # are large enough, and a copy of the document's keys would take much memory.
         has_short_segments = 1 < len(of_window) < len(members)
         if repeats_keys and has_short_segments:
             of_window = _with_repeated_keys(members, window) or of_window
@@ -242,7 +240,7 @@ def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
 def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment]]:
     """Group segments by the window under which they are computed.
 
-    A segment that has the same pairs under several windows joins the first of them.
+    If several windows give a segment the same pairs, it joins the group of the first of them.
     """
     groups: dict[Window, list[VarlenSegment]] = {}
     for x in sorted(segments, key=lambda x: (x.left < 0) + (x.right < 0)):
@@ -278,14 +276,13 @@ def _is_free(pair: KeyRange, ranges: list[KeyRange]) -> bool:
     return starts_after and (i == len(ranges) or pair[1] <= ranges[i][0])
 
 
-# In forward, a call may read each of its key rows at most this many times, on average. On a zigzag
-# layout, it reads the keys of an earlier rank twice, and the keys of a later rank once.
+# In forward, a call may read each of its key rows at most this number of times, on average. On a
+# zigzag layout, it reads the keys of an earlier rank twice, and the keys of a later rank once.
 _MOST_READS = 2
 
 
 def _with_repeated_keys(segments: list[VarlenSegment], window: Window) -> list[VarlenCall] | None:
-    """Return one call in which each query row belongs to one segment, which has all keys of the
-    row.
+    """Return one call in which each query row is in one segment, with all keys of the row.
 
     Return None if some segment is not full, or if the call would read too many key rows.
     """
@@ -335,9 +332,9 @@ def _warn_of_triton() -> None:
 class BackwardRows(NamedTuple):
     """The rows of a call that a backward kernel reads.
 
-    dout, q and out are (n, Hq, D), k and v (m, Hkv, D), and lse and dlse (Hq, n). out and lse are
-    those of the whole forward, over all keys on all ranks. dlse is None if lse has no gradient, or
-    if dout contains the gradient (`lse_columns`).
+    dout, q and out are (n, Hq, D), k and v are (m, Hkv, D), and lse and dlse are (Hq, n). out and
+    lse are those of the whole forward, over all keys on all ranks. dlse is None if lse has no
+    gradient, or if dout contains the gradient (`lse_columns`).
     """
 
     dout: Tensor
@@ -361,7 +358,7 @@ class HeadDims(NamedTuple):
         return cls(q.dtype, q.shape[-1], v.shape[-1])
 
 
-# Takes q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and lse (Hq, n) in fp32.
+# Takes q (n, Hq, D), k and v (m, Hkv, D). Returns out (n, Hq, D) and lse (Hq, n) in fp32.
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # Returns dq, dk and dv. They may have additional columns of zeros.
 Backward = Callable[[BackwardRows], tuple[Tensor, Tensor, Tensor]]
@@ -371,7 +368,8 @@ class VarlenKernel(NamedTuple):
     """A kernel that computes the segments of a call, in bf16 or fp16.
 
     All operands have the same head dim, a multiple of 8. Results are new tensors, which callers may
-    keep and change. `forward` and `backward` prepare a call: they return a function of tensors.
+    keep and change. `forward` and `backward` prepare a call. They return a function, which is
+    called with the tensors.
     """
 
     forward: Callable[[VarlenTables, CallOptions], Forward]
@@ -380,8 +378,8 @@ class VarlenKernel(NamedTuple):
     softcap: bool = False  # whether it computes scores with a softcap
     # Whether backward accepts dlse. If not, operands get additional columns for it (`lse_columns`).
     lse_gradient: bool = False
-    # Whether backward gives the same bits each time if the options ask for it. If not, our Triton
-    # kernels compute a backward for which the options ask it.
+    # Whether backward has the same bits in each run if the options require it. If not, our Triton
+    # kernels compute backward when the options require it.
     deterministic: bool = False
     only_dense: bool = False  # whether it can compute only calls with `VarlenCall.dense`
     # Returns a key of the variant that the kernel compiles in the first call with this key. None if
@@ -395,7 +393,7 @@ class VarlenKernel(NamedTuple):
     def takes(self, operands: HeadDims, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel can compute scores with these options, for these operands.
 
-        `has_dlse` tells whether lse has a gradient.
+        `has_dlse` says whether lse has a gradient.
         """
         dtype, dim, value_dim = operands
         if dtype not in _HALF or options.slopes is not None:
@@ -418,8 +416,8 @@ class _Launch(NamedTuple):
     """A prepared call of a kernel, without its tensors."""
 
     call: VarlenCall
-    queries: Rows | None  # None: all rows
-    keys: Rows | None  # None: all rows
+    queries: Rows | None  # None means all rows
+    keys: Rows | None  # None means all rows
     sign: int  # see `positive_scale`
     run: Any  # a `Forward` or a `Backward`
 
@@ -428,7 +426,8 @@ class VarlenBlock:
     """A backend for the slices of one block of keys that uses varlen kernels.
 
     The kernels, the calls and the head dim are found once, for all tensors with the same device,
-    dtype, head dims and options. What a kernel needs besides tensors is prepared once.
+    dtype, head dims and options. Everything else that a kernel needs, except tensors, is also
+    prepared once.
     """
 
     forward_blocks = None  # `attend_blocks` calls `forward` for each block
@@ -438,8 +437,8 @@ class VarlenBlock:
     ) -> None:
         """Prepare for tensors like q and v.
 
-        `kernels[has_dlse]` is the kernel for calls in which lse has a gradient or has none. It is
-        None if no kernel can compute them.
+        `kernels[True]` is the kernel for calls in which lse has a gradient, and `kernels[False]` is
+        the kernel for other calls. A value is None if no kernel can compute these calls.
         """
         self._kernels, self._width, kernel = kernels, joint_head_dim(q, v), kernels[False]
         # If segments repeat keys, their lengths may differ, and the call is not dense.
@@ -666,7 +665,7 @@ def _scaled(q: Tensor, launch: _Launch) -> Tensor:
 
 
 def _flat(x: Tensor, rows: Rows | None) -> Tensor:
-    """Return some or all rows of x (B, T, …), of one batch entry after another, as (n, …)."""
+    """Return some or all rows of x (B, T, …) as (n, …), one batch entry after another."""
     if rows is not None:
         local = rows.local(x.device)
         x = x[:, local] if isinstance(local, slice) else x.index_select(1, local)
@@ -674,7 +673,7 @@ def _flat(x: Tensor, rows: Rows | None) -> Tensor:
 
 
 def _batched(x: Tensor, batch: int) -> Tensor:
-    """Return rows (B · n, …), of one batch entry after another, as (B, n, …)."""
+    """Return rows (B · n, …), one batch entry after another, as (B, n, …)."""
     # `unflatten` takes several times as long.
     return x[None] if batch == 1 else x.unflatten(0, (batch, -1))
 

@@ -5,8 +5,9 @@ the keys so far. In backward, `OutputGradient` has what backward reads, and `Par
 the sums of dq, dk and dv. A result of a kernel may be stored for a while, so that one Triton kernel
 adds several results at once (`waiting_results.py`).
 
-Legend: B batch, T query rows, Tk key rows, Hq query heads, Hkv KV heads, D head dim of q and k, Dv
-head dim of v. Without a letter, H and D are those of queries or of keys.
+Letters of shapes: B is the batch, T the number of query rows, Tk the number of key rows, n the
+number of rows of one result, Hq and Hkv the numbers of query heads and KV heads, D the head dim of
+q and k, and Dv the head dim of v. H and D without further letters are those of the tensor at hand.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Sums:
     """
 
     def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        """Allocate nothing yet. `make` allocates the sums when they are needed.
+        """Store a function that allocates the sums. Nothing is allocated yet.
 
-        `make` gets the results of the first call, or nothing, and returns sums that begin with
-        these results or with 0.
+        `make` is called with the results of the first call, or without arguments. It returns sums
+        that begin with these results, or with 0.
         """
         self._make = make
         self._kept: tuple[Tensor, ...] = ()  # torch.compile cannot trace `tuple[Tensor, ...]()`
@@ -59,9 +60,8 @@ class Sums:
         return self._kept or self.tensors
 
     def keep(self, *results: Tensor) -> bool:
-        """Store the results of a first call that has all rows.
-
-        Return False if it is not the first call.
+        """Store the results of a first call that has all rows. Return False if there was an earlier
+        call.
         """
         if self._kept or self._made is not None:
             return False
@@ -72,14 +72,14 @@ class Sums:
         _ = self.tensors
 
     def release(self) -> None:
-        """Turn stored results into sums, so that their memory is free for a kernel's other
+        """Turn stored results into sums, so that their memory is free for a kernel's next
         results.
         """
         if self._kept:
             self.allocate()
 
 
-_MIN_COPIED_ROWS = 1024  # products are computed for at least this many rows at a time
+_MIN_COPIED_ROWS = 1024  # products are computed for at least this number of rows at a time
 
 
 class Partial(WaitingResults):
@@ -87,9 +87,9 @@ class Partial(WaitingResults):
 
     A row without keys has out 0 and lse −inf.
 
-    On CUDA, results of kernels are stored until one Triton kernel merges several of them, with the
-    same bits as if they were merged one by one. On other devices each result is merged immediately,
-    except the first result if it has all rows: that one is stored until a second result arrives.
+    On CUDA, results of kernels are stored until one Triton kernel merges several of them. This has
+    the same bits as merging them one by one. On other devices, each result is merged immediately.
+    An exception is the first result if it has all rows: it is stored until a second result arrives.
     """
 
     # 12 bytes suffice for six results in half precision, or for the sums in fp32 and four such
@@ -106,13 +106,13 @@ class Partial(WaitingResults):
             shape: (B, T, Hq, Dv).
             dtype: the dtype of out.
             like: any tensor on the device.
-            rank_invariant: whether the bits of a merged row may not depend on the other rows.
+            rank_invariant: whether the bits of a merged row must not depend on other rows.
         """
         super().__init__(shape, dtype, like, by_kernel=not rank_invariant)
         self._sums: tuple[Tensor, Tensor] | None = None
-        self._into: Tensor | None = None  # the memory for out, if the caller gave some
+        self._into: Tensor | None = None  # the memory for out, if the caller passed some
         self.empty = True  # whether no row has keys yet
-        # Whether the bits of a merged row may not depend on its position in the tensor.
+        # Whether the bits of a merged row must not depend on its position in the tensor.
         self.rank_invariant = rank_invariant
         # Whether one backend call computes everything, so that nothing is merged.
         self.single = False
@@ -146,21 +146,19 @@ class Partial(WaitingResults):
 
     @property
     def out(self) -> Tensor:
-        """(B, T, Hq, Dv) in fp32 (fp64 for fp64).
+        """out (B, T, Hq, Dv) in fp32 (fp64 for fp64).
 
-        Reading it ends the storing of results, as in `sums`.
+        Reading it merges all stored results, as in `sums`.
         """
         return self.sums[0]
 
     @property
     def lse(self) -> Tensor:
-        """(B, T, Hq), the natural logarithm, in fp64.
+        """lse (B, T, Hq), the natural logarithm, in fp64.
 
-        Reading it ends the storing of results, as in `sums`.
-
-        An fp32 lse would be rounded in each merge: after 16 merges, its error is 1.5 times the
-        error of a single kernel's lse, and our limit is 1.35 times. In fp64, lse takes 2/Dv of the
-        memory of out.
+        Reading it merges all stored results, as in `sums`. An fp32 lse would be rounded in each
+        merge: after 16 merges, its error is 1.5 times the error of a single kernel's lse, and our
+        limit is 1.35 times. In fp64, lse takes 2/Dv of the memory of out.
         """
         return self.sums[1]
 
@@ -294,8 +292,8 @@ class Partial(WaitingResults):
         else:
             old_out, old_lse = (x[:, local] for x in sums)
         # Only the difference of the two lse needs fp64. −∞ is replaced by a finite number in one of
-        # them, so that a row without keys on either side gets the weight 0 and keeps its out of 0.
-        # A weight is therefore NaN only if one of the lse is NaN.
+        # them. If neither side has keys for a row, the row then gets the weight 0, and keeps its
+        # out of 0. A weight is NaN only if one of the lse is NaN.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
         torch.sub(lse, _finite(old_lse), out=weight)
         out = out if out.dtype == old_out.dtype else out.to(old_out.dtype)
@@ -353,7 +351,7 @@ class OutputGradient:
         sinks: Tensor | None,
         rank_invariant: bool = False,
     ) -> OutputGradient:
-        """Make it from forward's results out and lse.
+        """Make the object from forward's results out and lse.
 
         out includes the sinks, and lse excludes them. The gradient of a score with probability p is
         p (g·dout·v − g·dout·out + dlse). Here g is the fraction of the softmax's denominator that
@@ -362,7 +360,7 @@ class OutputGradient:
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks, rank_invariant), out.dtype)
-        # A row without keys has probabilities of 0, with any finite lse.
+        # Any finite lse gives a row without keys probabilities of 0.
         finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
 
@@ -375,7 +373,7 @@ class OutputGradient:
     def ensure_delta(self) -> Tensor:
         """Return delta, and compute it if necessary.
 
-        On CUDA, one Triton kernel does so without copies in fp32.
+        On CUDA, one Triton kernel computes it without copies in fp32.
         """
         if self.delta is None:
             assert self.out is not None
@@ -392,9 +390,9 @@ class OutputGradient:
         """Return out or, if it is None, a tensor that kernels can read instead.
 
         Kernels read out only to compute out·dout. The substitute is the multiple of dout that has
-        the same product with dout. To compute it, dout is first divided by its largest element: in
-        fp32, the square of a number below 1e-23 is 0, and the square of a number above 1e19 is
-        infinite.
+        the same product with dout. To compute it, dout is first divided by its largest element,
+        because squares can leave the range of fp32: the square of a number below 1e-23 is 0, and
+        the square of a number above 1e19 is infinite.
         """
         if self.out is None:
             assert self.delta is not None
@@ -411,7 +409,7 @@ class OutputGradient:
 class QuerySums(WaitingResults):
     """Sums of dq over several blocks of keys. Results of kernels are stored as in `Partial`."""
 
-    # Less than in `Partial`, because backward holds the gradients of keys in addition.
+    # Less than in `Partial`, because backward also holds the gradients of keys.
     most_bytes = 8
 
     def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
@@ -465,8 +463,8 @@ class QuerySums(WaitingResults):
             part: (B, n, H, D).
             sign: −1, 0 or 1.
             heads: the heads of the part, one of the groups of `divide`, or None for all heads.
-            is_owned: whether the object owns the part from now on. Otherwise the part must not
-                change until `sums` are read or `finish` is called.
+            is_owned: whether the object owns the part from now on. If not, the part must not change
+                until `sums` are read or `finish` is called.
         """
         if sign != 1 and self._may_wait:
             part, sign = part.mul_(sign), 1
@@ -565,7 +563,7 @@ class PartialGradients:
 
 @dataclass
 class PackedGradients(PartialGradients):
-    """Gradients whose dk and dv are views of one tensor, so that one message can carry both.
+    """Gradients whose dk and dv are views of one tensor, so that one message can contain both.
 
     Attributes:
         keys: dk, dv, and the tensor of which these two are views.
@@ -573,10 +571,7 @@ class PackedGradients(PartialGradients):
 
     @classmethod
     def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
-        """Return this dq, with dk and dv of 0.
-
-        `shape` is (Tk, B, Hkv), and `dims` are D and Dv.
-        """
+        """Return this dq, with dk and dv of 0. `shape` is (Tk, B, Hkv), and `dims` are D and Dv."""
         packed = dq.new_zeros((*shape, sum(dims)))
         return cls(QuerySums.of(dq), Sums.of(*_split(packed, dims), packed))
 
@@ -626,11 +621,9 @@ def _split(packed: Tensor, dims: list[int]) -> Sequence[Tensor]:
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the gradients as contiguous tensors of one dtype.
 
-    Each is freed before the next is cast.
-
-    torch requires that the results of an operator share no memory. In half precision, the cast
-    separates dk and dv, which were views of one tensor. In fp32, separating them takes one more
-    copy.
+    Each gradient is freed before the next one is cast. torch requires that the results of an
+    operator share no memory. In half precision, the cast separates dk and dv, which were views of
+    one tensor. In fp32, separating them takes one more copy.
     """
     remaining = list(gradients)
     del gradients
@@ -640,7 +633,7 @@ def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def key_weight(lse: Tensor, total: Tensor) -> Tensor:
-    """Return (…, 1): exp(lse − total), the fraction of a softmax with the lse `total`.
+    """Return exp(lse − total), the weight of keys in a softmax with the lse `total`, (…, 1).
 
     It is 0 in rows without any keys, and NaN in rows whose lse is NaN.
     """
@@ -648,17 +641,18 @@ def key_weight(lse: Tensor, total: Tensor) -> Tensor:
 
 
 def key_fraction(lse: Tensor, sinks: Tensor, rank_invariant: bool = False) -> Tensor:
-    """Return (B, T, Hq, 1): the fraction of the softmax's denominator that the keys contribute.
+    """Return the fraction of the softmax's denominator that the keys contribute, (B, T, Hq, 1).
 
     The sinks (Hq,) contribute the rest. lse (B, T, Hq) excludes the sinks. If lse and the sink are
-    both −∞, the fraction is 1; such a row has no keys, and its out is 0 with any fraction.
+    both −∞, the fraction is set to 1. Such a row has no keys. Its out is multiplied by the
+    fraction, and remains 0.
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
     return (sigmoid_anywhere if rank_invariant else torch.sigmoid)(difference)[..., None]
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return (Hq,): the gradient of the sinks, summed over these rows.
+    """Return the gradient of the sinks, summed over these rows, (Hq,).
 
     It is −Σ f · (dout · out), where f is the fraction of the softmax's denominator that the sink
     contributes. dout and out are (B, T, Hq, Dv), and lse (B, T, Hq) excludes the sinks.
@@ -676,13 +670,13 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, into: Tensor | None =
     """Return x · factor, rounded once to `dtype`, without a temporary tensor larger than the
     result.
 
-    With `into`, a tensor of this dtype, the product is written there.
+    With `into`, a tensor of this dtype, the product is written to `into`.
     """
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype) if into is None else into)
 
 
 def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B, T, H): the dot products of the rows of x and y (B, T, H, D), computed in `dtype`.
+    """Return the dot products of the rows of x and y (B, T, H, D), computed in `dtype`, (B, T, H).
 
     To save memory, a quarter of the rows is cast at a time.
     """
@@ -694,9 +688,10 @@ def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-# torch computes the last elements of a tensor on CPUs with other code than the elements before.
-# sigmoid and logaddexp round differently in the two codes. exp, log1p, and single additions and
-# multiplications do not. The next two functions are made of these, so they give an element the same
+# On CPUs, torch computes the last elements of a tensor with different code than the elements
+# before. sigmoid and logaddexp round differently in the two codes. exp, log1p, and single additions
+# and multiplications do not. The next two functions consist only of these, so they give an element
+# the same bits wherever it is in a tensor.
 # bits wherever it is in a tensor.
 
 

@@ -3,7 +3,8 @@
 One launch that reads several results writes the sum only once. `Partial` and `QuerySums` in
 `partial.py` inherit from `WaitingResults`.
 
-Legend: B batch, T rows, n rows of a result, H heads, D head dim.
+Letters of shapes: B is the batch, T the number of rows, n the number of rows of a result, H the
+number of heads, and D the head dim.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Result(NamedTuple):
     rows: slice | Rows
     out: Tensor  # (B, n, H, D)
     lse: Tensor | None  # (B, n, H), or None for gradients, which are added without weights
-    is_owned: bool  # whether nobody else uses the two tensors
+    is_owned: bool  # whether no other object uses the two tensors
     heads: slice | None = None  # the heads of the result, or None for all heads
 
     def of(self, heads: slice | None) -> Result:
-        """Return a part of the result: these heads, which are some of its heads."""
+        """Return these heads of the result, which has them."""
         if heads == self.heads:
             return self
         lse = None if self.lse is None else self.lse[:, :, heads]
@@ -41,8 +42,8 @@ class WaitingResults:
     """Stores results of kernels for rows of a tensor (B, T, H, D), to sum them later.
 
     `Partial` sums results by merging them with weights that depend on lse. `QuerySums` adds them.
-    On CUDA, several results may be stored, in the dtypes of their kernels. On other devices only
-    one result is stored: the first one, if it has all rows.
+    On CUDA, several results may be stored, in the dtypes of their kernels. On other devices, only
+    the first result can be stored, and only if it has all rows.
     """
 
     # How much memory the stored results and the sums may take together, in bytes per element of (B,
@@ -61,9 +62,10 @@ class WaitingResults:
         # Whether a Triton kernel sums the results.
         self._by_kernel = by_kernel and is_on_cuda(like) and dtype == torch.float32
         self._elements = math.prod(shape)
-        self._most_held = self.most_bytes * self._elements  # the most bytes of stored results
+        # the largest number of bytes of stored results
+        self._most_held = self.most_bytes * self._elements
         self._waiting: list[Result] = []
-        self._held = 0  # bytes of the stored results
+        self._held = 0  # the number of bytes of the stored results
         self._may_wait = True
         # Groups of heads that are summed separately. A result has all heads, or the heads of one
         # group.
@@ -88,7 +90,7 @@ class WaitingResults:
     ) -> None:
         """Sum the stored results if a further result would exceed the memory limit.
 
-        Backends call it before a kernel allocates its result.
+        Backends call this before a kernel allocates its result.
 
         Args:
             rows: the number of rows of the further result.
@@ -106,7 +108,7 @@ class WaitingResults:
         self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
-        """Send the table that summing results of these rows reads to the device."""
+        """Send to the device the table that the kernel reads to sum results of these rows."""
         if self._by_kernel:
             self._place(rows)
         elif isinstance(rows, Rows):
@@ -131,7 +133,7 @@ class WaitingResults:
         self._most_held = (self.most_bytes - self.dtype.itemsize) * self._elements
 
     def _wait(self, result: Result) -> None:
-        """Store a result, or sum it immediately if results may not be stored any more."""
+        """Store a result. If results may no longer be stored, sum it immediately."""
         needed = _held_bytes(result)
         if self._waiting and not (
             self._fits(needed, result.heads) and _have_equal_dtypes(self._waiting[0], result)
@@ -226,9 +228,7 @@ def _of_heads(x: Tensor | None, heads: slice | None) -> Tensor | None:
 
 
 def _held_bytes(result: Result) -> int:
-    """Return the bytes of memory that a result occupies, with columns that were added for its
-    kernel.
-    """
+    """Return the bytes of memory of a result, including columns that were added for its kernel."""
     out = result.out
     return out.untyped_storage().nbytes() if result.is_owned else out.nbytes
 

@@ -52,9 +52,9 @@ from seqpar.softmax.wire.message_dtypes import (
 class KeyStrategy(Strategy):
     """A strategy that sends keys and values in steps. In backward, it returns their gradients."""
 
-    # The dtype in which k and v are sent: None for their own, or an 8-bit dtype.
+    # The dtype in which k and v are sent: an 8-bit dtype, or None for their own dtype.
     message_dtype: torch.dtype | None = None
-    # The dtype in which dk and dv return: None for the accumulator's, or bf16.
+    # The dtype in which dk and dv return: bf16, or None for the accumulator's dtype.
     gradient_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class KeyStrategy(Strategy):
         check_gradient_digits(self.gradient_dtype, call.shape.dtype)
 
     def to_rank_invariant(self) -> Self:
-        # Keys of other ranks would have 8 bits, and a rank's own keys more.
+        # Keys of other ranks would have 8 bits, and a rank's own keys more bits.
         if self.message_dtype is not None:
             raise ValueError('message_dtype must be None with deterministic="ranks"')
         if self.gradient_dtype is not None:  # a rank's own contributions would have more digits
