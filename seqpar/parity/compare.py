@@ -26,6 +26,7 @@ from seqpar.parity.joining import (
     Progress,
     Recording,
     pack_rows,
+    packs_rows,
     place_tokens,
     read,
     separate_whole_rows,
@@ -104,16 +105,15 @@ def compared(first: str | Path, second: str | Path, say: Progress) -> Evidence:
 def _place_both(a: Recording, b: Recording) -> None:
     """Find the places of all tokens, first in a recording whose order of tokens is known.
 
-    If one recording has several rows and the other one has a single row, the rows of the former are
-    packed into one row.
+    If one recording has several rows, and each group of ranks in the other recording packed some of
+    these rows into one row, all rows are packed into one row before they are compared.
     """
     known = [x for x in (a, b) if len(x.ranks) == 1 or x.content["order"] != "unknown"]
     first = known[0] if known else a
     second = b if first is a else a
     place_tokens(first, None)
     separate_whole_rows(second, first)
-    rows = sum((group[0].content["batch"] or [1])[0] for group in second.groups)
-    if rows == 1 < first.shape[0]:
+    if packs_rows(second, first):
         pack_rows(first)
     place_tokens(second, first)
     if first.shape[0] == 1 < second.shape[0]:

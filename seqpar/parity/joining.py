@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,10 +278,14 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
 
     Groups with different tokens hold different rows of the batch (data parallelism); the token ids
     of `reference` show which rows a group holds. Groups with the same tokens hold copies of the
-    same rows (tensor parallelism).
+    same rows (tensor parallelism). If the rows of `reference` were packed into one row, the row of
+    each group may consist of several of them.
     """
     ids = None if reference is None else reference.joined_ids
     sequences = [_place_in_group(recording, group, ids) for group in recording.groups]
+    if len(sequences) > 1 and reference is not None and reference.row_starts.size:
+        _place_in_packed_row(recording, sequences, reference)
+        return
     tokens = sequences[0].tokens
     if len({x.tokens for x in sequences}) > 1:
         found = sorted({x.tokens for x in sequences})
@@ -300,12 +305,68 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
             row, position = np.divmod(rank.places, tokens)
             moved = np.asarray(numbers, np.int64)[row] * tokens + position
             rank.places = np.where(rank.places < 0, -1, moved)
-    if missing := sorted(set(range(len(rows))) - used):
-        way_out = "record the same batch in both runs"
-        raise ValueError(
-            f"{recording.name}: no rank has row {missing[0]} of the other recording; {way_out}"
-        )
+    _refuse_missing_rows(recording, len(rows), used)
     recording.shape = len(rows), tokens
+
+
+def packs_rows(recording: Recording, reference: Recording) -> bool:
+    """Whether each group of ranks has one row, and packed it from rows of the reference."""
+    rows = [(group[0].content["batch"] or [1])[0] for group in recording.groups]
+    if reference.shape[0] == 1 or set(rows) != {1}:
+        return False
+    ids = reference.joined_ids
+    if len(rows) == 1 or ids is None:
+        return len(rows) == 1
+    groups = [_place_in_group(recording, group, ids) for group in recording.groups]
+    return all(x.ids is not None for x in groups) and not all(x.has_row_of(ids) for x in groups)
+
+
+def _place_in_packed_row(
+    recording: Recording, sequences: list[_Sequences], reference: Recording
+) -> None:
+    """Find the places of all tokens if the row of each group packs some rows of the reference.
+
+    The token ids say which rows a group holds.
+    """
+    whole = reference.joined_ids
+    assert whole is not None
+    starts = [*reference.row_starts.tolist(), whole.size]
+    rows = [np.arange(start, end) for start, end in pairwise(starts) if start < end]
+    used: set[int] = set()
+    for group, x in zip(recording.groups, sequences, strict=True):
+        assert x.ids is not None
+        numbers: list[int] = []
+        at, own = 0, x.ids[0]
+        while at < own.size:
+            equal = [
+                n
+                for n, row in enumerate(rows)
+                if n not in numbers and np.array_equal(whole[0, row], own[at : at + row.size])
+            ]
+            if not equal:
+                raise ValueError(
+                    f"recordings of different batches, or with a wrong layout=: no row of "
+                    f"{reference.name} begins at token {at} of the row that rank "
+                    f"{group[0].number} of {recording.name} packed"
+                )
+            # Of rows that begin alike the longest one is meant, and one that no group holds yet.
+            numbers.append(max(equal, key=lambda n: (rows[n].size, n not in used, -n)))
+            at += rows[numbers[-1]].size
+        recording.copies |= bool(used & set(numbers))
+        used |= set(numbers)
+        places = np.concatenate([rows[n] for n in numbers])
+        for rank in group:
+            rank.places = np.where(rank.places < 0, -1, places[rank.places])
+    _refuse_missing_rows(recording, len(rows), used)
+    recording.shape = reference.shape
+
+
+def _refuse_missing_rows(recording: Recording, rows: int, used: set[int]) -> None:
+    if missing := sorted(set(range(rows)) - used):
+        raise ValueError(
+            f"{recording.name}: no rank has row {missing[0]} of the other recording; record the "
+            "same batch in both runs"
+        )
 
 
 class _Sequences(NamedTuple):

@@ -2,10 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from seqpar import Layout, parity
 from seqpar.integrations import accelerate, huggingface
 from tests.support import huggingface as hf
 from tests.support.examples import example
@@ -209,3 +211,36 @@ def test_what_cannot_be_shared_is_refused(pool):
 def test_other_objects_are_refused():
     with pytest.raises(ValueError, match="accelerator must have a cp_size of at least 2, got None"):
         accelerate.sequence_mesh(transformers.LlamaConfig())
+
+
+def record_a_step(folder, model, batch, averages=None, **where):
+    with parity.record(folder, model, **where):
+        model(**batch, use_cache=False).loss.backward()
+        if averages is not None:
+            averages()
+
+
+def recorded_on_rank(group, folder):
+    """One batch over 2 ranks, whose weights FSDP2 shards; the other 2 ranks do the same."""
+    hf.launched(group)
+    accelerator = on_cpu(**example("accelerate_fsdp2").settings(2, 2))
+    mesh = accelerate.sequence_mesh(accelerator)
+    model, of = hf.tiny("LlamaForCausalLM"), hf.batch("padded")
+    sp = huggingface.enable(model, mesh, "ring")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, _ = accelerator.prepare(model, optimizer)
+    borders = np.r_[0, of["attention_mask"].sum(1).cumsum(0).numpy()]
+    layout = Layout.zigzag(borders, mesh.size(), equal=True)
+    part = sp.shard(of, layout)
+    record_a_step(folder, model, part, group=mesh.get_group(), layout=layout)
+
+
+@pytest.mark.exhaustive
+def test_a_recording_of_a_sharded_step_agrees_with_one_process(pool, tmp_path):
+    record_a_step(tmp_path / "one", hf.tiny("LlamaForCausalLM"), hf.batch("padded"))
+    pool(4, recorded_on_rank, tmp_path / "four")
+    report = parity.compare(tmp_path / "one", tmp_path / "four")
+    assert report.first is None, str(report)
+    assert {"output", "loss", "gradient of output", "gradient"} <= {
+        x.stage for x in report.findings
+    }

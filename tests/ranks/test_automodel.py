@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
-from seqpar import Layout
+from seqpar import Layout, parity
 from tests.support import automodel
 from tests.support import huggingface as hf
 from tests.support.examples import example
@@ -470,3 +470,53 @@ def test_the_stand_in_has_the_packages_signatures():
         assert [(x.name, x.kind, x.default) for x in own.parameters.values()] == [
             (x.name, x.kind, x.default) for x in package.parameters.values()
         ], name
+
+
+def record_a_step(name, model, inputs, labels, count, finish=None, **where):
+    """Record a forward and a backward whose loss is a sum over labels, divided by `count`."""
+    with parity.record(name, model, **where):
+        logits = model(**inputs, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+        loss.backward()
+        if finish is not None:
+            finish()
+
+
+def recorded_on_rank(group, folder):
+    """2 ranks share the batch; the other 2 ranks do the same."""
+    _, integration = automodel.contract()
+    model, mesh = hf.tiny("LlamaForCausalLM"), device_mesh(2, 2, names=("dp", "cp"))
+    group = mesh["cp"].get_group()
+    integration.enable(model, mesh, "ring")
+    sharder = automodel.contract()[0](model, mesh, whole_rows())
+    context, part = sharder.shard(whole_rows())
+    labels = part.pop("labels")
+
+    def average():
+        for x in model.parameters():
+            torch.distributed.all_reduce(x.grad, group=group)
+            x.grad /= group.size()
+
+    count = labels.numel()  # of a rank: half of all labels, since gradients are averaged
+    tokens = sharder.shard_layout.local_token_global_indices
+    with context():
+        record_a_step(folder, model, part, labels, count, average, group=group, tokens=tokens)
+
+
+def whole_rows():
+    """Rows of one document each, without padding."""
+    ids, _ = ids_and_labels()
+    positions = torch.arange(COLUMNS).expand(ROWS, -1).clone()
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": positions}
+
+
+def test_a_recording_of_a_sharded_step_agrees_with_one_process(pool, tmp_path):
+    of = whole_rows()
+    labels = of.pop("labels")
+    record_a_step(tmp_path / "one", hf.tiny("LlamaForCausalLM"), of, labels, labels.numel())
+    pool(4, recorded_on_rank, tmp_path / "two")
+    report = parity.compare(tmp_path / "one", tmp_path / "two")
+    assert report.first is None, str(report)
+    assert {"output", "loss", "gradient of output", "gradient"} <= {
+        x.stage for x in report.findings
+    }

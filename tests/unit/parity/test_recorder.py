@@ -310,3 +310,28 @@ def test_replicas_may_hold_rows_in_any_order(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match="no rank has row 1 of the other recording"):
         parity.compare(tmp_path / "one", step(tmp_path / "twice", model(), ids=IDS[[0, 0]]))
+
+
+def test_replicas_may_pack_rows_of_any_lengths(tmp_path, monkeypatch):
+    """Each of two groups packs rows of the batch into one row, so their rows have other lengths."""
+    ids = torch.arange(18).view(3, 6) % 7
+    step(tmp_path / "one", model(), ids=ids)
+
+    def record(rows):
+        for rank, row in enumerate(rows):
+            monkeypatch.setattr(recording, "members_of", lambda _, rank=rank: (rank, [rank]))
+            monkeypatch.setattr(files, "_BEGAN", 0.0)
+            network, own = model(), ids[row].view(1, -1)
+            with parity.record(tmp_path / f"two {rows}", network):
+                logits = network(own).flatten(0, 1)
+                nn.functional.cross_entropy(logits, own[0], reduction="sum").div(9).backward()
+        return parity.compare(tmp_path / "one", tmp_path / f"two {rows}")
+
+    report = record([[2, 0], [1]])
+    assert report.first.stage == "gradient"  # nobody has averaged
+    assert "one: rows were put into one, without padding" in report.notes
+    with pytest.raises(ValueError, match="no rank has row 1 of the other recording"):
+        record([[2, 0], [2]])
+    ids[1, 3] = 6
+    with pytest.raises(ValueError, match=r"no row of one begins at token 0 of the row that rank 1"):
+        record([[2, 0], [1, 1]])
