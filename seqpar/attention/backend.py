@@ -1,4 +1,6 @@
-"""Choose the backend: the code with which a rank computes attention over the tokens it holds."""
+"""Choose the backend: the code with which a rank computes attention over the tokens that it
+holds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ DEFAULT = "default"  # softmax/attend.py or linear/linear_strategy.py chooses th
 
 
 class _Forced(threading.local):
-    """The backend of this thread's calls. torch.compile can guard on it, as it is an attribute."""
+    """The backend of this thread's calls. It is an attribute, so that torch.compile can guard on
+    it.
+    """
 
     name: str | None = None
 
@@ -44,21 +48,26 @@ _KEY = "seqpar backend"  # for uncompiled calls, the value that autograd's threa
 def use_backend(name: str) -> Iterator[None]:
     """Compute the local part of every attention call within the context with the named backend.
 
-    The backends are "aten" (ATen's fused kernels, with plain PyTorch where they are not exact),
-    "triton" (our kernels, on CUDA), "flash_attn" (the best package of FlashAttention, on CUDA),
-    "reference" (plain PyTorch), and "fla" (the package fla-core, on CUDA), which applies only to
-    recurrent attention. Without a context, the backend on a CPU is "aten". On CUDA it is "triton"
-    for linear attention, "fla" for recurrent attention if fla-core is installed, and for softmax
-    attention the first of an order that depends on the GPU. A call's backward uses the backend of
-    its forward, even outside the context. The choice holds for calls of this thread, and for
-    checkpoints that are recomputed in backwards that this thread runs.
+    The backends are:
+
+    * "aten": ATen's fused kernels, and plain PyTorch for calls that these do not compute exactly;
+    * "triton": our kernels, on CUDA;
+    * "flash_attn": the best installed package of FlashAttention, on CUDA;
+    * "reference": plain PyTorch;
+    * "fla": the package fla-core, on CUDA, for recurrent attention only.
+
+    Without a context, the backend on a CPU is "aten". On CUDA it is "triton" for linear attention,
+    and "fla" for recurrent attention if fla-core is installed. For softmax attention on CUDA, it is
+    the first backend that can compute the call, in an order that depends on the GPU. The backward
+    of a call uses the backend of its forward, even outside the context. The choice applies to calls
+    of this thread, and to checkpoints that are recomputed in backwards that this thread runs.
 
     All ranks of a group must use the same backend for a call, because the dtype in which ranks send
-    each other results depends on the backend. `make_attention(..., check_ranks=True)` lets all
+    results to each other depends on the backend. With `make_attention(..., check_ranks=True)`, all
     ranks raise a ValueError if backends differ.
 
-    Raises a ValueError for an unknown name. A call that the backend cannot compute exactly raises
-    one too.
+    Raises a ValueError for an unknown name. A call that the backend cannot compute exactly also
+    raises a ValueError.
     """
     known = sorted({*BACKENDS["softmax"], *BACKENDS["recurrent"]})
     if not isinstance(name, str) or name not in known:
@@ -85,7 +94,9 @@ def _force(name: str | None, name_to_inherit: str | None) -> None:
 
 
 def _inherited() -> str | None:
-    """Return the backend of this thread; in autograd's threads, that of the caller of backward."""
+    """Return the backend of this thread. In a thread of autograd, return that of backward's
+    caller.
+    """
     return _forced.name if torch.compiler.is_dynamo_compiling() else inherited(_KEY, None)
 
 
@@ -97,14 +108,18 @@ def current_backend(kind: str) -> str:
 
 @cache
 def load_backend(kind: str, name: str) -> ModuleType:
-    """Return a backend's module, imported at its first use; `kind` is a key of `BACKENDS`."""
+    """Return a backend's module, which is imported at its first use. `kind` is a key of
+    `BACKENDS`.
+    """
     if name not in BACKENDS[kind]:
         raise ValueError(f"backend must be one of {BACKENDS[kind]}, got {name!r}")
     return import_module(f"{_FOLDERS[kind]}.{name}")
 
 
 def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend cannot compute these operands, beginning with an argument, or None."""
+    """Return why a backend cannot compute these operands, or None. The text begins with an
+    argument.
+    """
     if name == DEFAULT:
         return None
     refuse = getattr(load_backend(kind, name), "refusal", None)
@@ -113,7 +128,7 @@ def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
 
 def triton_refusal(q: Tensor, v: Tensor) -> str | None:
     """Return why our Triton kernels cannot compute these operands, or None."""
-    import triton  # here, so that importing seqpar does not wait for it
+    import triton  # imported here, so that importing seqpar does not wait for triton
 
     if q.dtype == torch.float64:
         return 'q must be bf16, fp16 or fp32 for the backend "triton", got torch.float64'
@@ -125,7 +140,8 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
     if device != "cuda" and not interpreted:
         return f'q must be on a CUDA device for the backend "triton", got {q.device}'
     if interpreted and device != "meta" and q.dtype == torch.bfloat16:
-        # The interpreter stores bf16 as integers with the same bits, and would multiply integers.
+        # The interpreter stores bf16 as integers with the same bits, and would multiply these
+        # integers.
         place = 'for the backend "triton" in Triton\'s interpreter (TRITON_INTERPRET=1)'
         remedy = "cast q, k and v, or use another backend"
         return f"q must be fp16 or fp32 {place}, got torch.bfloat16: {remedy}"

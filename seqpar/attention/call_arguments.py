@@ -1,10 +1,11 @@
-"""The arguments of a call other than its tensors, as users give them and as operators carry them.
+"""The arguments of a call other than its tensors, as users pass them and as torch operators take
+them.
 
-Each kind of call declares its arguments as a NamedTuple, whose first fields are tensors, such as a
-layout's handle. The last field may itself be a NamedTuple of options, and operators carry the
-fields of this inner tuple one by one. A field annotated with an `Option` is a scalar that users
-pass. Its declaration is all that an operator's schema, autograd, the comparison of ranks and
-preparations need to know about it.
+Each kind of call declares its arguments as a NamedTuple. Its first fields are tensors, such as a
+layout's handle. Its last field may be a NamedTuple of options. An operator takes the fields of this
+inner tuple one by one. A field that is annotated with an `Option` is a scalar that users pass. An
+operator's schema, autograd, the comparison of ranks and preparations are derived from this
+declaration.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SCHEMA_TYPES = {
     str: "str",
 }
 _SCALARS = int, float, bool, str
-NOT_CARRIED = "not carried"  # annotates a field that operators do not carry
+NOT_CARRIED = "not carried"  # annotates a field that operators do not take
 
 
 class Option(NamedTuple):
@@ -35,11 +36,11 @@ class Option(NamedTuple):
 
     parse: Callable[[str, Any], Any]  # takes the name and the user's value; raises a ValueError
     default: Any
-    name: str = ""  # the name that users know, if it differs from the name of the field
+    name: str = ""  # the argument name, if it differs from the name of the field
 
 
 class Field(NamedTuple):
-    """A value that an operator carries."""
+    """A value that an operator takes."""
 
     name: str
     kind: Any
@@ -55,9 +56,9 @@ class Field(NamedTuple):
 
 
 def fields_of(arguments: type) -> list[Field]:
-    """Return the fields that operators carry, for a NamedTuple of tensors, arguments or options.
+    """Return the fields that operators take, for a NamedTuple of tensors, arguments or options.
 
-    Of a NamedTuple of options, operators carry only the scalars, which must be its first fields.
+    Of a NamedTuple of options, operators take only the scalars, which must be its first fields.
     """
     found: list[Field] = []
     for name, hint in get_type_hints(arguments, include_extras=True).items():
@@ -76,12 +77,12 @@ def _is_options(kind: Any) -> bool:
 
 
 class Carried(Generic[A]):
-    """The form in which operators carry arguments: tensors first, then scalars, one by one.
+    """The form in which operators take arguments: tensors first, then scalars, one by one.
 
     Attributes:
         schema: the arguments in an operator's schema, such as "Tensor layout, SymInt tokens".
         tensors: the number of tensors, with which the arguments begin.
-        options: the scalars that users pass, by the names that users know.
+        options: the scalars that users pass, by argument name.
     """
 
     def __init__(self, arguments: Any) -> None:
@@ -106,20 +107,20 @@ class Carried(Generic[A]):
         return (*arguments[:-1], *arguments[-1][: len(self._names) - self._own])
 
     def restored(self, flat: Sequence[Any]) -> A:
-        """Return the arguments from which `flat` made a sequence."""
+        """Return the arguments as a NamedTuple, given the flat list that an operator received."""
         if self._options is None:
             return self._class(*flat)
         return self._class(*flat[: self._own], self._options(*flat[self._own :]))
 
     def agreed(self, arguments: A) -> dict[str, object]:
-        """Return the scalars that must be the same on all ranks, by the names that users know."""
+        """Return the scalars that must be the same on all ranks, by argument name."""
         flat = self.flat(arguments)
         return {name: flat[i] for name, i in self._agreed}
 
     def of(self, user: Mapping[str, Any], **others: Any) -> A:
-        """Return the arguments: options are parsed from `user`, and `others` has all other fields.
+        """Return the arguments. Options are parsed from `user`, and `others` has all other fields.
 
-        `user` may lack options, which then have their defaults.
+        Options that are missing in `user` have their defaults.
         """
         for name, field, option in self._parsed:
             others[field] = option.parse(name, user.get(name, option.default))

@@ -1,4 +1,4 @@
-"""The base class of all attention modules: a strategy bound to a group."""
+"""The base class of all attention modules. A module consists of a strategy and a group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Moving(Named, Protocol):
 S = TypeVar("S", bound=Moving)
 
 _MADE_OUTSIDE = "seqpar: attention modules are made outside of the graph, once, and called inside"
-NO_OPTION = {"option": False}  # metadata of a field of a strategy that users cannot set
+NO_OPTION = {"option": False}  # metadata of a strategy's field that users cannot set
 
 
 def make_strategy(
@@ -44,11 +44,11 @@ def make_strategy(
     others: tuple[str, ...],
     forward: Callable[..., object],
 ) -> S:
-    """Return a strategy with these options, or raise a TypeError for an unknown option.
+    """Return a strategy with these options. Raise a TypeError for an unknown option.
 
-    The error lists the known options, and `others`, the further options of the module. If
-    `forward`, the call of the module, has an argument that does the work of the option, the error
-    names that argument.
+    The error lists the known options, and `others`, the further options of the module. `forward` is
+    the call of the module. If one of its arguments does the work of the unknown option, the error
+    names this argument.
     """
     known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
     for name in options:
@@ -58,7 +58,9 @@ def make_strategy(
 
 
 class BoundModule(nn.Module, Generic[S]):
-    """The base class of attention modules: a strategy, bound to the ranks that compute together."""
+    """The base class of attention modules: a strategy, and the group of ranks that compute
+    together.
+    """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -84,11 +86,11 @@ class BoundModule(nn.Module, Generic[S]):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._key = self._bound.key  # the group may have another name in this process
+        self._key = self._bound.key  # the group may have a different name in this process
 
     @property
     def rank(self) -> int:
-        """This process's rank in the group; in a mesh, its position along the mesh's rows."""
+        """This process's rank in the group. Ranks of a mesh are counted along its rows."""
         return self._bound.comm.rank
 
     @property
@@ -100,7 +102,7 @@ class BoundModule(nn.Module, Generic[S]):
     def sent_bytes(self) -> int:
         """The bytes that this rank has sent so far, in all calls on the group.
 
-        With a `routing` they include relayed messages. They do not include the texts with which
+        With a `routing`, they include relayed messages. They do not include the texts with which
         ranks on GPUs compare their kernels in the first forward.
         """
         return self._bound.comm.sent_bytes
@@ -136,11 +138,12 @@ class BoundModule(nn.Module, Generic[S]):
         rank: int | None = None,
         **options: object,
     ) -> list[Traffic]:
-        """Return the messages of a rank (default: this one) in a call, by pass, step and peer.
+        """Return the messages of a rank in a call, by pass, step and peer. The default is this
+        rank.
 
-        Takes the arguments of a call, and uses only the shapes, dtypes and devices of tensors. Meta
+        Pass the arguments of a call. Of the tensors, only shapes, dtypes and devices matter. Meta
         tensors stand for tensors on a GPU with FlashAttention-4. This method computes and sends
-        nothing. The rows of the backward pass assume that all ranks run it. With
+        nothing. The rows of the backward pass assume that all ranks run backward. With
         `return_lse`, they also assume that lse has a gradient.
         """
         call = self._resolve(q, k, v, layout, **options)
@@ -168,27 +171,27 @@ class BoundModule(nn.Module, Generic[S]):
         """Return a function that builds the tables of a layout ahead of its first call.
 
         The result can be pickled, and `preparation(layout)` works in any process, for example in
-        the workers of `seqpar.balance.Batches(…, prepare=preparation)`. A layout that is pickled
-        afterwards contains its tables, so the first call on a GPU only copies them to the GPU. A
-        call with other arguments builds its own tables.
+        the workers of `seqpar.balance.Batches(…, prepare=preparation)`. If the layout is pickled
+        afterwards, it contains its tables, so the first call on a GPU only copies them to the GPU.
+        A call with different arguments builds its own tables.
 
         Args:
-            heads, kv_heads: the number of query heads, and the number of key heads or states, by
-                default the same.
+            heads: the number of query heads.
+            kv_heads: the number of key heads or states. Default: `heads`.
             head_dim: the head dim of q and k.
             dtype: the dtype of q, k and v.
-            device: the device of q, k and v. Default: the current GPU, if there is one and the
-                group can send from it, otherwise the CPU.
+            device: the device of q, k and v. Default: the current GPU if there is one and the group
+                can send from it, otherwise the CPU.
             backward: whether calls have a backward.
-            options: `value_dim` (by default `head_dim`), `batch` (1), and those arguments of the
-                calls on which tables depend. For softmax attention these are all arguments except
-                `kv_layout`; pass True for `sinks` and `alibi_slopes` if the calls have them. For
-                linear attention they are `causal`, `return_state`, and `initial_state`, which is
-                True if the calls have one.
+            options: `value_dim` (default: `head_dim`), `batch` (default: 1), and those arguments of
+                the calls on which tables depend. For softmax attention these are all arguments
+                except `kv_layout`. Pass True for `sinks` and `alibi_slopes` if the calls have them.
+                For linear attention they are `causal`, `return_state`, and `initial_state`, which
+                is True if the calls have one.
 
         Raises:
-            ValueError: if an argument is wrong, or the module decides in each call what it sends
-                (`AutoAttention`, and attention on a `ServerPool`). The message names it.
+            ValueError: if an argument is wrong, or if the module decides in each call what it sends
+                (`AutoAttention`, and attention on a `ServerPool`). The message names the argument.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         described = described_call(
@@ -215,10 +218,11 @@ class BoundModule(nn.Module, Generic[S]):
     def _agreed_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> tuple[Any, Any, HeadPlacement]:
-        """Return `_operator_inputs`. If they are refused, all ranks raise the error.
+        """Return the result of `_operator_inputs`. If the inputs are refused, all ranks raise the
+        error.
 
-        With `check_ranks=False`, only this rank raises it. Meta tensors are resolved here, because
-        the operator's fake rule checks nothing.
+        With `check_ranks=False`, only this rank raises the error. Meta tensors are resolved here,
+        because the operator's fake rule checks nothing.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
@@ -238,10 +242,10 @@ class BoundModule(nn.Module, Generic[S]):
 
     @contextmanager
     def agreeing(self, *operands: object) -> Iterator[None]:
-        """Let all ranks raise a ValueError or TypeError that is raised within the context.
+        """If a ValueError or TypeError is raised within this context, raise it on all ranks.
 
         With `check_ranks=False`, or if all tensors among `operands` are meta tensors, only this
-        rank raises it.
+        rank raises the error.
         """
         try:
             yield
@@ -249,7 +253,9 @@ class BoundModule(nn.Module, Generic[S]):
             self._refuse(fault, *operands)
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
-        """Return the operator's tensors, other arguments and placement of heads; send nothing."""
+        """Return the operator's tensors, its other arguments, and the placement of heads. Nothing
+        is sent.
+        """
         raise NotImplementedError
 
     def _to_call(self, tensors: Any, arguments: Any) -> Any:
@@ -259,14 +265,16 @@ class BoundModule(nn.Module, Generic[S]):
 def _check_names(
     module: BoundModule[Any], positional: tuple[object, ...], named: dict[str, object]
 ) -> None:
-    """Let all ranks raise the TypeError of a call in which an argument is missing."""
+    """Raise the TypeError of a call in which an argument is missing, on all ranks."""
     if not is_traced():
         with module.agreeing():
             inspect.signature(module.forward).bind(*positional, **named)
 
 
 def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object) -> NoReturn:
-    """Let all ranks raise an error; without `check_ranks`, or for meta tensors, only this rank."""
+    """Raise an error on all ranks. Without `check_ranks`, or for meta tensors, raise it only
+    here.
+    """
 
     def resolve() -> NoReturn:
         with naming_rank(bound.comm):

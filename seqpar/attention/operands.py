@@ -20,7 +20,10 @@ Scale = TypeVar("Scale")
 
 
 class OperandShape(NamedTuple):
-    """Dtype and sizes, on all ranks, of q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv)."""
+    """The dtype and the sizes of q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv).
+
+    They are the same on all ranks, so T is not among them.
+    """
 
     dtype: torch.dtype
     batch: int
@@ -40,7 +43,7 @@ class OperandShape(NamedTuple):
         return cls(dtype, q[0], q[2], k[2], q[3], v[3])
 
     def described(self) -> dict[str, object]:
-        """Return the fields by the names that users know, for the rank check."""
+        """Return the fields by argument name, for the rank check."""
         return {
             "dtype": str(self.dtype),
             "batch size": self.batch,
@@ -56,9 +59,9 @@ def prepare_operands(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as (B, T, H, D). Under autocast they are cast as SDPA casts its operands.
 
-    Raises a ValueError for arguments that would mislead the operator's dispatch: values that are
-    not tensors, a wrong number of dimensions, no heads, operands (or `others`) on different
-    devices, and tangents.
+    Raises a ValueError for arguments with which torch would choose a wrong implementation of the
+    operator: values that are not tensors, a wrong number of dimensions, no heads, operands or
+    `others` on different devices, and forward-mode tangents.
     """
     check_tensor("q", q)
     dims, device = q.dim(), q.device
@@ -87,11 +90,11 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
-    """Multiply q by a scale that is a tensor; return q, and the scale that is left for q·k.
+    """If `scale` is a tensor, multiply q by it. Return q, and the scale that remains for q·k.
 
-    Only two kinds of tensors multiply q here, so that autograd computes their gradient: a tensor
-    that requires a gradient, and a tensor (Hq,) with one scale per head. The product is rounded
-    once, to q's dtype.
+    Only two kinds of tensors are multiplied with q, so that autograd computes their gradient: a
+    tensor that requires a gradient, and a tensor (Hq,) with one scale per head. The product is
+    rounded once, to q's dtype.
     """
     if not isinstance(scale, Tensor):
         return q, scale
@@ -103,14 +106,16 @@ def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | floa
         expected = f"a number, or a float tensor () or {heads}, one per query head, on {q.device}"
         found = f"{shape} of {scale.dtype} on {scale.device}"
         raise ValueError(f"{name} must be {expected}, got {found}")
-    # A scale without dimensions would be cast to q's dtype, and its gradient would be summed in
-    # q's dtype.
+    # A scale without dimensions would be cast to q's dtype, and its gradient would be summed in q's
+    # dtype.
     return (q * scale.reshape(-1, 1)).to(q.dtype), 1.0
 
 
 @contextmanager
 def naming_rank(comm: Comm) -> Iterator[None]:
-    """Append the rank to the message of a ValueError or TypeError raised within the context."""
+    """Append the rank to the message of a ValueError or TypeError that is raised within the
+    context.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -145,7 +150,9 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
-    """Refuse all but q (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), v (…, Hkv, Dv)."""
+    """Raise an error unless q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D) and v (…, Hkv,
+    Dv).
+    """
     check_rows(q, k, v, tokens, kv_tokens)
     check_kv_heads(q, k, v)
 
@@ -172,7 +179,7 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> 
 
 
 def _way_out(name: str, x: Tensor, expected: int) -> str:
-    """Return how to get the expected tokens from a tensor that is transposed, or whole."""
+    """Return how to get the expected tokens from a tensor that is transposed or not sharded."""
     if x.shape[2] == expected:
         return f": its heads come before its tokens, so give {name}.transpose(-3, -2)"
     if x.shape[1] > expected:

@@ -1,9 +1,9 @@
-"""The operators to which calls lower: one forward and one backward, registered with torch.
+"""The torch operators that compute calls: one forward and one backward for each kind of call.
 
 Communication is inside these operators, so torch.compile and checkpointing treat a call as a single
-operator. A layout enters as a handle (`seqpar.layout.handle`), and a module as a string that is
-determined by its configuration (`seqpar.comm.binding`). Neither specialises a compiled graph on a
-batch.
+operator. The layout is an argument in the form of a handle (`seqpar.layout.handle`). The module is
+an argument in the form of a string, which its configuration determines (`seqpar.comm.binding`). A
+compiled graph is therefore not specialised on the layout of a batch.
 
 `CallOperator` has everything that all kinds of calls share. `softmax/softmax_operator.py`,
 `linear/linear_operator.py` and `halo/halo_operator.py` have what differs.
@@ -39,11 +39,11 @@ from seqpar.core.torch_private import (
 from seqpar.layout.geometry import Geometry
 
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
-# By operator, the function of its arguments that counts its FLOPs.
+# For each operator, the function that counts its FLOPs from its arguments.
 FLOP_FORMULAS: dict[object, Callable[..., int]] = {}
 
 
-# By operator, its implementation, which simulations call with meta tensors.
+# For each operator, its implementation, which simulations call with meta tensors.
 IMPLEMENTATIONS: dict[object, Callable[..., list[Tensor]]] = {}
 
 F = TypeVar("F", bound=Callable[..., list[Tensor]])
@@ -66,7 +66,7 @@ def implementation(operator: str) -> Callable[[F], F]:
 
         has_strategy = "strategy" in names
         place = names.index("strategy") if has_strategy else 0
-        # After a graph break here, torch.compile would trace this function like any other.
+        # After a graph break here, torch.compile would trace this function like any other function.
         called = never_compiled(in_turn if has_strategy else function)
         torch.library.impl(operator, ("cpu", "cuda"))(called)
         IMPLEMENTATIONS[overload] = function
@@ -77,7 +77,9 @@ def implementation(operator: str) -> Callable[[F], F]:
 
 @cache
 def register_flop_formulas() -> None:
-    """Register FLOP formulas with torch's counter at its first use, since its import takes long."""
+    """Register FLOP formulas with torch's counter. The import of the counter takes long, so it is
+    delayed until this function is first called.
+    """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for operator, formula in FLOP_FORMULAS.items():
@@ -100,12 +102,12 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 
 
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-    """Return `call(x)`, the results of an operator that communicates; x is a small tensor.
+    """Return `call(x)`, the results of an operator that communicates. x is a small tensor.
 
-    A compiler may order operators that do not depend on each other by their sizes, which differ
-    between ranks. Ranks with different orders would exchange messages of different calls. While a
-    graph is traced, x is therefore replaced by a copy that depends on the results of the previous
-    call.
+    A compiler may reorder operators that do not depend on each other. It may use their sizes, which
+    differ between ranks. Ranks with different orders would exchange messages of different calls.
+    While a graph is traced, x is therefore replaced by a copy that depends on the results of the
+    previous call.
     """
     traced = None if torch.compiler.is_dynamo_compiling() else trace()
     if traced is None:
@@ -139,13 +141,17 @@ def register_autograd(
 ) -> None:
     """Register the derivative of an operator that returns a list of tensors.
 
-    The first `inputs` arguments may have gradients, and are tensors or None. `backward(ctx,
-    *gradients)` returns the gradient of each of them. `save(ctx, arguments, results)` keeps the
-    tensors and options that `backward` needs. Argument number `handle`, by default the first after
-    the inputs, is the tensor for `in_order`.
-
-    `torch.library.register_autograd` does the same for any schema, but its calls take three times
+    `torch.library.register_autograd` does the same for any schema, but calls then take three times
     as long.
+
+    Args:
+        operator: the name of the operator.
+        inputs: the number of arguments, at the start, that may have gradients. They are tensors or
+            None.
+        backward: `backward(ctx, *gradients)` returns the gradient of each of these arguments.
+        save: `save(ctx, arguments, results)` keeps the tensors and options that `backward` needs.
+        handle: the index of the argument that is passed to `in_order`. By default, it is the first
+            argument after the inputs.
     """
     name = operator.removeprefix("seqpar::")
     overload = getattr(torch.ops.seqpar, name).default
@@ -196,7 +202,9 @@ def refuse_double_backward(ctx: object, *_: object) -> None:
 
 
 def refuse_transforms(operator: str) -> None:
-    """Let an operator raise under torch.func's transforms, where it would return zeros."""
+    """Make an operator raise an error under torch.func's transforms, where it would return
+    zeros.
+    """
     set_transform_refusal(operator, _refuse_transform)
 
 
@@ -231,7 +239,7 @@ _MAX_COMPARED_RANKS = 64  # comparing a layout span by span takes 0.1 ms per ran
 
 
 class Results(NamedTuple):
-    """The results of a forward: `outs` may have gradients, and `kept` is saved for backward."""
+    """The results of a forward. `outs` may have gradients, and `kept` is saved for backward."""
 
     outs: Sequence[Tensor]
     kept: Sequence[Tensor]
@@ -261,13 +269,13 @@ class CallOperator(ABC, Generic[T, A, C]):
     """One kind of call: an operator that computes it, and an operator that computes its gradients.
 
     The forward operator takes the tensors and then the arguments. It returns three things: its
-    results that have a gradient; the numbers of the call, (ranks,) on the CPU, which its messages
-    carry (`seqpar.comm.messages.message_header`); and tensors that are kept for backward. The
-    backward operator takes the gradients of the results, the fields of `Saved`, the numbers and the
-    arguments. Its messages carry the numbers of its forward.
+    results that have a gradient; the numbers of the call, (ranks,) on the CPU, which are in the
+    headers of its messages (`seqpar.comm.messages.message_header`); and tensors that are kept for
+    backward. The backward operator takes the gradients of the results, the fields of `Saved`, the
+    numbers and the arguments. The headers of its messages have the numbers of its forward.
     """
 
-    name: ClassVar[str]  # of the forward; backward is `name`_backward
+    name: ClassVar[str]  # the name of the forward; the backward is `name`_backward
     outs: ClassVar[int]  # the number of results that have a gradient
 
     def __init__(self, tensors: Any, arguments: Any) -> None:
@@ -278,14 +286,14 @@ class CallOperator(ABC, Generic[T, A, C]):
 
     @abstractmethod
     def resolve(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> C:
-        """Return the resolved call; raise a ValueError if it is wrong or cannot be computed."""
+        """Return the resolved call. Raise a ValueError if it is wrong or cannot be computed."""
 
     @abstractmethod
     def agreed(self, bound: BoundStrategy[Any], call: C, arguments: A, exact: bool) -> Described:
-        """Return what must be the same on all ranks, as JSON, by the names that users know.
+        """Return what must be the same on all ranks, as JSON values, by argument name.
 
         With `exact`, equal layouts have equal descriptions even if they were made in different
-        ways. Without it they may differ, and the description takes less time.
+        ways. Without `exact`, these descriptions may differ, but are made in less time.
         """
 
     @abstractmethod
@@ -297,7 +305,7 @@ class CallOperator(ABC, Generic[T, A, C]):
 
     @abstractmethod
     def empty(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> Results:
-        """Return empty tensors of the shapes and dtypes of the results, for torch.compile."""
+        """Return empty tensors with the shapes and dtypes of the results, for torch.compile."""
 
     @abstractmethod
     def save(
@@ -329,7 +337,7 @@ class CallOperator(ABC, Generic[T, A, C]):
 
     @abstractmethod
     def empty_gradients(self, arguments: A, saved: Saved) -> list[Tensor]:
-        """Return empty tensors of the shapes and dtypes of the gradients, for torch.compile."""
+        """Return empty tensors with the shapes and dtypes of the gradients, for torch.compile."""
 
     @abstractmethod
     def flops(self, tensors: T, arguments: A) -> int: ...
@@ -344,15 +352,15 @@ class CallOperator(ABC, Generic[T, A, C]):
     def has_gradient(self, tensors: T) -> list[bool]:
         return [x is not None for x in tensors]
 
-    # What all kinds share.
+    # What all kinds of calls share.
 
     def registered(self) -> Self:
         """Register both operators with torch."""
         forward, backward = f"seqpar::{self.name}", f"seqpar::{self.name}_backward"
         operands = ", ".join(x.schema for x in fields_of(self.tensors))
         gradients = ", ".join(f"Tensor? gradient_{i}" for i in range(self.outs))
-        # `saved` has only the tensors that are not None, and `given` says which these are. In a
-        # list with None, torch would not notice tensors that require a gradient.
+        # `saved` has only the tensors that are not None, and `given` says which tensors these are.
+        # If the list contained None, torch would not notice tensors that require a gradient.
         saved = "Tensor[] saved, bool[] given, SymInt[] sizes, Tensor numbers"
         schema = self.arguments.schema
         torch.library.define(forward, f"({operands}, {schema}) -> Tensor[] results")
@@ -371,15 +379,15 @@ class CallOperator(ABC, Generic[T, A, C]):
         return self
 
     def __call__(self, tensors: T, arguments: A) -> list[Tensor]:
-        """Call the operator; below autograd, torch calls `_forward`."""
+        """Call the operator. Without autograd, torch then calls `_forward`."""
         results: list[Tensor] = self._forward_op(*tensors, *self.arguments.flat(arguments))
         return results
 
     def begin(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> tuple[C, Comm]:
-        """Return the resolved call and its Comm, whose messages carry a digest of the arguments.
+        """Return the resolved call, and its Comm, whose headers contain a digest of the arguments.
 
-        With `check_ranks`, all ranks raise the same error if one of them refuses the call or their
-        calls differ.
+        With `check_ranks`, all ranks raise the same error if a rank refuses the call or if calls
+        differ.
         """
         device, compared = tensors[0].device, self.compared(tensors, arguments)
 
@@ -410,7 +418,7 @@ class CallOperator(ABC, Generic[T, A, C]):
 
         def build() -> CallDigest:
             described = self.agreed(bound, call, arguments, exact)
-            if not exact:  # if there are many ranks, only documents are compared
+            if not exact:  # with many ranks, only documents are compared
                 described["layout"] = call.layout.cu_seqlens.tolist()
                 described.pop("kv_layout", None)
             names = {"strategy": str(bound.strategy), "routing": str(bound.routing)}
@@ -445,7 +453,7 @@ class CallOperator(ABC, Generic[T, A, C]):
         device: torch.device,
         direction: str,
     ) -> Comm:
-        """Return the Comm of one pass of a call, which relays messages as in `comm/routing/`."""
+        """Return the Comm for one pass of a call, which relays messages as in `comm/routing/`."""
         return bound.routed(comm, device, direction, self.agreed(bound, call, arguments, False))
 
     def _fake(self, *flat: Any) -> list[Tensor]:
@@ -482,15 +490,20 @@ class CallOperator(ABC, Generic[T, A, C]):
     def keep_call(
         self, ctx: CallContext, bound: BoundStrategy[Any], flat: Sequence[Any]
     ) -> Sequence[Tensor | None]:
-        """Keep the arguments `flat` for backward; return the tensors among them, to be saved."""
+        """Keep the arguments `flat` for backward. Return the tensors among them, which must be
+        saved.
+        """
         count = self.arguments.tensors
         ctx.set_materialize_grads(False)
         ctx.bound = bound  # kept alive until backward, with its key
-        ctx.handles, ctx.settings = flat[:count], flat[count:]  # not saved, as hooks may copy that
+        # not saved, because hooks of saved tensors may copy them
+        ctx.handles, ctx.settings = flat[:count], flat[count:]
         return ctx.handles
 
     def kept_call(self, ctx: CallContext) -> tuple[Sequence[Any], list[Any]]:
-        """Return the arguments that `keep_call` kept, and the tensors saved after theirs."""
+        """Return the arguments that `keep_call` kept, and the tensors that were saved after
+        theirs.
+        """
         count, saved = self.arguments.tensors, list(ctx.saved_tensors)
         return (*saved[:count], *ctx.settings), saved[count:]
 
@@ -505,7 +518,8 @@ class CallOperator(ABC, Generic[T, A, C]):
         saved = self.save(bound, tensors, arguments, outs, kept)
         ctx.sizes, ctx.has_gradient = saved.sizes, self.has_gradient(tensors)
         ctx.given = [x is not None for x in saved.tensors]
-        mark = getattr(handles[0], "mark", None)  # a checkpoint compares it with its rerun's mark
+        # a checkpoint compares it with the mark of its second run
+        mark = getattr(handles[0], "mark", None)
         ctx.save_for_backward(*handles, mark, numbers, *[x for x in saved.tensors if x is not None])
 
     def _differentiate(

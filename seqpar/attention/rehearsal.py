@@ -1,9 +1,8 @@
 """Find the tables of a call before it begins, and send them to the device in one copy.
 
-Tables are the small tensors that strategies and kernels read, such as the rows to send. A
-rehearsal finds them by running the code of a strategy on meta tensors (`core/device_tables.py`).
-Nothing is computed or sent. A `Preparation` rehearses the calls of a module ahead of time, in any
-process.
+Tables are the small tensors that strategies and kernels read, such as the rows to send. A rehearsal
+finds them by running the code of a strategy on meta tensors (`core/device_tables.py`). Nothing is
+computed or sent. A `Preparation` rehearses the calls of a module ahead of time, in any process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from seqpar.layout.replaced import remember
 
 
 class SilentComm(Comm):
-    """Stands for a group's Comm in a rehearsal: it has the group's ranks, and sends no messages."""
+    """Stands for a group's Comm in a rehearsal. It has the group's ranks, and sends no messages."""
 
     def __init__(self, rank: int, size: int, is_routed: bool) -> None:
         super().__init__("silent", rank, size)
@@ -70,7 +69,7 @@ class RehearsableCall(Protocol):
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """All values except the strategy and the layout on which tables depend."""
+        """All values on which tables depend, except the strategy and the layout."""
 
 
 class Rehearsing(Protocol):
@@ -88,8 +87,9 @@ def upload_tables(
 ) -> None:
     """Copy the tables of forward and, if `backward`, those of backward to a device in one copy.
 
-    If a preparation has built the tables of backward, they are copied in any case. Calls that
-    differ only in their tensors share the tables, and only the first of these calls copies them.
+    If a preparation has built the tables of backward, they are copied even without `backward`.
+    Calls that differ only in the values of tensors share the tables, and only the first of these
+    calls copies them.
     """
     if device.type == "cpu" or hooks().replace_compute is not None:
         return
@@ -114,7 +114,7 @@ def tables_of(
 ) -> list[Tensor]:
     """Return the tables of forward and, if `backward`, those of backward, on the CPU.
 
-    The call's plans and tables are kept with its layouts from then on.
+    From then on, the plans and tables of the call are kept with its layouts.
     """
 
     def build() -> list[Tensor]:
@@ -135,8 +135,11 @@ def _key(
 def _remember(
     strategy: Rehearsing, comm: Comm, call: Any, device: torch.device, backward: bool
 ) -> None:
-    """Keep what `Layout.load_tables` needs to replace this call's tables for other documents."""
-    without_documents = call.without_documents()  # or the layout's cache would refer to the layout
+    """Keep what `Layout.load_tables` needs to replace this call's tables with those of other
+    documents.
+    """
+    # otherwise the layout's cache would refer to the layout
+    without_documents = call.without_documents()
     silent = SilentComm(comm.rank, comm.size, comm.is_routed)
 
     def tables(layout: Geometry) -> list[Tensor]:
@@ -150,7 +153,7 @@ def _remember(
 class Preparation(ABC):
     """Builds the tables of one kind of call ahead of time.
 
-    It can be pickled and called in any process: `preparation(layout)` builds the tables of the
+    It can be pickled and called in any process. `preparation(layout)` builds the tables of the
     layout, and returns the layout.
     """
 
@@ -168,10 +171,10 @@ class Preparation(ABC):
 
     @outside_graphs
     def __call__(self, layout: Layout) -> Layout:
-        """Build the tables of a layout and keep them in it; return the layout.
+        """Build the tables of a layout, keep them in the layout, and return the layout.
 
-        The tables are pickled with the layout. Raises a ValueError if the call would be refused
-        with this layout.
+        The tables are pickled with the layout. Raises a ValueError if a call with this layout would
+        be refused.
         """
         if not isinstance(layout, Layout):
             raise ValueError(f"layout must be a seqpar.Layout, got {shown(layout)}")
@@ -193,9 +196,9 @@ def described_call(
     backward: bool,
     **sizes: int,
 ) -> dict[str, Any]:
-    """Return the fields of a `Preparation`, all except its backend.
+    """Return all fields of a `Preparation` except its backend.
 
-    `sizes` are the sizes of an `OperandShape`. Raises a ValueError that names a wrong argument.
+    `sizes` are the sizes of an `OperandShape`. A ValueError names a wrong argument.
     """
     counts = {
         name: as_int("head_dim" if name == "dim" else name, size, 1, 2**31 - 1)

@@ -1,4 +1,5 @@
-"""Errors for arguments that a call or a module does not have, with the argument to pass instead.
+"""Errors for arguments that a call or a module does not have. They name the argument to use
+instead.
 
 Users of F.scaled_dot_product_attention, flash-attn, transformers and fla know many of our arguments
 by other names.
@@ -12,7 +13,8 @@ from typing import Any
 
 from seqpar.core.arguments import shown
 
-# By a name in another library, our names of the argument. Each call has at most one of these names.
+# For each name in another library, our names of the argument. Each call has at most one of these
+# names.
 _OURS = {
     **dict.fromkeys(("is_causal", "causal_mask"), ("causal",)),
     **dict.fromkeys(("scale", "softmax_scale", "scaling"), ("softmax_scale", "scale")),
@@ -54,7 +56,7 @@ def call_arguments(forward: Callable[..., Any]) -> list[str]:
 
 
 def advice(name: str, known: list[str]) -> str:
-    """Return what to pass in place of an argument, or ""; `known` are the call's arguments."""
+    """Return which of the call's arguments `known` to use instead of an argument, or ""."""
     for ours in _OURS.get(name, ()):
         if ours in known and ours != name:
             return f"pass {ours}{_HOW.get(name, '')}"

@@ -1,16 +1,18 @@
-"""The arithmetic of a short convolution on a rank: windows of rows times taps, and its gradients.
+"""The arithmetic of a short convolution on a rank, and its gradients.
 
-A *tap* is the weight of one token of a window, for each channel. A rank first convolves all of its
-rows as if they were one document (`_consecutive`). When the rows of other ranks have arrived, it
-computes the windows of edges (`_gathered`), and their results replace the first results.
+The *window* of a row is the row and a few tokens before it. A *tap* is the weight of one token of a
+window, for each channel. A rank first convolves all of its rows as if they were one document
+(`_consecutive`). When the rows of other ranks have arrived, it computes the *edges* (`rows.py`),
+which are the rows whose windows contain other rows than the preceding local rows (`_gathered`).
+These results replace the first results.
 
-In backward, a rank receives the gradients of the sums after its spans. The alternative, to send
-summands of rows' gradients back, would add the summands in an order that depends on the layout.
-Rows are computed in blocks that fit into a CPU's cache, which is five times as fast as ATen's
-depthwise convolution.
+In backward, a rank receives the gradients of the sums after its spans, and computes all gradients
+of its own rows. If ranks sent parts of these gradients back instead, they would be added in an
+order that depends on the layout. Rows are computed in blocks that fit into a CPU's cache, which is
+five times as fast as ATen's depthwise convolution.
 
-T is the number of rows, B the batch and C the channels. Rows are (T, B, C) in this file, and
-windows (n, reach + 1, B, C).
+T is the number of rows, B the batch and C the number of channels. In this file, rows are (T, B, C),
+and windows are (n, reach + 1, B, C).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from seqpar.comm.messages.comm import Comm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.halo.rows import HaloRows
 
-_BLOCK = 2**17  # number of elements of the blocks in which a CPU computes
+_BLOCK = 2**17  # the number of elements of the blocks in which a CPU computes
 Finish = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -34,10 +36,12 @@ class Taps(NamedTuple):
     """The weights of the tokens of a window."""
 
     places: list[int]  # the indices in the window of the tokens that have a tap
-    weights: list[Tensor | None]  # a tap (C,) for each such token, in the dtype of sums; None: 1
+    # for each such token, a tap (C,) in the dtype of sums; None means 1
+    weights: list[Tensor | None]
     reach: int  # the number of tokens in a window, in addition to the row itself
     following: bool  # whether these tokens come after the row, instead of before it
-    bias: Tensor | None = None  # what each sum begins with, (C,) in the dtype of sums; None: 0
+    # (C,) in the dtype of sums, with which each sum begins; None means 0
+    bias: Tensor | None = None
 
     @classmethod
     def of(
@@ -75,7 +79,10 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) -> list[Tensor]:
-    """Return the windows of rows `start` to `stop`, by token, with zeros beyond the local rows."""
+    """Return the windows of the rows `start` to `stop`, as one tensor for each token of a window.
+
+    Rows before the first or after the last local row are zeros.
+    """
     first, last = (start, stop + reach) if following else (start - reach, stop)
     inside = x[max(first, 0) : last].to(accumulator_dtype(x.dtype))
     missing = max(-first, 0), max(last - x.shape[0], 0)
@@ -94,7 +101,8 @@ def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[T
 
 
 def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
-    """Post rows to the ranks that need them; return a function that waits for (room, B, C).
+    """Post rows to the ranks that need them. Return a function that waits for the rows (room, B,
+    C).
 
     `room` is the number of rows that this rank receives.
     """
@@ -121,10 +129,10 @@ def convolve(
     finish: Finish | None = None,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Write the sums over the rows' windows into `out`; return the received rows.
+    """Write the sums over the rows' windows to `out`. Return the received rows.
 
-    If `finish` is given, `finish(sums, rows)` returns the values to write, from sums and rows of
-    `beside` (or x).
+    If `finish` is given, `finish(sums, rows)` returns the values to write. Its arguments are the
+    sums, and the rows of `beside` (or of x).
     """
     finish, beside = finish or _as_it_is, x if beside is None else beside
     if halo.edges.numel() < x.shape[0]:

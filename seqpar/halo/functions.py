@@ -35,47 +35,49 @@ def causal_conv1d(
 ) -> Tensor:
     """Convolve each channel causally, within each document, over tokens on all ranks.
 
-    out_t = activation(bias + Σ_j weight[:, j] · x_{t−w+1+j}), where tokens before the document's
-    first are 0. This equals `causal_conv1d_fn` of the package causal-conv1d on each document. It
-    takes any layout: the w − 1 tokens before a span come from the ranks that hold them.
+    The result is out_t = activation(bias + Σ_j weight[:, j] · x_{t−w+1+j}), where tokens before the
+    document's first token are 0. On each document, this equals `causal_conv1d_fn` of the package
+    causal-conv1d. Any layout is accepted: the w − 1 tokens before a span are received from the
+    ranks that hold them.
 
-    In forward, a rank sends each of its rows, C elements in x's dtype, once to each rank that needs
-    it for one of the w − 1 tokens after it. In backward, it sends the gradients of its sums to each
-    rank that has one of the w − 1 tokens before them: in x's dtype without an activation, in fp32
-    (fp64 for fp64) with one. Each position at which a document is cut between ranks costs w − 1
-    rows in either pass, whatever the lengths, if such positions are at least w − 1 tokens apart.
-    `seqpar.halo.functions.traffic` returns the messages of each rank.
+    In forward, a rank sends each of its rows once to each rank that needs the row for one of the w
+    − 1 tokens after it. A row has C elements in x's dtype. In backward, a rank sends the gradients
+    of its sums to each rank that has one of the w − 1 tokens before them. With an activation, these
+    are in fp32 (fp64 for fp64), and otherwise in x's dtype. Each position at which a document is
+    cut between ranks costs w − 1 rows in either pass, if such positions are at least w − 1 tokens
+    apart. `seqpar.halo.functions.traffic` returns the messages of each rank.
 
     Sums are computed in fp32 (fp64 for fp64), and rounded once. Backward keeps x and the received
     rows.
 
     Args:
         x: (T_local, C) or (B, T_local, C), in the layout's local order; fp64, fp32, bf16 or fp16.
-            Autocast casts it as for a convolution.
-        weight: (C, w), the taps, the last one for the token itself; in x's dtype or in fp32. The
-            gradients of weight and bias are those through this rank's outputs: sum them over ranks,
+            Autocast casts x as for a convolution.
+        weight: (C, w), in x's dtype or in fp32. The taps. The last tap is for the token itself. The
+            gradients of weight and bias come only from this rank's outputs. Sum them over ranks,
             like the gradients of other parameters.
         layout: the tokens of the packed batch that each rank holds.
-        group: the ranks: a process group or a mesh, whose ranks count along its rows.
+        group: a process group or a mesh. Ranks of a mesh are counted along its rows.
         bias: (C,), in x's dtype or in fp32.
         activation: "silu", which is also called "swish", or None.
-        check_ranks: compare a digest of the call over the ranks first, in ⌈log₂ P⌉ messages of 64
-            bytes, so that ranks that disagree all raise the same ValueError instead of hanging.
+        check_ranks: whether to compare a digest of the call between ranks first, in ⌈log₂ P⌉
+            messages of 64 bytes. If ranks make different calls, all ranks then raise the same
+            ValueError, and no rank hangs.
 
     Returns:
         A tensor with the shape and dtype of x.
 
     Raises:
-        ValueError: if an argument is wrong. It names the argument, and nothing is sent.
+        ValueError: if an argument is wrong. The error names the argument, and nothing is sent.
     """
     return _call(x, (weight, bias, activation), layout, group, check_ranks)
 
 
 def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = False) -> Tensor:
-    """Return the row of the token before each token of its document, or 0 before the first.
+    """Return the row of the token before each token of its document, or 0 before the first token.
 
-    This is RWKV's shift; it does not change bits. Arguments, result, errors and bytes, also of
-    gradients, are as in a `causal_conv1d` of width 2 without an activation.
+    This is RWKV's shift. It does not change bits. Arguments, result, errors and bytes are as in a
+    `causal_conv1d` of width 2 without an activation.
     """
     return _call(x, None, layout, group, check_ranks)
 
@@ -142,8 +144,8 @@ def traffic(
 ) -> list[Traffic]:
     """Return a rank's messages in a call of `causal_conv1d` of this `width`, by pass and peer.
 
-    A token's row is sent once to each rank that needs it; in backward with an activation, in fp32
-    (fp64 for fp64). `token_shift` is a call of width 2. This computes and sends nothing.
+    A token's row is sent once to each rank that needs it. In backward with an activation, rows are
+    in fp32 (fp64 for fp64). For `token_shift`, pass the width 2. Nothing is computed or sent.
     """
     back = accumulator_dtype(dtype) if as_activation(activation) else dtype
     return summed(
@@ -156,7 +158,9 @@ def traffic(
 
 
 def room_of(layout: Layout, rank: int, reach: int) -> int:
-    """Return the largest number of rows that a rank receives in forward. Can be traced."""
+    """Return the largest number of rows that a rank receives in forward. Compilers can trace
+    this.
+    """
     rank = rank % layout.ranks
     lacking = layout.tokens - layout.tokens_on(rank)
     return torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)

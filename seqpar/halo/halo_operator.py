@@ -1,8 +1,8 @@
 """The operators of a convolution over sharded tokens, its arguments and their checks.
 
-x is (B, T, C). The result is out; `received`, the rows of other ranks (room, B, C), is kept for
-backward. Without a weight, a call shifts tokens. Backward is the same convolution with windows that
-follow their token, and has the same bits under every layout.
+x is (B, T, C). The result is out. `received`, the rows of other ranks (room, B, C), is kept for
+backward. Without a weight, a call shifts tokens. Backward is a convolution whose windows follow
+their token. It has the same bits in every layout.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Halo:
 
 class ConvolutionTensors(NamedTuple):
     x: Tensor  # (B, T, C)
-    weight: Tensor | None  # (C, reach + 1); None: a shift
+    weight: Tensor | None  # (C, reach + 1); None means a shift
     bias: Tensor | None  # (C,)
 
 
 class ConvolutionArguments(NamedTuple):
-    """A call's arguments, except for its tensors, as the operator carries them."""
+    """A call's arguments, except for its tensors, as the operator takes them."""
 
     layout: Tensor  # a geometry's handle
     room: Count  # the number of rows to receive
@@ -55,9 +55,8 @@ class ConvolutionArguments(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A call whose arguments have been checked.
-
-    The fields after `layout` are equal on all ranks.
+    """A call whose arguments have been checked. The fields after `layout` are equal on all
+    ranks.
     """
 
     layout: Geometry
@@ -79,7 +78,7 @@ class Convolution(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The function that users called. It is in gloo's headers, which ranks compare."""
+        """The function that users called. It is in the headers of messages, which ranks compare."""
         return Halo.name if self.has_weight else "token_shift"
 
     def rows(self, rank: int, device: torch.device, following: bool) -> HaloRows:

@@ -1,9 +1,9 @@
 """The rows of other ranks that a rank's spans need, and the windows to which they belong.
 
 A row's *window* is the row and the `reach` tokens of its document before it, in ascending order. In
-`following` tables, for backward, it is the row and the tokens after it. Most windows are
-consecutive local rows. The rows with other windows are the *edges*: the first rows of spans, or
-with `following` the last. Some tokens of their windows lie in other spans, on other ranks, or
+tables with `following`, which are for backward, it is the row and the tokens after it. Most windows
+are consecutive local rows. The *edges* are the rows with other windows: the first rows of spans, or
+with `following` the last rows. Some tokens of their windows are in other spans, on other ranks, or
 beyond the document.
 """
 
@@ -22,16 +22,16 @@ from seqpar.layout.geometry import Geometry
 
 
 class HaloRows(NamedTuple):
-    """What a rank sends and receives, and its edges.
-
-    Rows are indices of local or received tokens.
+    """What a rank sends and receives, and its edges. Rows are indices of local or received
+    tokens.
     """
 
-    sent: Tensor  # (n,) the rows that other ranks need, sorted by rank
+    sent: Tensor  # (n,): the rows that other ranks need, sorted by rank
     sends: list[tuple[int, int]]  # (rank, number of rows) of the other ranks, ascending
     receives: list[tuple[int, int]]
-    edges: Tensor  # (edges,) the rows whose windows are not consecutive local rows
-    held_places: Tensor  # (m,) indices in the windows of all edges, (edges · (reach + 1))
+    edges: Tensor  # (edges,): the rows whose windows are not consecutive local rows
+    # (m,): indices in the windows of all edges, which have edges · (reach + 1) tokens
+    held_places: Tensor
     held_rows: Tensor  # the local rows at these indices
     halo_places: Tensor  # indices in these windows of received rows
     halo_rows: Tensor
@@ -55,7 +55,7 @@ class _Spans(NamedTuple):
 def halo_rows(
     geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
 ) -> HaloRows:
-    """Return a rank's tables on a device, made once and kept with the layout."""
+    """Return a rank's tables on a device. They are made once and kept with the layout."""
     build = lambda: _tables(geometry, rank, reach, following)  # noqa: E731
     return kept_on(device, geometry.derived, ("halo", rank, reach, following), build)
 
@@ -66,7 +66,10 @@ def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> lis
 
 
 def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
-    """Return all ranks' spans, and the tokens that each lacks beyond its neighbouring span."""
+    """Return the spans of all ranks, and the tokens that each span lacks.
+
+    A span lacks the tokens of its windows that are not in the neighbouring span on the same rank.
+    """
     columns = [np.stack(holding.columns) for holding in geometry.holdings]
     ranks = np.repeat(np.arange(geometry.ranks), [x.shape[1] for x in columns])
     documents, starts, stops = np.concatenate(columns, axis=1)
@@ -83,7 +86,9 @@ def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
 
 
 def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return the rows that a rank sends, by peer, then position, and the number per peer."""
+    """Return the rows that a rank sends, by peer, then by position, and the number of rows per
+    peer.
+    """
     holding = geometry.holdings[rank]
     others = np.flatnonzero((spans.ranks != rank) & (spans.last > spans.first))
     lacking = spans.documents[others], spans.first[others], spans.last[others]
