@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
-RowIndex = Ints | NDArray[np.bool_]  # numbers of rows, or a mask that chooses rows
+RowIndex = Ints | NDArray[np.bool_]  # indices of rows, or a mask that chooses rows
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # positions are int32
@@ -24,15 +24,15 @@ CuSeqlens = int | Sequence[int] | NDArray[np.generic] | Tensor
 WindowSize = Sequence[int | None] | None
 Deterministic = bool | Literal["ranks"]
 
-MAX_LISTED = 8  # of many values in an error
-_MAX_SHOWN_CHARACTERS = 200  # of a wrong value in an error
-# Errors that the conversion of a wrong value may raise, such as of a meta tensor or an integer of
-# 5,000 digits.
+MAX_LISTED = 8  # an error lists at most this number of values
+_MAX_SHOWN_CHARACTERS = 200  # an error shows at most this number of characters of a wrong value
+# Errors that the conversion of a wrong value may raise, for example of a meta tensor or of an
+# integer of 5,000 digits.
 _UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: its repr, cut short."""
+    """Return the repr of a value as an error shows it. Long texts are cut."""
     try:
         text = repr(value)
     except _UNFIT:
@@ -47,14 +47,15 @@ def listed(values: Sequence[object]) -> str:
 
 
 def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError naming it.
+    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError that names it.
 
-    Integers of numpy, and tensors with one integer, count as ints; bools do not.
+    numpy's integers, and tensors with one integer, are accepted. A bool is not.
     """
     if isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value}")
     try:
-        # operator.index is not used for an int: torch.compile would specialise on the value.
+        # operator.index is not used for an int, because torch.compile would specialise on the
+        # value.
         number: int = value if isinstance(value, int) else operator.index(value)
     except _UNFIT:
         way_out = ""
@@ -74,7 +75,9 @@ def as_dim(name: str, value: object) -> int:
 
 
 def as_ranks(name: str, value: object) -> int:
-    """Return a number of ranks that a group can have, or raise a ValueError naming the argument."""
+    """Return a number of ranks that a group can have, or raise a ValueError that names the
+    argument.
+    """
     return as_int(name, value, 1, MAX_RANKS)
 
 
@@ -119,7 +122,7 @@ def as_device(value: Any) -> torch.device:
 
 
 def as_sequence(name: str, values: object, kind: str) -> list[Any]:
-    """Return the entries of a list, a tuple or an array; errors call the entries `kind`."""
+    """Return the entries of a list, a tuple or an array. Errors call the entries `kind`."""
     if not isinstance(values, str | bytes | dict):
         try:
             return list(values)  # type: ignore[call-overload]
@@ -150,14 +153,14 @@ def check_tensor(
 ) -> None:
     """Raise a ValueError that names the argument unless `value` is a dense tensor.
 
-    With `device`, the device of q, the tensor must be on that device; with `or_cpu` it may be on
-    the CPU instead.
+    If `device` is given, the tensor must be on this device. With `or_cpu`, it may also be on the
+    CPU.
     """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
-    # Nested and quantized tensors have the layout of dense tensors in torch.
+    # torch gives nested and quantized tensors the same `layout` as dense tensors.
     if value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized"
         raise ValueError(f"{name} must be a dense tensor, got a {kind} one")
@@ -167,7 +170,9 @@ def check_tensor(
 
 
 def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Return `x` on a device; None leaves `x` where it is. A ValueError names a wrong `device`."""
+    """Return `x` on a device, or `x` itself if the device is None. A ValueError names a wrong
+    `device`.
+    """
     try:
         return x if device is None else x.to(torch.device(device))
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
@@ -178,7 +183,10 @@ def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
 
 
 def as_int_array(name: str, values: CuSeqlens) -> Ints:
-    """Return `values` as 1-D int64 or raise a ValueError naming it. CUDA tensors synchronise."""
+    """Return `values` as a 1-D int64 array, or raise a ValueError that names the argument.
+
+    A tensor on a GPU costs one synchronisation.
+    """
     try:
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     except _UNFIT:
@@ -193,7 +201,7 @@ def as_int_array(name: str, values: CuSeqlens) -> Ints:
 
 
 def as_lengths(name: str, values: CuSeqlens) -> Ints:
-    """Return (documents,) lengths as int64, or raise a ValueError that names a wrong one."""
+    """Return lengths (documents,) as int64, or raise a ValueError that names a wrong length."""
     lengths = as_int_array(name, values)
     longest = lengths.max(initial=0)
     if longest > MAX_DOCUMENT_TOKENS:
@@ -205,7 +213,8 @@ def as_lengths(name: str, values: CuSeqlens) -> Ints:
 
 
 def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
-    """Return `values` as a 1-D int64 tensor on the CPU, or raise a ValueError naming the argument.
+    """Return `values` as a 1-D int64 tensor on the CPU, or raise a ValueError that names the
+    argument.
 
     The result is a copy. torch.compile can trace this function if `values` is a tensor.
     """
@@ -219,7 +228,7 @@ def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
 
 
 def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
-    """Return `cu_seqlens` as int64; an int is one document's length. Errors call it `name`."""
+    """Return `cu_seqlens` as int64. An int is the length of one document. Errors call it `name`."""
     if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
         cu_seqlens = [0, as_int(name, cu_seqlens, 0, MAX_DOCUMENT_TOKENS)]
     cu = as_int_array(name, cu_seqlens)
@@ -240,7 +249,7 @@ def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
 
 
 def parse_window(window_size: WindowSize) -> tuple[int, int]:
-    """Return (left, right), with −1 for None and for a bound that no document reaches."""
+    """Return (left, right). None, and bounds that no document reaches, become −1."""
     if window_size is None:
         return -1, -1
     if not isinstance(window_size, Sequence) or len(window_size) != 2:

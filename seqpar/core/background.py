@@ -1,4 +1,4 @@
-"""Run an exchange while the rank computes: on a GPU in a stream, on a CPU in a thread."""
+"""Run an exchange while the rank computes: on a GPU in a separate stream, on a CPU in a thread."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from torch import Tensor
 from seqpar.core.hooks import hooks, with_hooks
 
 T = TypeVar("T")
-Job = tuple[Future[None], Callable[[], None]]  # a function, after the future of its result
+Job = tuple[Future[None], Callable[[], None]]  # the future of a function's result, and the function
 
 
 def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], None]:
-    """Start `function()`, which uses these tensors, and return a function that waits for it.
+    """Start `function()`, which uses these tensors. Return a second function, which waits for its
+    end.
 
-    On a GPU it runs after all work queued on the current stream, and the returned function makes
-    the current stream wait. On a CPU, the returned function raises the error of `function`.
+    On a GPU, `function` runs after all work that is queued on the current stream, and the second
+    function makes the current stream wait. On a CPU, the second function raises the error of
+    `function`.
     """
     if (beside := hooks().beside) is not None:
         return beside(function)
@@ -42,7 +44,7 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
 
 
 def in_this_mode(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function for other threads that runs with this thread's mode and hooks.
+    """Return a function for other threads that runs with this thread's inference mode and hooks.
 
     It runs without autograd.
     """
@@ -58,7 +60,8 @@ def in_this_mode(function: Callable[[], T]) -> Callable[[], T]:
 class Worker:
     """A thread that runs jobs in order, and ends with this object.
 
-    It is a daemon: if a rank raises, the process ends even if a job still waits for a peer.
+    It is a daemon: if a rank raises an error, the process ends even if a job still waits for a
+    peer.
     """
 
     def __init__(self, name: str) -> None:
@@ -80,11 +83,11 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
             future.set_result(None)
         except BaseException as error:  # raised where the exchange is waited for
             future.set_exception(error)
-        del submitted, future, job  # and the tensors
+        del submitted, future, job  # also frees the tensors
 
 
 class _Workers:
-    """Threads that are started when they are needed, one per running job, and then reused."""
+    """Threads that run one job each. They are started when they are needed, and then reused."""
 
     def __init__(self) -> None:
         self._idle: list[Worker] = []
@@ -117,7 +120,7 @@ def set_own_threads(count: int) -> None:
         thread.start()
         thread.join()
 
-    torch.get_num_threads()  # or torch would set this thread's number at its first operator
+    torch.get_num_threads()  # otherwise torch would set this thread's number at its first operator
     default = list[int]()
     with _setting_threads():
         in_a_new_thread(lambda: default.append(torch.get_num_threads()))
@@ -136,5 +139,5 @@ os.register_at_fork(after_in_child=_setting_threads.cache_clear)  # a thread may
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream for exchanges, whose small kernels do not wait for large kernels."""
+    """Return a device's stream for exchanges. Their small kernels do not wait for large kernels."""
     return torch.cuda.Stream(device, priority=-1)

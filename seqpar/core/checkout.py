@@ -1,8 +1,8 @@
-"""Finds `seqpar.kernels` in a checkout.
+"""Find `seqpar.kernels` in a checkout.
 
-An installed seqpar contains the folder `triton_kernels/` as `seqpar/kernels/`. In a checkout the
-folder lies next to `seqpar/`, and a Python that runs in the checkout imports that `seqpar/`, even
-if seqpar is also installed.
+An installed seqpar contains the folder `triton_kernels/` as `seqpar/kernels/`. In a checkout, this
+folder is next to `seqpar/`. Python imports the `seqpar/` of a checkout when it runs there, even if
+seqpar is also installed.
 """
 
 import importlib.util
@@ -28,6 +28,6 @@ class _KernelsFinder:
         )
 
 
-# In site-packages, a folder triton_kernels next to seqpar is another project's.
+# In site-packages, a folder triton_kernels next to seqpar belongs to a different project.
 if _KERNELS.is_dir() and not (_PACKAGE / "kernels").is_dir():
     sys.meta_path.append(_KernelsFinder)

@@ -1,4 +1,6 @@
-"""Know whether a call is traced, and keep torch.compile out of functions it cannot trace."""
+"""Find out whether a call is traced, and keep torch.compile out of functions that it cannot
+trace.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@never_compiled  # compiled by itself, after a graph break, it would return true to untraced callers
+# after a graph break, it would be compiled by itself, and return true to callers that are not
+# traced
+@never_compiled
 def is_traced() -> bool:
     """Return whether torch.compile or torch.export traces the caller.
 
-    `torch.compiler.is_compiling` does not tell. In torch 2.13 and newer it returns true in all
+    `torch.compiler.is_compiling` cannot be used: in torch 2.13 and newer, it returns true in all
     threads while one thread compiles, so calls of other threads would skip their checks.
     """
-    if torch.compiler.is_dynamo_compiling():  # a constant of the graph, and false outside of it
+    # a constant of the graph, and false outside of the graph
+    if torch.compiler.is_dynamo_compiling():
         return True
-    # torch.export runs a function with fake tensors, without tracing its code. Its flag belongs to
-    # the process too, but the mode that makes the fake tensors belongs to the thread.
+    # torch.export runs a function with fake tensors, without tracing its code. Its flag also
+    # belongs to the process, but the mode that makes the fake tensors belongs to the thread.
     return torch.compiler.is_exporting() and has_fake_mode()
 
 
 def outside_graphs(function: F, reason: str | None = None) -> F:
-    """Mark a function at which torch.compile breaks the graph; with `fullgraph` it refuses.
+    """Mark a function at which torch.compile breaks the graph, or refuses with `fullgraph`.
 
-    Nothing that the function calls is compiled either. The refusal gives the `reason`, by default
-    that the function cannot be traced. Unlike `torch.compiler.disable`, this does not import the
-    compiler, which takes seconds.
+    Functions that it calls are not compiled either. The refusal states the `reason`, by default
+    that the function cannot be traced. Unlike `torch.compiler.disable`, this function does not
+    import the compiler, which takes seconds.
     """
     if reason is None:
         where = "call it outside of the compiled function"
@@ -50,7 +55,7 @@ def outside_graphs(function: F, reason: str | None = None) -> F:
 
 
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile calls once, when it traces, instead of tracing it.
+    """Return a function that torch.compile calls once while it traces, instead of tracing it.
 
     The graph guards on the identity of the arguments and contains the result as a constant.
     """

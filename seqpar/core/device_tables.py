@@ -1,8 +1,8 @@
 """Tables that the host builds, and their copies on devices.
 
 A copy from pageable memory makes the host wait for the device. All tables of a call are therefore
-copied together, from pinned memory. A *rehearsal* finds them first: it runs a call's code on meta
-tensors, and collects the tables that the code requests instead of copying them one by one.
+copied together, from pinned memory. A *rehearsal* finds them first. It runs a call's code on meta
+tensors. When the code requests a table, the rehearsal collects the table and does not copy it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from seqpar.core.memo import LOCAL, Memo
 
 T = TypeVar("T")
 
-_ALIGNMENT = 16  # bytes, since kernels read tables in vectors
-_copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}  # each last copy
-_copies: dict[tuple[int, torch.device], Tensor] = {}  # by the id of a table that is alive
-_pinned: dict[int, Tensor] = {}  # pinned copies, by the address of memory that is alive
+_ALIGNMENT = 16  # bytes, because kernels read tables in vectors
+# for each device and stream, its last copy
+_copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}
+# copies of tables that are alive, by the id of the table and its device
+_copies: dict[tuple[int, torch.device], Tensor] = {}
+_pinned: dict[int, Tensor] = {}  # pinned copies of memory that is alive, by its address
 
 
 @dataclass
@@ -58,7 +60,9 @@ def rehearsing() -> bool:
 
 
 def device_of(x: Tensor) -> torch.device:
-    """Return the device of a tensor; in a rehearsal, the device for which it stands."""
+    """Return the device of a tensor. In a rehearsal, return the device for which the tensor
+    stands.
+    """
     return x.device if _state.rehearsal is None else _state.rehearsal.device
 
 
@@ -68,7 +72,9 @@ def is_on_cuda(x: Tensor) -> bool:
 
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Return a constant CPU table's copy on a device, made at its first use and freed with it."""
+    """Return the copy of a constant CPU table on a device. It is made at its first use, and freed
+    with the table.
+    """
     if _state.rehearsal is not None:
         _state.rehearsal.tables[id(table)] = table
         return torch.empty(table.shape, dtype=table.dtype, device="meta")
@@ -81,9 +87,8 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
 
 
 class UploadedTables:
-    """Tables that were copied to a device together.
-
-    Calls on other streams can wait for the copy.
+    """Tables that were copied to a device together. Calls on other streams can wait for the
+    copy.
     """
 
     def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
@@ -134,7 +139,10 @@ def placed(plan: T, place: Callable[[Tensor], Tensor]) -> T:
 def kept_on(
     device: torch.device, memo: Memo, key: tuple[Hashable, ...], build: Callable[[], T]
 ) -> T:
-    """Return `build()`, a plan on the CPU, with its tables on a device, cached under the key."""
+    """Return the result of `build`, a plan on the CPU, with its tables on a device.
+
+    The result is cached under the key.
+    """
     if device.type == "cpu":
         return memo(key, build)
     if rehearsing():
@@ -160,10 +168,10 @@ def kept_on(
 def on_stream(
     device: torch.device, memo: Memo, key: tuple[Hashable, ...], compute: Callable[[], T]
 ) -> T:
-    """Return `compute()`, tensors on a device, cached under the key for the current stream.
+    """Return the result of `compute`, tensors on a device, cached for the current stream.
 
-    Streams are not ordered, so the tensors are computed once per stream. Tensors of a CUDA graph
-    are not cached, since they have no values until the graph is replayed.
+    Streams are not ordered, so the tensors are computed once per stream. In a CUDA graph, nothing
+    is cached, because tensors have no values until the graph is replayed.
     """
     if device.type != "cuda":
         return memo(key, compute)
@@ -174,7 +182,7 @@ def on_stream(
 
 @torch.inference_mode(False)  # autograd cannot save tensors that inference mode makes
 def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
-    """Copy the tables that a device lacks, in one copy that the host does not wait for.
+    """Copy the tables that a device lacks, in one copy for which the host does not wait.
 
     Return whether any table was copied.
     """
@@ -192,7 +200,7 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy one or more tables to a device, in one copy that the host does not wait for."""
+    """Copy one or more tables to a device, in one copy for which the host does not wait."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         reason = "a graph would copy its tables only when it is replayed"
         raise RuntimeError(
@@ -204,7 +212,7 @@ def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         starts = [int(x.storage_offset()) * x.itemsize for x in tables]
     else:
         sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
-        # Memory is made from a table, since simulations skip operators on host tensors.
+        # Memory is made from a table, because simulations skip operators on host tensors.
         pins = device.type == "cuda"
         packed = tables[0].new_empty(sum(sizes), dtype=torch.uint8, pin_memory=pins)
         starts = list(accumulate(sizes, initial=0))
@@ -215,9 +223,9 @@ def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def pin(memory: Tensor, size: int) -> None:
-    """Make a pinned copy of the first `size` bytes of (n,) uint8, for tables that lie in them.
+    """Make a pinned copy of the first `size` bytes of a tensor (n,) uint8 that contains tables.
 
-    If `upload` copies only such tables, it sends the pinned copy directly.
+    If all tables of an `upload` lie in these bytes, the pinned copy is sent directly.
     """
     if not size or (address := memory.data_ptr()) in _pinned:
         return

@@ -1,4 +1,4 @@
-"""Find out whether another user could change a file, from the owners and modes on the way to it."""
+"""Find out whether another user could change a file, from the owners and modes on its path."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import stat
 from collections.abc import Iterator
 
-_MAX_LINKS = 40  # symbolic links on the way to a file, as in Linux
+_MAX_LINKS = 40  # symbolic links on the path of a file, as in Linux
 
 
 def fault_of_folder(path: str) -> str | None:
     """Return why another user could put a different file at a path, or None.
 
-    This user or root must own each folder and each symbolic link on the way to the path's last
-    folder. A folder that others may write to must be sticky, so that they cannot rename files of
-    this user. The file itself need not exist.
+    This user or root must own each folder and each symbolic link on the path of the file's folder.
+    If others can write to a folder, it must be sticky, so that they cannot rename files of this
+    user. The file itself need not exist.
     """
     try:
         for name, status in way_to(os.path.dirname(os.path.join(os.getcwd(), path))):
@@ -27,7 +27,7 @@ def fault_of_folder(path: str) -> str | None:
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a file that only this user or root can change, without ever blocking.
+    """Return the content of a file that only this user or root can change. Never block.
 
     The path may be a symbolic link, but must lead to a regular file. This user or root must own the
     file, the links and the folders, and other users must not be able to write to them.
@@ -54,9 +54,9 @@ def fault_of(
     """Return why another user could change a file, a folder or a link, or None.
 
     Args:
-        name: of the file, for the answer.
-        status: of the file itself, not of a link's target.
-        trusts_group: whether this process's group and root's may write to it.
+        name: the name of the file, for the answer.
+        status: the status of the file itself. For a link, not that of its target.
+        trusts_group: whether this process's group and root's group may write to the file.
         may_be_sticky: whether others may add files to it, if it is a sticky folder.
     """
     if status.st_uid not in (0, os.geteuid()):
@@ -70,7 +70,9 @@ def fault_of(
 
 
 def way_to(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield all folders and links through which the system reaches a path, and the file there."""
+    """Yield all folders and links through which the system reaches a path, and the file at the
+    path.
+    """
     yield "/", os.lstat("/")
     folder, links = "/", 0
     names = os.path.join(os.getcwd(), path).split("/")[::-1]

@@ -1,9 +1,9 @@
 """Hooks with which traces and measurements observe attention calls, or replace parts of them.
 
-The exchange and the primitives read `hooks()`, and `seqpar.tracing` and simulations set them. Hooks
-apply to the calls of one thread: also in autograd's threads during backwards that this thread runs,
-and in our own threads that work for its calls. Calls of other threads are neither observed nor
-replaced.
+Exchanges and computations read `hooks()`. `seqpar.tracing` and simulations set hooks. Hooks apply
+to the calls of one thread. They also apply in autograd's threads during backwards that this thread
+runs, and in our own threads that work for its calls. Calls of other threads are neither observed
+nor replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Moment = float | torch.cuda.Event  # seconds, or an event whose seconds are read
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the present: on CUDA an event in the device's current stream, otherwise seconds."""
+    """Return the current time: on CUDA an event in the device's current stream, otherwise
+    seconds.
+    """
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -38,7 +40,9 @@ class TracedWork(Protocol):
 
     @property
     def area(self) -> int:
-        """The number of (query, key) pairs that the mask allows, times query heads."""
+        """The number of (query, key) pairs that the mask allows, times the number of query
+        heads.
+        """
 
 
 class Recorder(Protocol):
@@ -58,7 +62,7 @@ class Recorder(Protocol):
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Record posted messages; return a function that makes the context of waiting for them."""
+        """Record posted messages. Return a function that makes the context of waiting for them."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,13 @@ class Hooks:
     """Functions that observe or replace communication and computation.
 
     Attributes:
-        traces: the traces that are active; the last one records computations and exchanges.
+        traces: the traces that are active. The last one records computations and exchanges.
         skip_messages: whether exchanges send nothing. Received tensors are then arbitrary.
-        replace_compute: called with the area of each computation, instead of the computation;
-            results are then arbitrary. None: computations run.
-        beside: called with a function that should overlap a rank's computation; it returns a
-            function that waits for the end. None: a thread or a stream runs the function.
+        replace_compute: a function that is called with the area of each computation, instead of the
+            computation. Results are then arbitrary. With None, computations run.
+        beside: a function that is called with work that should overlap a rank's computation. It
+            returns a function that waits for the end of this work. With None, the work runs in a
+            thread or a stream.
     """
 
     traces: tuple[Recorder, ...] = ()
@@ -92,7 +97,7 @@ class Hooks:
     ) -> AbstractContextManager[bool]:
         """Return the context of a computation. Its value is False if `replace_compute` ran instead.
 
-        `work()` returns the computation's work; it is called only if a hook is set.
+        `work()` returns the computation's work. It is called only if a hook is set.
         """
         if not self.observe_computations or rehearsing():
             return _COMPUTES
@@ -111,7 +116,9 @@ class Hooks:
     def computes_between(
         trace: Recorder, blocks: Iterable[T], works: Sequence[TracedWork], device: torch.device
     ) -> Iterator[T]:
-        """Yield blocks; trace what the caller computes after each block as that block's work."""
+        """Yield blocks. What the caller computes after each block is traced as the work of this
+        block.
+        """
         remaining = iter(works)
         for block in blocks:
             start = moment(device)
@@ -122,8 +129,8 @@ class Hooks:
 
 _COMPUTES = nullcontext(True)
 _KEY, _NONE = "seqpar hooks", Hooks()
-# Whether a thread of this process has ever set hooks. Until then, `hooks` looks up no thread's
-# value, because it is called several times for each exchange and each computation.
+# Whether a thread of this process has ever set hooks. Until then, `hooks` does not look up the
+# thread's value. It is called several times for each exchange and each computation.
 _were_set = False
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _MISSING = object()
-# The number of settings that a layout keeps, of a kind that may differ in every call, such as a
+# The number of settings that a layout keeps, if they may be different in every call, such as a
 # scale or prefixes.
 MAX_KEPT_SETTINGS = 32
 
@@ -19,13 +19,13 @@ LOCAL = "local"  # begins the key of a result that has no meaning in other proce
 class Memo:
     """Results that were derived from an object, the owner, by key.
 
-    The owner must not change; the memo is freed with it. A key contains everything else on which
-    the result depends. The first element of a key names the result, so that keys of different uses
-    never collide. Pickling leaves out results whose keys begin with `LOCAL`.
+    The owner must not change. The memo is freed with its owner. A key contains everything else on
+    which the result depends. The first element of a key names the result, so that keys of different
+    uses never collide. Results whose keys begin with `LOCAL` are not pickled.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """Keep the newest `most` results; by default all."""
+        """Keep the newest `most` results, or all results with None."""
         self._results: dict[Hashable, Any] = {}
         self._most = most
 
@@ -53,8 +53,8 @@ class Memo:
     def update(self, other: Memo) -> None:
         """Add the results of another memo that this memo lacks.
 
-        If both memos have a result for a key, this memo keeps its own. If that result is a memo or
-        has a memo as `derived`, the memo of the other result is added to it.
+        If both memos have a result for a key, this memo keeps its own result. If that result is a
+        memo, or has a memo as `derived`, its memo is updated in the same way.
         """
         for key, result in list(other._results.items()):
             known = self._results.setdefault(key, result)

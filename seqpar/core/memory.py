@@ -11,8 +11,9 @@ from pathlib import Path
 def usable_memory(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process may use.
 
-    It is the least of the machine's memory, the limits of the control groups of this process
-    (versions 1 and 2; containers and job schedulers set them), and RLIMIT_AS (`ulimit -v`).
+    This is the smallest of the machine's memory, the limits of the control groups of this process
+    (versions 1 and 2), and RLIMIT_AS (`ulimit -v`). Containers and job schedulers set limits of
+    control groups.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_cgroup_limits(root)]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -35,7 +36,8 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
             mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        # In a container, the path may be that of the host. Only the mount's folder is visible then.
+        # In a container, the path may be that of the host. In this case, only the folder of the
+        # mount is visible.
         own = mount / path.strip("/")
         for folder in (own, *own.parents):
             text = _read(folder / name)

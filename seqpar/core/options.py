@@ -1,4 +1,4 @@
-"""Reads options that several commands have: lengths of documents, and names of dtypes."""
+"""Read options that several commands have: lengths of documents, and names of dtypes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NAMES_OF_TORCH = {str(dtype).removeprefix("torch."): name for name, dtype in DT
 
 
 def read_lengths(name: str, text: str, most: int = MAX_DOCUMENTS) -> list[int]:
-    """Return the lengths in a text, which commas or white space separate.
+    """Return the lengths in a text, which are separated by commas or white space.
 
     Raises a ValueError that starts with `name` if a word is not a length, or if the text has no
-    length or more than `most`.
+    length or more than `most` lengths.
     """
     lengths: list[int] = []
     for word in text.replace(",", " ").split():
@@ -46,5 +46,5 @@ def read_lengths(name: str, text: str, most: int = MAX_DOCUMENTS) -> list[int]:
 
 
 def dtype_name(text: str) -> str:
-    """Return the name in `DTYPES` for torch's name of a dtype; return any other text unchanged."""
+    """Return the name in `DTYPES` for torch's name of a dtype. Return any other text unchanged."""
     return _NAMES_OF_TORCH.get(text, text)

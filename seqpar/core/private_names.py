@@ -1,8 +1,8 @@
 """Private names of other libraries, each listed with the reason why seqpar uses it.
 
-A release of a library may rename a private name. Each table therefore looks a name up when it is
-first used, and raises a RuntimeError that gives the name and the library's version. A test compares
-the tables with the private names that the code uses.
+A release of a library may rename a private name. Each table therefore looks a name up at its first
+use. If the name is missing, it raises a RuntimeError that contains the name and the library's
+version. A test compares the tables with the private names that the code uses.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from seqpar.core.installed import installed_version
 
 
 class Use(NamedTuple):
-    """Why seqpar uses a private name, and the first version of the library known to have it.
+    """Why seqpar uses a private name, and the first version of the library that is known to have
+    it.
 
     Attributes:
         since: the version.
         why: what seqpar does with the name.
         named_in: for an attribute that not all objects have, a function of the library that uses
-            it. The function's code shows whether the library still has the name.
+            the attribute. The function's code shows whether the library still has the name.
     """
 
     since: str
@@ -38,7 +39,7 @@ class PrivateNames:
     Attributes:
         library: the library's name, as pip and `import` know it.
         names: full names, such as "torch.Tensor._base".
-        attributes: names that objects have, but their classes do not.
+        attributes: names that objects have, but their classes do not have.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class PrivateNames:
             self.get(name)
 
     def get(self, name: str) -> Any:
-        """Return the object with this full name; raise a RuntimeError if the library lacks it."""
+        """Return the object with this full name. Raise a RuntimeError if the library lacks it."""
         if name not in self._known:
             found = self.find(name)
             if found is None:
@@ -70,7 +71,7 @@ class PrivateNames:
         return self._known[name]
 
     def find(self, name: str) -> Any | None:
-        """Return the object with this full name, or None. Imports its module if necessary."""
+        """Return the object with this full name, or None. Its module is imported if necessary."""
         path, *parts = name.split(".")
         found = import_module(path)
         for part in parts:
@@ -87,8 +88,8 @@ class PrivateNames:
     def read(self, x: object, *names: str) -> Any:
         """Return the first of these attributes that `x` has.
 
-        Further names are names of the attribute in other versions. Raises a RuntimeError if `x` has
-        none of them.
+        The further names are those of the attribute in other versions. Raises a RuntimeError if `x`
+        has none of them.
         """
         for name in names:
             try:
@@ -107,7 +108,9 @@ class PrivateNames:
         return getattr(x, name, default)
 
     def check_named(self, name: str) -> None:
-        """Raise a RuntimeError if the function `named_in` of an attribute no longer names it."""
+        """Raise a RuntimeError if the function `named_in` of an attribute no longer contains its
+        name.
+        """
         if name not in self._known:
             if not self._is_named(name):
                 raise self._error(name, self.attributes[name])

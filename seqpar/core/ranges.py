@@ -11,18 +11,20 @@ from seqpar.core.arguments import Ints
 
 T = TypeVar("T", bound=np.generic)
 POSITION_BITS = 32  # bits of a position in a sort key; documents and lengths stay below 2**31
-UNLIMITED = 2**40  # a band's bound that no position reaches
+UNLIMITED = 2**40  # a bound of a band that no position reaches
 
 
 def ranges(starts: Ints, stops: Ints) -> Ints:
-    """Return the integers of every [start, stop), one range after another."""
+    """Return the integers start … stop − 1 of every range, one range after another."""
     lengths = stops - starts
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
 
 
 def take_ranges(x: NDArray[T], chosen: Ints) -> NDArray[T]:
-    """Return the entries of an array in ranges (m, 2), as a view if there is one range."""
+    """Return the entries of an array in ranges (m, 2). If there is one range, the result is a
+    view.
+    """
     return x[slice(*chosen[0])] if len(chosen) == 1 else x[ranges(*chosen.T)]
 
 
@@ -33,24 +35,26 @@ def as_ranges(numbers: Ints) -> Ints:
 
 
 def count_up(counts: Ints) -> Ints:
-    """Return 0 … count − 1 for each count, one after another."""
+    """Return 0 … count − 1 for each count, one count after another."""
     return ranges(np.zeros_like(counts), counts)
 
 
 def enumerated(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return the integers first … last of each pair, and before them the index of their pair."""
+    """Return two arrays: the index of each pair, repeated, and the integers first … last of the
+    pair.
+    """
     counts = last - first + 1
     index = np.repeat(np.arange(counts.size), counts)
     return index, first[index] + count_up(counts)
 
 
 def sort_keys(documents: Ints, positions: Ints) -> Ints:
-    """Return integers that sort by document, then position: document << 32 | position."""
+    """Return integers that sort by document, then by position: document << 32 | position."""
     return documents << POSITION_BITS | positions
 
 
 def union(starts: Ints, stops: Ints) -> Ints:
-    """Return the union of ascending ranges, as (m, 2) ranges that do not touch."""
+    """Return the union of ascending ranges, as ranges (m, 2) that do not touch."""
     reached = np.maximum.accumulate(stops)
     first, last = np.ones((2, starts.size), dtype=bool)  # faster than np.r_
     last[:-1] = first[1:] = starts[1:] > reached[:-1]
@@ -69,8 +73,8 @@ def rows_before(chosen: Ints, rows: Ints) -> Ints:
 def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
     """Return the indices of all pairs of overlapping ranges, one from each of two lists.
 
-    A list is (n,) documents, starts and stops. The search takes time n log n, and time linear in
-    the number of pairs.
+    A list has documents, starts and stops, (n,) each. The time of the search is n log n plus the
+    number of pairs.
     """
     # Of two overlapping ranges, one starts within the other. If both start at the same position,
     # the second counts as starting within the first.
@@ -82,7 +86,9 @@ def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) ->
 def _starting_in(
     one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints], after: int
 ) -> tuple[Ints, Ints]:
-    """Return all pairs whose second range starts in the first, at least `after` its start."""
+    """Return all pairs whose second range starts in the first, at least `after` behind its
+    start.
+    """
     (documents, starts, stops), begins = one, sort_keys(*other[:2])
     order = np.argsort(begins, kind="stable")
     order = order[other[2][order] > other[1][order]]

@@ -1,4 +1,4 @@
-"""The messages that a rank would send, as rows. They follow from the geometry."""
+"""The messages that a rank would send, as rows of a table. They follow from the geometry."""
 
 from __future__ import annotations
 

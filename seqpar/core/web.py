@@ -1,4 +1,6 @@
-"""HTTP servers that limit connections, seconds per connection, and the Host of requests."""
+"""HTTP servers that limit the number of connections and their time, and check the Host of
+requests.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,22 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-MAX_CONNECTIONS = 16  # simultaneous connections; further ones are closed
+MAX_CONNECTIONS = 16  # simultaneous connections; further connections are closed
 MAX_REQUEST_SECONDS = 10.0  # for a request to arrive, and again for its reply to be read
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A handler for one request per connection, sent to an address that names this server."""
+    """A handler for one request per connection. The request must be sent to an address of this
+    server.
+    """
 
     server: BoundedServer
     timeout = MAX_REQUEST_SECONDS  # between two bytes
 
     def parse_request(self) -> bool:
-        """Read the request; refuse a Host that may be the name of another site for this server."""
+        """Read the request. Refuse a Host that may be the name with which another site reaches this
+        server.
+        """
         if not super().parse_request():
             return False
         self.close_connection = True
@@ -60,10 +66,10 @@ class BoundedServer(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def is_own_name(self, host: str) -> bool:
-        """Return whether a Host names this server: by an address, or by a name of this machine.
+        """Return whether a Host is an address, or a name of this machine.
 
-        Another site may let its name resolve to this machine (DNS rebinding). A browser then sends
-        the name of that site, never an address.
+        A different site may let its name resolve to this machine (DNS rebinding). A browser then
+        sends the name of that site, never an address.
         """
         name = host.strip().lower()
         if name.startswith("["):
@@ -79,7 +85,7 @@ class BoundedServer(ThreadingHTTPServer):
         return True
 
     def process_request(self, request: _Request, client_address: object) -> None:
-        """Serve a connection in a thread, or close it if there are too many."""
+        """Serve a connection in a thread, or close it if there are too many connections."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -97,7 +103,7 @@ class BoundedServer(ThreadingHTTPServer):
             self._end(request)
 
     def extend(self, request: object, seconds: float | None = None) -> None:
-        """Let a connection be cut off `seconds` from now, by default `MAX_REQUEST_SECONDS`."""
+        """Set the end of a connection to `seconds` from now, by default `MAX_REQUEST_SECONDS`."""
         self._cancel(request)
         timer = threading.Timer(
             MAX_REQUEST_SECONDS if seconds is None else seconds, _cut, (request,)
@@ -115,7 +121,9 @@ class BoundedServer(ThreadingHTTPServer):
         self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Write nothing: clients that leave or are cut off are not errors."""
+        """Write nothing, because it is not an error if a client leaves or its connection is
+        ended.
+        """
 
 
 def _cut(request: socket.socket) -> None:
@@ -124,7 +132,7 @@ def _cut(request: socket.socket) -> None:
 
 
 def serve_in_thread(server: BoundedServer) -> Callable[[], None]:
-    """Serve in a thread; return a function that ends it."""
+    """Serve in a thread. Return a function that ends the thread."""
     threading.Thread(target=server.serve_forever, name="seqpar-web", daemon=True).start()
 
     def end() -> None:
