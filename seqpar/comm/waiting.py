@@ -95,8 +95,12 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
     elsewhere.
 
     All ranks must call this function together. The waiting ranks raise a `PeerError` in three
-    cases: rank 0 does not begin within the group's timeout; rank 0 needs more than `limit` seconds,
-    plus the group's timeout or a minute, whichever is longer; or a rank dies.
+    cases:
+
+    * Rank 0 does not begin within the group's timeout.
+    * Rank 0 does not finish in time. It has `limit` seconds, and in addition the group's timeout or
+      a minute, whichever is longer.
+    * A rank dies.
     """
     group = comm._group()
     if group is None or comm.size == 1:

@@ -360,11 +360,11 @@ class Layout:
     def load_tables(self, other: Layout) -> None:
         """Make this layout's calls on GPUs compute the documents of another layout.
 
-        The other layout must have the same ranks, tokens and `most_documents`. For all calls on
-        GPUs that this process has made with this layout, the tables of the other layout are copied
-        over the tables of this layout, in the current stream. From then on, the same calls compute
-        the documents of the other layout, and so do CUDA graphs of these calls that are replayed in
-        this stream.
+        The other layout must have the same ranks, tokens and `most_documents`. All calls on GPUs
+        that this process has made with this layout have tables on the GPU. The tables of the other
+        layout are copied over these tables, in the current stream. From then on, the same calls
+        compute the documents of the other layout, and so do CUDA graphs of these calls that are
+        replayed in this stream.
 
         After `load_tables`, this layout refuses calls of a new kind, such as a call with a
         different mask, or the first call with a backward. The attributes of this layout do not

@@ -146,7 +146,6 @@ class Chain(NamedTuple):
 
 
 def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) -> Iterator[Ints]:
-    """Yield the links of a rank, in the order of the pass."""
     chain = Chain.of(routes, backward)
     current, last = chain.of_rank(rank)
     carries = np.where((chain.number > 0) | (backward and ends), chain.stations, -1)

@@ -230,7 +230,6 @@ class ScannedStates:
 
 
 def _arrive(arriving: list[tuple[Pending, Round]], arrivals: Tensor) -> None:
-    """Wait for arrivals, and add all arrivals at a station to the first one."""
     for pending, reached in arriving:
         pending.wait()
         for to, what in reached.added:

@@ -287,11 +287,11 @@ def _update_max_logits(
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> Backend | None:
-    """Return the backend that computes all blocks, or None if several backends are needed.
+    """Return a single backend for all blocks, or None if several backends are needed.
 
-    k and v are the first block. All blocks have the same dtype and head dims. If no block has
-    slices to compute, the result is None. If the backend of the first slices has no
-    `forward_blocks`, the result is this backend, and the slices of later blocks are not built yet.
+    k and v are the first block. All blocks have the same dtype and head dims. The result is None if
+    no block has slices to compute. If the backend of the first slices has no `forward_blocks`, it
+    is returned without looking at the other blocks, so that their slices are not built yet.
     """
     nonempty: Iterator[Slices] = (x for x in slices_of_blocks.slices if x.are_computed)
     first = next(nonempty, None)

@@ -205,7 +205,6 @@ def _saved_sizes(saved: Saved) -> list[Sequence[int]]:
 
 
 def _saved_q(saved: Saved) -> Tensor:
-    """Return a saved tensor with the dtype and the device of q."""
     assert saved.tensors[0] is not None
     return saved.tensors[0]
 

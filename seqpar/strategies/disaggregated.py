@@ -62,8 +62,8 @@ _ROWS_PER_GROUP = 4096
 
 @dataclass(frozen=True)
 class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
-    """The strategy that sends queries and keys to the ranks that compute their tasks, which return
-    results.
+    """The strategy that sends queries and keys to the ranks that compute their tasks. Results
+    return.
     """
 
     name = "disaggregated"

@@ -5,19 +5,20 @@ step. On gloo, a rank sends a *header* to each peer of an exchange, even if it o
 messages from the peer. The header contains the name of the exchange, a digest of the call's
 arguments, and the sizes and dtypes of the messages in both directions.
 
-Two ranks count only the calls in which they exchange messages with each other. They make these
-calls in the same order. A rank may also make calls in which it exchanges no messages with some
-peer, and which this peer does not make: a local check, a recomputation, or a batch of which the
-peer has no tokens.
+A rank may make calls without messages to some peer, and the peer need not make these calls.
+Examples are a local check, a recomputation, and a batch of which the peer has no tokens. Two ranks
+therefore count only the calls in which they exchange messages with each other. They make these
+calls in the same order.
 
 A digest is a table with 2 bytes for each argument. It has the same size in all calls. It is
 computed from the description that `check_ranks` compares, once for each layout and set of options.
 
-Headers between two ranks are matched by their order. All headers of one hop have the same tag. If
-two ranks are in different exchanges, or have different arguments, each receives a header that it
-does not expect. The tag of a message is computed from the header of its sender, so a message is
-never received into the buffer for a different message. Without headers, results would be wrong. If
-sizes differed, gloo would abort the process.
+Headers between two ranks are matched by their order. They all have the same tag, except that
+headers of later hops of relayed messages (`relays.py`) have tags of their own. If two ranks are in
+different exchanges, or have different arguments, each receives a header that it does not expect.
+The tag of a message is computed from the header of its sender, so a message is never received into
+the buffer for a different message. Without headers, results would be wrong. If sizes differed, gloo
+would abort the process.
 """
 
 from __future__ import annotations
@@ -342,7 +343,6 @@ def _fields(header: bytearray) -> list[str]:
 
 
 def _call_of(name: str) -> str:
-    """Return the call in an exchange's name, such as "call 7"."""
     return name.split(",")[0]
 
 

@@ -96,7 +96,6 @@ class _Pass:
     def post(
         self, comm: Comm, outgoing: list[Message], incoming: list[Message], exchange: Exchange
     ) -> Pending:
-        """Post the direct messages of an exchange, and the hops of relayed messages."""
         comm = copy(comm)
         comm._router = None
         sent, straight_out = self._divided(comm.rank, outgoing)

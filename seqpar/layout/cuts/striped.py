@@ -130,6 +130,5 @@ class EvenStripes(CountedCut):
         return Deal(int(cu_seqlens[-1]), self.ranks, self.stripe)
 
     def _numbers(self, deal: Deal, index: Ints) -> Ints:
-        """Return the number of the stripe that contains each index of the pack."""
         before = deal.before(index)
         return before.dealt // self.stripe * self.ranks + before.turn

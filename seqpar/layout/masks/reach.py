@@ -278,9 +278,9 @@ class AttentionSide(NamedTuple):
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
     """Return the position that determines the reach of each rank's two chunks, (documents, ranks).
 
-    If the chunks are queries, this is the end of the rank's last chunk of the document. If they are
-    keys, it is the start of the rank's first chunk. If a rank has no tokens of the document, it is
-    −far for queries and far for keys.
+    If the chunks are queries, the position is the end of the rank's last chunk of the document. If
+    the chunks are keys, the position is the start of the rank's first chunk. For a rank without
+    tokens of the document, the position is −far for queries and far for keys.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]

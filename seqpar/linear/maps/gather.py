@@ -132,7 +132,6 @@ def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
 
 
 def _reach(chain: Chain) -> Ints:
-    """Return the last span of each document on each rank."""
     heads = chain.heads
     order = np.lexsort((chain.number, heads, chain.holder))
     holder, head = chain.holder[order], heads[order]

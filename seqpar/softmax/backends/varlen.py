@@ -228,7 +228,6 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Varle
 
 
 def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
-    """Join full segments that have the same query rows."""
     full: dict[tuple[int, int], list[KeyRange]] = {}
     for x in segments:
         if x.is_full:
@@ -479,7 +478,6 @@ class VarlenBlock:
         partial: Partial,
         options: CallOptions,
     ) -> None:
-        """Merge the attention of q over k and v into `partial`."""
         (calls, remaining), kernel, width = self._forward, self._kernels[False], self._width
         # This object is stored with the slices, so it must not refer to them itself.
         if kernel is None:
@@ -514,7 +512,6 @@ class VarlenBlock:
         gradients: PartialGradients,
         options: CallOptions,
     ) -> None:
-        """Add the gradients of the slices to `gradients`."""
         has_dlse = output.dlse is not None
         kernel = self._kernels[has_dlse]
         if kernel is None:

@@ -33,7 +33,7 @@ class MaxLogits:
         return cls(q.new_full((q.shape[2],), -torch.inf, dtype=dtype))
 
     def of_heads(self, heads: slice) -> MaxLogits:
-        """Return an object for some heads. Updating it also updates this object."""
+        """Return a view of some heads. Updating the view also updates this object."""
         return MaxLogits(self.values[heads])
 
     def update(self, scores: Tensor) -> None:

@@ -2,12 +2,13 @@
 
 Backends (`softmax/backends/`) write to these objects. In forward, a `Partial` has out and lse over
 the keys so far. In backward, `OutputGradient` has what backward reads, and `PartialGradients` has
-the sums of dq, dk and dv. A result of a kernel may be stored for a while, so that one Triton kernel
-adds several results at once (`waiting_results.py`).
+the sums of dq, dk and dv. On GPUs, results of kernels can be stored for a while, so that one Triton
+kernel adds several results at once (`waiting_results.py`).
 
 Letters of shapes: B is the batch, T the number of query rows, Tk the number of key rows, n the
 number of rows of one result, Hq and Hkv the numbers of query heads and KV heads, D the head dim of
-q and k, and Dv the head dim of v. H and D without further letters are those of the tensor at hand.
+q and k, and Dv the head dim of v. Functions for queries and for keys write H for the number of
+heads.
 """
 
 from __future__ import annotations
@@ -249,7 +250,6 @@ class Partial(WaitingResults):
         return out, lse
 
     def _sum_up(self) -> tuple[Tensor, Tensor]:
-        """Merge the stored results into the sums, and return the sums."""
         if self._waiting and self._sums is None and not self._all_wait:
             self._sums = self._without_keys()
         into, sums = self._into, self._sums
@@ -583,9 +583,9 @@ class PackedGradients(PartialGradients):
     def message(self, dtype: torch.dtype) -> Tensor:
         """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv) of this dtype, to be sent.
 
-        If a single kernel call returned dk and dv in this dtype, they are joined without sums in
-        fp32. The receiver adds the same bits, because fp32 can represent each number of bf16 and
-        fp16.
+        If a single kernel call returned dk and dv in this dtype, they are only joined, and are not
+        converted to fp32 first. The receiver adds the same bits, because fp32 can represent each
+        number of bf16 and fp16.
         """
         dk, dv, *sums = self.keys.results
         if sums or dk.dtype != dtype:

@@ -22,8 +22,6 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Result(NamedTuple):
-    """The result of one kernel call for some rows over some keys."""
-
     rows: slice | Rows
     out: Tensor  # (B, n, H, D)
     lse: Tensor | None  # (B, n, H), or None for gradients, which are added without weights
@@ -73,7 +71,6 @@ class WaitingResults:
 
     @property
     def elements(self) -> int:
-        """The number of elements of the sums."""
         return self._elements
 
     def divide(self, groups: Sequence[slice | None]) -> None:
@@ -120,7 +117,6 @@ class WaitingResults:
             self._sum_up()
 
     def _sum_up(self) -> object:
-        """Sum the stored results, and return the sums."""
         raise NotImplementedError
 
     @property
@@ -128,7 +124,6 @@ class WaitingResults:
         raise NotImplementedError
 
     def _drop_waiting(self) -> None:
-        """Drop the stored results, which the sums now include."""
         self._waiting, self._held = [], 0
         self._most_held = (self.most_bytes - self.dtype.itemsize) * self._elements
 

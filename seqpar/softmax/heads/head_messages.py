@@ -156,7 +156,6 @@ class _Section(NamedTuple):
     width: int  # elements per token
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return this part of a buffer as (T_merged, width)."""
         return flat.as_strided((self.rows.total, self.width), (self.width, 1), self.offset)
 
 

@@ -133,7 +133,7 @@ def key_buffers(
     Args:
         steps: the steps of this rank's plan.
         ahead: as in `travelling_keys`.
-        rows: the number of heads of a token in the largest group of heads, in all batch entries.
+        rows: batch entries times KV heads, in the largest group of heads.
         dims: D and Dv.
         message_dtype: as in `travelling_keys`.
         groups: the number of groups in which heads are sent.

@@ -416,9 +416,9 @@ def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
 def _attended(layout: Geometry, mask: Mask) -> int:
     """Return the mean, over all tokens, of the length of the token's document.
 
-    A window limits this length to 2w + 1, where w is the window's reach to its wider side. A window
-    to one side counts like a window to both sides. A causal document likewise counts with its whole
-    length, although it has only half of the pairs.
+    If the mask has a window, lengths are limited to 2w + 1, where w is the larger of its two sides.
+    A window to one side counts like a window to both sides. A causal document also counts with its
+    whole length. In both cases, only half of these pairs exist.
     """
     reach = 2 * max(mask.left, mask.right) + 1
     if mask.prefix is not None or mask.ranges is not None:

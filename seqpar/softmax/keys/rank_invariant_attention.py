@@ -388,7 +388,6 @@ def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
 
 
 def _height(one: tuple[int, SumBlock], other: tuple[int, SumBlock]) -> int:
-    """Return the height of the smallest subtree that contains both tiles."""
     return (one[0] ^ other[0]).bit_length()
 
 

@@ -1,8 +1,9 @@
-"""Send queries to the other ranks of a mesh row, which compute with them, and receive the results.
+"""Send queries to the other ranks of a mesh row, and receive the results that these ranks compute.
 
-A *hop* is one step of this exchange: this rank sends queries to a *receiver*, and receives the
-queries of a *sender*. The results are sent in the opposite direction. `tile_strategy.py` plans with
-`QuerySchedule` and runs `QueryExchange`.
+The ranks form a mesh, and queries are exchanged within its rows (`tiles.py`). A *hop* is one step
+of this exchange: this rank sends queries to a *receiver*, and receives the queries of a *sender*.
+The results are sent in the opposite direction. `tile_strategy.py` plans with `QuerySchedule` and
+runs `QueryExchange`.
 
 Letters of shapes: B is the batch, T the number of local rows, and Hq the number of query heads.
 """

@@ -412,11 +412,11 @@ class SplitAttention(Attention):
     def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
         """Post the messages of a call and return immediately.
 
-        Arguments and errors are the same as in a call. Pass the result to `finish` once. Between
-        ranks, a call that is never finished keeps its tensors alive. Do not change q, k and v in
-        place before `finish`. All ranks must begin and finish their calls in the same order. If a
-        checkpoint of torch contains one part, it must contain both, because it would otherwise
-        repeat only one of the parts.
+        Arguments and errors are the same as in a call. Pass the result to `finish` once. If a call
+        on a group is never finished, its tensors stay in memory. Do not change q, k and v in place
+        before `finish`. All ranks must begin and finish their calls in the same order. If a
+        checkpoint of torch contains one of the two parts, it must contain both, because it repeats
+        only the parts that it contains.
 
         Autograd runs the two parts in the opposite order. The backward of `finish` posts messages,
         and the backward of `begin` computes. Other work of the model therefore runs between the two

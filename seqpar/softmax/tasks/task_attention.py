@@ -395,7 +395,7 @@ def _serve_backward(
     Args:
         output: the output of this rank's own queries.
         q: the foreign queries that this rank kept in forward, or None.
-        rows: dout of the foreign queries. If q is None, their q follows.
+        rows: dout of the foreign queries, followed by the foreign queries if q is None.
         statistics: lse, delta and, if lse has a gradient, dlse.
         blocks: k, v, dk and dv of this rank's keys, and of the foreign keys.
         stage: the stage.

@@ -287,7 +287,6 @@ class ChunkGradients(Chunks):
             self._join(wide, target.log_decay)
 
     def _erased(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of k, v and β that come through W and U."""
         dim, keys = self.k.shape[-1], self.k[:, :, None]
         derases = self.dwritten @ self.states.mT
         dsolved = self.solve(torch.cat([derases.neg_(), self.dwritten], -1), transposed=True)

@@ -134,10 +134,12 @@ _Groups = tuple[list[_Group], tuple[Places, Places]]
 
 
 def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
-    """Return the groups of spans with rows, and the states that leave and enter spans without rows.
+    """Divide the spans with rows into groups.
 
     There are at most three groups: spans without the state `first` ("state_in" or "state_out"),
     spans with both states, and spans that have only the state `first`. Empty groups are left out.
+    For spans without rows, which are in no group, this also returns the states that leave and enter
+    them.
     """
 
     def build() -> _Groups:

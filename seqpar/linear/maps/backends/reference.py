@@ -21,8 +21,6 @@ from seqpar.linear.routes import SpanStates
 
 
 class _Span(NamedTuple):
-    """A span: its rows, the indices of its states, and its tensors."""
-
     rows: slice
     state_in: int
     state_out: int
@@ -34,8 +32,6 @@ class _Span(NamedTuple):
 
 
 class _Work:
-    """The base of forward and backward: the spans, and the inputs with one head for each state."""
-
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.spans, self.options = options.kind, inputs, spans, options
         self.expanded = expand(inputs)

@@ -164,13 +164,13 @@ class _Work:
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Return the decayed sums Σ xᵀy of the rows before each chunk, and of the rows of whole
+        """Return two kinds of decayed sums Σ xᵀy: over the rows before each chunk, and over whole
         spans.
 
-        The sums before chunks are (chunks, N, D, Dv). The sums over whole spans are at the indices
-        `wanted` (spans,), and spans with the index −1 are left out. With `reverse`, the first
-        result has the sums after each chunk. The second result then has the sums that the rows of a
-        span add to the gradient of the state that enters the span.
+        The sums before chunks are (chunks, N, D, Dv). `wanted` (spans,) has the index of each span
+        in the second result. Spans with the index −1 are left out. With `reverse`, the first result
+        has the sums after each chunk. The second result then has the sums that the rows of a span
+        add to the gradient of the state that enters the span.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)

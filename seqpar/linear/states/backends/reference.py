@@ -20,8 +20,6 @@ from seqpar.linear.states.state_options import StateOptions
 
 
 class _Work:
-    """The base of forward and backward: the tensors of spans, and powers of λ."""
-
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.operands, self.spans, self.options = inputs[:3], spans, options
         self.accumulator = accumulator_dtype(inputs.q.dtype)
