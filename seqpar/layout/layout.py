@@ -116,13 +116,14 @@ class Layout:
     ) -> Layout:
         """Give rank c of P ranks the tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included.
 
-        With `most_documents`, empty documents are added up to this number. This option requires
-        `equal`. If two layouts have the same `most_documents` and the same number of tokens, calls
-        with these layouts run the same kernels and send messages of the same sizes. Only the
-        contents of their tables differ. A CUDA graph that was captured with one layout can
-        therefore compute the other layout (`load_tables`). Messages are planned for one document of
-        all tokens, and GPUs use our Triton kernels. Only ring, all_gather, ulysses and usp accept
-        such a layout, with the masks that `causal` and `window_size` make.
+        With `most_documents`, the layout gets additional empty documents, so that it has this
+        number of documents. This option requires `equal`. If two layouts have the same
+        `most_documents` and the same number of tokens, calls with these layouts run the same
+        kernels and send messages of the same sizes. Only the contents of their tables differ. A
+        CUDA graph that was captured with one layout can therefore compute the other layout
+        (`load_tables`). Messages are as large as for a single document with all tokens, and GPUs
+        use our Triton kernels. Only ring, all_gather, ulysses and usp accept such a layout, with
+        the masks that `causal` and `window_size` make.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if most_documents is None:

@@ -73,12 +73,13 @@ def result_dtypes(
 
 
 def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
-    """Return whether the call may have results in half precision, from equal kernels on all ranks.
+    """Return whether kernels that return half precision are the same on all ranks.
 
-    The ranks compare their kernels in their first forward. Later passes send no messages for this.
-    Every forward calls this function, even if the user has chosen a dtype, so that the comparison
-    is always in the first forward. This matters for CUDA graphs: a captured pass cannot contain the
-    comparison, because the CPU reads its result.
+    If they are not, results are sent in the accumulator's dtype. The ranks compare their kernels in
+    their first forward, and send no messages for the comparison in later passes. Every forward
+    calls this function, even if the user has chosen a dtype, so that the comparison is always in
+    the first forward. This matters for CUDA graphs: a captured pass cannot contain the comparison,
+    because the CPU reads its result.
     """
     dtype = call.shape.dtype
     # Our Triton kernels compute layouts with `most_documents`, and do not return half precision.

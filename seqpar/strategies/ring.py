@@ -33,12 +33,12 @@ class Ring(KeyStrategy):
 class RingAttention(Attention):
     """Softmax attention in which queries stay, and keys and values are sent in P − 1 steps.
 
-    The messages of a step are posted before the computation that hides them. In backward, the
-    computation with a rank's own keys is cut into two halves. The first half hides the arrival of
-    the first keys, and the second half hides the return of the last gradients. Each rank returns
-    its contributions to dk and dv directly to the rank that holds the keys. That rank adds the
-    contributions in fp32 in the order of the steps. See `Attention` for the call, which all
-    strategies share.
+    The messages of a step are posted before a computation, so that they are sent while the rank
+    computes: the computation *hides* them. In backward, the computation with a rank's own keys is
+    cut into two halves. The first half hides the arrival of the first keys, and the second half
+    hides the return of the last gradients. Each rank returns its contributions to dk and dv
+    directly to the rank that holds the keys. That rank adds the contributions in fp32 in the order
+    of the steps. See `Attention` for the call, which all strategies share.
 
     Options:
 

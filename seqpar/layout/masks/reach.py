@@ -5,8 +5,8 @@ A rank must know these numbers before a call. This file counts them for one rank
 positions on the other side that form a pair with at least one of these rows.
 
 Only documents of the asking rank are processed, a few documents at a time. For each document, only
-ranks in the reach of the asking rank are processed. Memory therefore does not grow with the number
-of documents times the number of ranks.
+ranks in the reach of the asking rank are processed. An array with an element for each pair of a
+document and a rank would take too much memory.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@ exchange.
 
     sums[g] = Σ λ^rows · states[member]
 
-The sum runs over the members of group g. Each member has its own number of rows. Sums and states
-are (n, B, Hkv, D, Dv). A *source* is a position at which a rank has a state, and a *station* is a
+The sum runs over the members of group g. `rows` is different for each member. Sums and states are
+(n, B, Hkv, D, Dv). A *source* is a position at which a rank has a state, and a *station* is a
 position at which a rank needs a sum of states (`routes.py`).
 
-One call of torch.embedding_bag computes all groups, without atomic additions. With it, the forward
-of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for each
-source and station, the forward took 389 operators.
+One call of torch.embedding_bag computes all groups, without atomic additions. With this call, the
+forward of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for
+each source and station, the forward took 389 operators.
 """
 
 from __future__ import annotations
@@ -128,10 +128,11 @@ class Gathering(TableHolder):
 
 
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
-    """Return the sums of states to send, the sizes of their parts, and the part of each route.
+    """Return the sums of states that are sent.
 
-    Routes that send the same states share a part. If the rank's states are sent unchanged, the sums
-    are None.
+    The states for one rank are a *part*. Routes that send the same states share a part. Returns the
+    sums, the number of states in each part, and the index of the part of each route. If the rank's
+    states are sent unchanged, the sums are None.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []

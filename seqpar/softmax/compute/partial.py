@@ -88,9 +88,10 @@ class Partial(WaitingResults):
 
     A row without keys has out 0 and lse −inf.
 
-    On CUDA, results of kernels are stored until one Triton kernel merges several of them. This has
-    the same bits as merging them one by one. On other devices, each result is merged immediately.
-    An exception is the first result if it has all rows: it is stored until a second result arrives.
+    On CUDA, results of kernels are stored until one Triton kernel merges several of them. The bits
+    are the same as if the results were merged one by one. On other devices, each result is merged
+    immediately. An exception is the first result if it has all rows: it is stored until a second
+    result arrives.
     """
 
     # 12 bytes suffice for six results in half precision, or for the sums in fp32 and four such

@@ -142,7 +142,8 @@ class Chunks:
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
-        """Compute the scores between the rows of a chunk, and the rows that read states.
+        """Compute the scores between the rows of a chunk, and the factors with which rows read the
+        state.
 
         If this was already done, do nothing.
         """
@@ -210,7 +211,8 @@ class Chunks:
 
 
 class ChunkGradients(Chunks):
-    """Chunks through which states have passed, with the gradient of out.
+    """The backward of `Chunks`. It is made from chunks through which states have passed in forward,
+    and the gradient of out.
 
     Gradients of states pass through the chunks in reverse. They are computed without autograd,
     because torch runs an operator's implementation without autograd.

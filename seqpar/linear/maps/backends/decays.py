@@ -72,8 +72,9 @@ class PerHead(_Powers):
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        """Return what each row of x reads from each row of k, (M, N, X, C, C). It is 0 for later
-        rows of k.
+        """Return the decayed product of each row of x with each row of k, (M, N, X, C, C).
+
+        The product is 0 if the row of k comes after the row of x.
         """
         scores = (x.flatten(2, 3) @ k.mT).unflatten(2, x.shape[2:4])
         return scores.tril_() if self.log_decay is None else scores.mul_(self.weights[:, :, None])
