@@ -162,9 +162,10 @@ class Attention(BoundModule[Strategy]):
                 last key of a document are aligned, as in flash-attn. Default: `layout`.
             prefix_lens: (documents,) ints. All queries of document i also attend to its first
                 `prefix_lens[i]` keys.
-            window_size: (left, right), as in flash-attn. A query attends to at most this number of
-                keys before and after its own position. −1 and None are unlimited. With `causal`,
-                right is 0. If the whole argument is None, there is no window.
+            window_size: (left, right), as in flash-attn. A query attends to at most `left` keys
+                before its own position, and to at most `right` keys after it. −1 and None are
+                unlimited. With `causal`, right is 0. If the whole argument is None, there is no
+                window.
             mask: the allowed pairs as a list of ranges (`seqpar.Mask.of_ranges`), instead of
                 `causal`, `window_size` and `prefix_lens`. A query without keys has out 0.
             softmax_scale: the factor of q·k, of any sign. Default: 1/√D. A tensor () that requires

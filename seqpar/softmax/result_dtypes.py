@@ -7,12 +7,13 @@ and fp16. A result that is the sum of several kernel calls is sent in the accumu
 (fp64 for fp64). Results of our Triton kernels and of kernels on CPUs are also sent in the
 accumulator's dtype, because these kernels compute in fp32.
 
-The receiver must know the dtype before the message arrives. The dtype depends on two facts. First,
-whether a single call computes the result. This follows from the mask and the layouts
-(`is_one_call`), which are the same on all ranks. Second, whether the kernel returns half precision.
-This follows from the GPU and the installed packages (`result_dtypes`). Ranks compare these once, in
-the first forward on GPUs in half precision. If they differ, all results are sent in the
-accumulator's dtype.
+The receiver must know the dtype before the message arrives. It therefore needs to know two facts:
+
+* whether a single call computes the result (`is_one_call`). This follows from the mask and the
+  layouts, which are the same on all ranks.
+* whether the kernel returns half precision (`result_dtypes`). This follows from the GPU and the
+  installed packages. Ranks compare their kernels once, in the first forward on GPUs in half
+  precision. If kernels differ, all results are sent in the accumulator's dtype.
 """
 
 from __future__ import annotations

@@ -71,9 +71,10 @@ class HeadGroups:
     heads use. With `whole_on_ranks`, the KV heads are divided in this way instead, and a rank gets
     all query heads of each of its KV heads.
 
-    Each rank's heads are cut into `groups` groups, or into fewer if it has fewer heads. Where
-    possible, a cut lies between two KV heads. With `whole_kv`, all cuts do. A rank has more groups
-    if otherwise the KV heads of a group would have different numbers of its query heads.
+    Each rank's heads are cut into `groups` groups, or into fewer groups if the rank has fewer
+    heads. Where possible, a cut lies between two KV heads. With `whole_kv`, every cut lies between
+    two KV heads. In a group, all KV heads must have the same number of query heads. If this is not
+    possible with `groups` groups, a rank has more groups.
     """
 
     def __init__(

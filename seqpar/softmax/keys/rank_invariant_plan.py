@@ -123,8 +123,8 @@ def _whole(queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
 def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
     """Cut slices at the first rows of the tiles. Return the parts, and the area of each tile.
 
-    A part is a slice, too. Each of its rows attends to some of its keys, and each of its keys has a
-    row that attends to it.
+    A part is a slice, too. It has no row that attends to none of its keys, and no key to which none
+    of its rows attends.
     """
     table, areas = list[tuple[int, ...]](), np.zeros(first_rows.size - 1, np.int64)
     for i, (q_start, q_stop) in enumerate(whole.q_rows.tolist()):

@@ -322,10 +322,10 @@ class TileStrategy(Strategy):
 
 
 def _kept_bytes(total: WaitingResults) -> int:
-    """Return how many bytes of results may be stored before they are merged, in addition to fp32
-    sums.
+    """Return how many bytes of results may be stored before they are merged into sums in fp32.
 
-    The factor 17/16 is for lse, which has less than 1/16 of the bytes of its result.
+    The limit of `total` includes 4 bytes per element for these sums. The factor 17/16 is for lse,
+    which has less than 1/16 of the bytes of its result.
     """
     return total.elements * (total.most_bytes - 4) * 17 // 16 if total.waits else 0
 
