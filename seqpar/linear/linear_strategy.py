@@ -51,8 +51,8 @@ class Exchange(Protocol[O_contra]):
     """The exchange of states or maps in one pass. It returns the states at the stations of a rank.
 
     A *station* is a position at which a rank needs a state, such as the start of a span
-    (`routes.py`). An exchange can be made before the states are known, so that its tables are ready
-    when sending begins. In a backward with maps, the exchange sends gradients of states back.
+    (`routes.py`). An exchange can be made before the states are known, so that its weights are
+    ready when sending begins. In a backward with maps, the exchange sends gradients of states back.
     `travels` says whether the exchange sends or receives anything. If it does, the caller computes
     something else before it waits.
     """
