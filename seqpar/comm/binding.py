@@ -193,8 +193,6 @@ def _rebind(
 
 
 class _Address(NamedTuple):
-    """A description of a group that can be pickled."""
-
     name: str  # torch's name of the group, which depends on the order in which groups were made
     ranks: tuple[int, ...]  # the global rank of each member of the process group
     order: tuple[int, ...]  # for each rank of the Comm, its rank in the process group

@@ -102,7 +102,6 @@ def join(
     device: torch.device,
     timeout: timedelta = FOREVER,  # callers have their own time limits
 ) -> Comm:
-    """Return the group of all processes that join under this name."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     prefixed = PrefixStore(f"{name}/", store)
     try:

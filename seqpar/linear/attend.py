@@ -62,8 +62,7 @@ class Options(ABC, Generic[O]):
         """Return zeros for the states or maps of `count` spans, in fp32 (fp64 for fp64)."""
 
     @abstractmethod
-    def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of these steps of a pass."""
+    def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork: ...
 
 
 class Steps(Protocol[O_co, R_co]):
@@ -101,7 +100,6 @@ class Steps(Protocol[O_co, R_co]):
 
 
 def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> HookedSteps[O, Tensor]:
-    """Begin a forward, and compute its `outgoing`."""
     make = load_backend(options.family, options.backend).Forward
     return HookedSteps(
         lambda: make(inputs, spans, options),

@@ -78,7 +78,6 @@ def arrival_order(call: LinearCall, device: torch.device) -> ArrivalOrder:
 
 
 def ended_documents(call: LinearCall, device: torch.device) -> list[Tensor]:
-    """Return the documents that end on each rank."""
     routes = call.routes
     build = lambda: [as_table(routes.ended(rank)) for rank in range(routes.ranks)]  # noqa: E731
     return call.once_on(device, ("final gradients",), build)

@@ -67,7 +67,6 @@ class InputForm(NamedTuple):
         return cls(OperandShape.of(q, k, v), v.shape[2], log_decay, beta)
 
     def described(self) -> dict[str, object]:
-        """Return the fields by argument name, for the rank check."""
         return {
             **self.shape.described(),
             "heads of v": self.value_heads,

@@ -147,7 +147,6 @@ class Rounds(TableHolder):
 
 
 def joined(parts: list[Ints]) -> Ints:
-    """Concatenate any number of arrays, which may be zero."""
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 

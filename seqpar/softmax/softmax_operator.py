@@ -65,7 +65,6 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
     def check(
         self, bound: Bound, call: ResolvedCall, tensors: Operands, arguments: CallArguments
     ) -> None:
-        """Raise a ValueError if the strategy cannot compute the call exactly."""
         strategy = bound.strategy
         if call.layout.cut.most_documents:
             routed = bound.routing is not None

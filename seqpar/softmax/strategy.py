@@ -27,8 +27,6 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
 
 
 class ForwardResult(NamedTuple):
-    """The result of a strategy's forward."""
-
     out: Tensor  # (B, T_local, Hq, Dv), in q's dtype
     lse: Tensor  # (B, T_local, Hq), fp32 (fp64 for fp64)
     # Tensors that backward needs. If the list is empty, backward gets q, k, v, out and lse. If the

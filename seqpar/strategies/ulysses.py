@@ -44,8 +44,6 @@ from seqpar.strategies.ring import Ring
 
 @dataclass(frozen=True)
 class Ulysses(Strategy):
-    """The strategy that exchanges heads."""
-
     name = "ulysses"
     head_groups: int = 2  # the number of groups of a rank's heads, at most one per head
     # What forward keeps for backward: q, k, v and out of this rank's "heads" or of its "tokens".

@@ -66,8 +66,6 @@ class ZeCO(StateStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The exchange of states with constant decays."""
-
     def __init__(
         self, comm: Comm, call: StateCall, device: torch.device, backward: bool, blocks: int
     ) -> None:

@@ -119,7 +119,6 @@ class _Idle:
 
     @classmethod
     def to(cls, host: str, port: int) -> _Idle:
-        """Return this process's open socket to the port, or open one."""
         key = os.getpid(), host, port
         known = _idle.get(key)
         if known is None or known.ended():

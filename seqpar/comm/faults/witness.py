@@ -22,8 +22,6 @@ MAX_ERROR_READS = 3
 
 
 class Witness:
-    """The beats that one rank has read, and its judgement."""
-
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
     ) -> None:

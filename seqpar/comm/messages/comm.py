@@ -84,8 +84,6 @@ class Pending:
 
 
 class Arriving:
-    """Tensors into which posted messages are received."""
-
     def __init__(self, tensors: list[Tensor], pending: Pending) -> None:
         self._tensors, self._pending = tensors, pending
 

@@ -114,8 +114,6 @@ OUTSIDE = CallNumbers([0], 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 class CallDigest(NamedTuple):
-    """The digest of a call's arguments."""
-
     table: bytes  # DIGEST_BYTES: an entry for the names, and one for each argument
     arguments: Mapping[str, object]  # this rank's arguments, by argument name
 
@@ -226,8 +224,6 @@ def listed(tensors: Sequence[Tensor]) -> str:
 
 
 class AwaitedHeader(NamedTuple):
-    """A header of a peer that has not arrived yet."""
-
     peer: int
     work: dist.Work
     expected: bytearray

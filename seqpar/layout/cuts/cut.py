@@ -123,8 +123,6 @@ class CountedCut:
 
 
 class TableCut(CountedCut):
-    """A cut that can list the spans of all ranks."""
-
     def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
         """Return two things: the index of each rank's first span, (ranks + 1,), and the spans of
         all ranks.

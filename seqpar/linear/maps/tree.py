@@ -47,8 +47,6 @@ class Arrivals(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step in which this rank does something."""
-
     number: int  # d, the number of the step
     # (rank, complete, others): the slots of the maps whose windows are sent to each rank, including
     # this rank.

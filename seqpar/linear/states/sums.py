@@ -32,8 +32,6 @@ Sum = Callable[[Tensor], Tensor]  # from states to their sums
 
 
 class WeightedSums(TableHolder):
-    """A list of weighted sums, whose weights are computed together."""
-
     def __init__(self, sums: Sequence[StateSums], shape: OperandShape) -> None:
         # A *bag*, in the words of torch.embedding_bag, is the sum of one group for one batch entry
         # and one head. A row of a bag has the D·Dv elements of a state.

@@ -44,8 +44,6 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 
 class Package(NamedTuple):
-    """A package that computes attention on CUDA."""
-
     requirement: str  # what to install, in the form that pip takes
     # The possible names of the module with the functions, which depend on the installation.
     modules: tuple[str, ...]

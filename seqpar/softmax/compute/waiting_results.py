@@ -29,7 +29,6 @@ class Result(NamedTuple):
     heads: slice | None = None  # the heads of the result, or None for all heads
 
     def of(self, heads: slice | None) -> Result:
-        """Return these heads of the result, which has them."""
         if heads == self.heads:
             return self
         lse = None if self.lse is None else self.lse[:, :, heads]

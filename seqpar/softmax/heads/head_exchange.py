@@ -143,8 +143,6 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The messages and the computation of one group of heads."""
-
     own: HeadGroup  # the heads of this rank in the group
     # The call for these heads, as if each mesh row was a single rank with all tokens of the row.
     call: ResolvedCall
@@ -265,8 +263,6 @@ def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
 
 
 class HeadExchange:
-    """Sends and receives the messages of a `HeadPlan`."""
-
     def __init__(
         self,
         comm: Comm,

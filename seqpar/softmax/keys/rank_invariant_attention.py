@@ -84,8 +84,6 @@ class HeadTile(NamedTuple):
 
 
 class TileCall:
-    """The computation of one rank's call in whole tiles."""
-
     def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
         """Plan the exchange of keys over these distances. `label` names the messages.
 

@@ -174,8 +174,6 @@ def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
 
 
 class Unit(NamedTuple):
-    """The work of one tile."""
-
     number: int  # the index of the tile in its document
     rows: slice  # the tile's queries, counted among the queries of the rank's tiles
     # Ranges of the pool. Joined, they are the block of keys to which the slices refer.
@@ -207,8 +205,6 @@ class KeyGradientShare(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """The messages and the computation of one rank in a call."""
-
     # As in `RankInvariantTiles`.
     moved: Geometry | None
     pool: int  # how many keys the pool has

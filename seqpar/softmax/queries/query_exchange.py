@@ -105,8 +105,6 @@ class Travelling(NamedTuple):
 
 
 class HopMessages(NamedTuple):
-    """The messages of one hop for one group of heads."""
-
     hop: QueryHop
     # The index among the hops of all groups. The sender and the receiver of a message use the same
     # index.
@@ -127,8 +125,6 @@ class HopMessages(NamedTuple):
 
 
 class QuerySchedule(NamedTuple):
-    """All hops of a forward or backward, in order."""
-
     groups: list[HeadSlices]  # the groups in which heads are sent, which are the same on all ranks
     hops: list[HopMessages]  # the hops of the first group, then those of the next group, and so on
     ends_early: bool  # whether the last hops were left out because they have no rows

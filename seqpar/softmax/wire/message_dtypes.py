@@ -50,7 +50,6 @@ def check_message_dtype(dtype: torch.dtype | None) -> None:
 
 
 def check_digits(message_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Raise a ValueError for 8-bit messages of fp64 tensors."""
     if message_dtype is not None and dtype == torch.float64:
         raise ValueError("message_dtype must be None with fp64, whose digits 8 bits would lose")
 
@@ -160,6 +159,5 @@ def check_gradient_dtype(gradient_dtype: torch.dtype | None) -> None:
 
 
 def check_gradient_digits(gradient_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Raise a ValueError for bf16 gradients of fp64 tensors."""
     if gradient_dtype is not None and dtype == torch.float64:
         raise ValueError("gradient_dtype must be None with fp64, whose digits bf16 would lose")

@@ -42,8 +42,6 @@ CHUNK = 128  # the largest number of rows of a chunk; for head dims up to 64, 64
 
 
 class Chunk(NamedTuple):
-    """Some consecutive rows of one span."""
-
     rows: slice
     span: int
     first: bool  # whether it is the first chunk of its span
