@@ -107,7 +107,7 @@ def tables(results: harness.Results) -> dict[str, str]:
     return {
         "levers": harness.table(
             [
-                "with this lever too",
+                "additional lever",
                 "seconds, one document",
                 "GB, one document",
                 "seconds, 32 documents",
@@ -115,7 +115,7 @@ def tables(results: harness.Results) -> dict[str, str]:
             ],
             levers_table,
         ),
-        "parts": harness.table(["part", "GB"], [*parts, ["all", f"{one['bytes'] / 1e9:.1f}"]]),
+        "parts": harness.table(["tensors", "GB"], [*parts, ["all", f"{one['bytes'] / 1e9:.1f}"]]),
         "bars": harness.table(["seconds", "lower end", "predicted", "upper end"], bars),
     }
 
