@@ -10,7 +10,7 @@ import torch
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.ranks import device_mesh, hide_from_collector
-from tests.support.trl import tokenizer
+from tests.support.trl import EXPERTS, assert_trained_alike, logged, tokenizer
 
 # before trl is imported
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -55,7 +55,7 @@ def train(group, folder, name, rows, options, ranks=1, function=reward):
     from datasets import Dataset
 
     base, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
-    model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
@@ -89,12 +89,7 @@ def train(group, folder, name, rows, options, ranks=1, function=reward):
             train_dataset=Dataset.from_dict({"prompt": texts}),
         )
         trainer.train()
-    unlike = {"step_time", "epoch", "total_flos", "train_runtime"}
-    logged = [
-        {key: x for key, x in row.items() if key not in unlike and not key.endswith("_per_second")}
-        for row in trainer.state.log_history
-    ]
-    return logged, {key: x.detach().clone() for key, x in model.named_parameters()}
+    return logged(trainer), {key: x.detach().clone() for key, x in model.named_parameters()}
 
 
 CASES = {
@@ -105,6 +100,8 @@ CASES = {
     ),
     "GRPO of old completions": ("GRPO", {"num_iterations": 2, "scale_rewards": "batch"}),
     "RLOO": ("RLOO", {"beta": 0.05}),
+    "GRPO, experts": ("GRPO", {}, "Mixtral"),
+    "RLOO, experts": ("RLOO", {"router_aux_loss_coef": 0.3}, "Mixtral"),
 }
 
 
@@ -116,23 +113,19 @@ CASES = {
 )
 @pytest.mark.parametrize("case", CASES)
 def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
-    name, options = CASES[case]
-    hf.tiny("LlamaForCausalLM").save_pretrained(tmp_path / "model")
+    name, options, *family = CASES[case]
+    hf.tiny(f"{[*family, 'Llama'][0]}ForCausalLM", **EXPERTS).save_pretrained(tmp_path / "model")
     expected = train(None, str(tmp_path), name, 4, options)
-    for logged, weights in ready(4, train, str(tmp_path), name, 4, options, 4):
-        assert len(logged) == len(expected[0])
-        for row, other in zip(logged, expected[0], strict=True):
-            assert row == pytest.approx(other, rel=2e-4, abs=2e-5, nan_ok=True)
-        for key, x in expected[1].items():
-            torch.testing.assert_close(weights[key], x, rtol=1e-3, atol=2e-5)
+    for found in ready(4, train, str(tmp_path), name, 4, options, 4):
+        assert_trained_alike(found, expected)
 
 
 def test_groups_agree_on_rewards_that_differ(ready, tmp_path):
     """Two groups of two ranks train on their first ranks' rewards, and keep equal weights."""
     hf.tiny("LlamaForCausalLM").save_pretrained(tmp_path / "model")
     found = ready(4, train, str(tmp_path), "GRPO", 4, {}, 2, random_reward)
-    for logged, weights in found[1:]:
-        assert logged == found[0][0]
+    for steps, weights in found[1:]:
+        assert steps == found[0][0]
         for key, x in found[0][1].items():
             assert torch.equal(weights[key], x), key
 

@@ -9,8 +9,8 @@ import torch
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
-from tests.support.examples import example
 from tests.support.ranks import device_mesh, hide_from_collector
+from tests.support.trl import EXPERTS, curve, tokenizer
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
 if importlib.util.find_spec("trl") is None:
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of trl, transformers and accelerate
 ]
 
-LOGGED = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
+LOGGED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
 PACKED = {"packing": True, "max_length": 24}
 KINDS = {
     "bfd": PACKED | {"packing_strategy": "bfd"},
@@ -31,6 +31,7 @@ KINDS = {
     "dft": PACKED | {"loss_type": "dft"},
     "label smoothing": {"label_smoothing_factor": 0.1},
 }
+ROUTERS = {"num_train_epochs": 2, "max_steps": -1, "router_aux_loss_coef": 0.5}
 
 
 def imported(group):
@@ -45,16 +46,6 @@ def ready(pool):
     pool(4, imported)
     pool(4, hide_from_collector)
     return pool
-
-
-def tokenizer():
-    """One that knows the models' tokens by their numbers."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = models.WordLevel({str(i): i for i in range(hf.VOCABULARY)}, unk_token="3")
-    special = {"pad_token": "0", "bos_token": "1", "eos_token": "2", "unk_token": "3"}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
 
 
 def dataset(count, lengths):
@@ -73,11 +64,21 @@ def correct(prediction):
     return {"correct": int(((labels == chosen) & (labels != -100)).sum())}
 
 
-def train(base, folder, rows, options, metrics=None, resume=False, groups=2, samples=(60, 4)):
+def train(
+    base,
+    folder,
+    rows,
+    options,
+    metrics=None,
+    resume=False,
+    groups=2,
+    samples=(60, 4),
+    family="Llama",
+):
     """(what was logged, the evaluation, the weights) of three steps."""
     import trl
 
-    model = hf.tiny("LlamaForCausalLM")
+    model = hf.tiny(f"{family}ForCausalLM", **EXPERTS)
     if base is not trl.SFTTrainer:
         mesh = device_mesh(groups, 4 // groups, names=("dp", "sp"))
         huggingface.enable(model, mesh["sp"])
@@ -110,11 +111,12 @@ def train(base, folder, rows, options, metrics=None, resume=False, groups=2, sam
         )
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
         found = trainer.evaluate()
-    logged = [[x[name] for name in LOGGED] for x in trainer.state.log_history if "loss" in x]
+    steps = [x for x in trainer.state.log_history if "loss" in x]
+    logged = [[x[name] for name in LOGGED if name in x] for x in steps]
     seen = [trainer.state.num_input_tokens_seen, trainer.state.total_flos]
     seen = seen[: 1 + trainer.padding_free]  # FLOPs are those of padding too
     names = [*LOGGED, *["correct"] * (metrics is not None)]
-    evaluated = [found[f"eval_{name}"] for name in names]
+    evaluated = [found[f"eval_{name}"] for name in names if f"eval_{name}" in found]
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     return [*logged, seen, evaluated], weights
 
@@ -161,6 +163,18 @@ def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
             assert_trained_alike(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["bfd", "padding-free", "padded", "label smoothing"])
+def test_router_losses_of_two_epochs_are_those_of_one_process(ready, tmp_path, kind):
+    import trl
+
+    options = KINDS[kind] | ROUTERS
+    expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options, family="Mixtral")
+    assert len(expected[0][0]) == len(LOGGED)
+    given = 4, options, None, False, 1, (60, 4), "Mixtral"
+    for found in ready(4, on_rank, str(tmp_path / "ranks"), *given):
+        assert_trained_alike(found, expected)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_short_last_batches_are_those_of_one_process(ready, tmp_path, groups):
     """Two groups evaluate, after a training on whole batches."""
@@ -174,37 +188,7 @@ def test_short_last_batches_are_those_of_one_process(ready, tmp_path, groups):
         assert_trained_alike(found, expected)
 
 
-def curve(group, folder):
-    """The losses of the example's steps, on the group or on one process."""
-    if group is not None:
-        hf.launched(group)
-    program = example("huggingface_sft")
-    with contextlib.redirect_stdout(None):
-        trainer = program.train(program.make_arguments(folder, steps=4), group)
-    return [x["loss"] for x in trainer.state.log_history if "loss" in x]
-
-
 def test_the_examples_loss_curve_is_that_of_one_process(ready, tmp_path):
-    expected = curve(None, str(tmp_path / "alone"))
-    for found in ready(4, curve, str(tmp_path / "ranks")):
+    expected = curve(None, "huggingface_sft", 4, str(tmp_path / "alone"))
+    for found in ready(4, curve, "huggingface_sft", 4, str(tmp_path / "ranks")):
         assert len(found) == 4 and found == pytest.approx(expected, abs=2e-5)
-
-
-def of_experts(group, folder):
-    """What a trainer says of a model whose routers have a loss of their own."""
-    import trl
-
-    hf.launched(group)
-    model = hf.tiny("MixtralForCausalLM")
-    huggingface.enable(model, group)
-    arguments = trl.SFTConfig(output_dir=folder, use_cpu=True, bf16=False, report_to=[])
-    given = {"train_dataset": dataset(4, (9,)), "processing_class": tokenizer()}
-    try:
-        huggingface.trainer(trl.SFTTrainer)(model=model, args=arguments, **given)
-    except ValueError as refused:
-        return str(refused)
-
-
-def test_a_loss_of_routers_is_refused(ready, tmp_path):
-    for told in ready(4, of_experts, str(tmp_path)):
-        assert "router_aux_loss_coef must be 0" in told

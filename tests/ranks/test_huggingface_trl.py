@@ -10,9 +10,8 @@ import torch
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
-from tests.support.examples import example
 from tests.support.ranks import device_mesh, hide_from_collector
-from tests.support.trl import tokenizer
+from tests.support.trl import EXPERTS, assert_trained_alike, curve, logged, tokenizer
 
 # before trl is imported
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.filterwarnings("ignore"),  # those of trl, transformers and accelerate
 ]
-OF_TIME = {"epoch", "step_time", "train_runtime", "eval_runtime"}  # and what is counted per second
 EXPERIMENTAL = {"ORPO": "trl.experimental.orpo"}
 
 
@@ -74,11 +72,12 @@ def folders(tmp_path, kto):
     return map(str, made)
 
 
-def models(name):
+def models(name, family="Llama"):
     """The model, and the reference model of trainers that have one."""
     if name == "Reward":
         return hf.tiny("LlamaForSequenceClassification", id2label={0: "reward"}), None
-    model = hf.tiny("LlamaForCausalLM")
+    asked = name == "ORPO"  # TRL's other trainers ask for router logits in each call
+    model = hf.tiny(f"{family}ForCausalLM", output_router_logits=asked, **EXPERTS)
     reference = copy.deepcopy(model) if name in ("DPO", "KTO") else None
     if reference is not None:
         with torch.no_grad():
@@ -107,10 +106,10 @@ def settings(folder, rows, options):
     return common | options
 
 
-def train(group, folder, name, rows, options, ranks=1, reference_enabled=True):
+def train(group, folder, name, rows, options, ranks=1, family="Llama", reference_enabled=True):
     """(what was logged in each step and in an evaluation, the weights)."""
     base, config = kind_of(name)
-    model, reference = models(name)
+    model, reference = models(name, family)
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
@@ -136,24 +135,6 @@ def train(group, folder, name, rows, options, ranks=1, reference_enabled=True):
     return logged(trainer), {key: x.detach().clone() for key, x in model.named_parameters()}
 
 
-def logged(trainer):
-    per_second = ("_per_second", "runtime")
-    return [
-        {key: x for key, x in row.items() if not key.endswith(per_second) and key not in OF_TIME}
-        for row in trainer.state.log_history
-    ]
-
-
-def assert_trained_alike(found, expected, left_out=()):
-    assert len(found[0]) == len(expected[0])
-    for row, other in zip(found[0], expected[0], strict=True):
-        assert row.keys() == other.keys()
-        for key in row.keys() - {*left_out}:
-            assert row[key] == pytest.approx(other[key], rel=2e-4, abs=2e-5, nan_ok=True), key
-    for name, x in expected[1].items():
-        torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=2e-5)
-
-
 CASES = {
     "reward": ("Reward", {"center_rewards_coefficient": 0.01}),
     "DPO": ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
@@ -161,6 +142,9 @@ CASES = {
     "DPO, weighted": ("DPO", {"use_weighting": True, "loss_type": "ipo"}),
     "KTO": ("KTO", {}),
     "ORPO": ("ORPO", {}),
+    "DPO, experts": ("DPO", {"router_aux_loss_coef": 0.3}, "Mixtral"),
+    "KTO, experts": ("KTO", {}, "Mixtral"),
+    "ORPO, experts": ("ORPO", {}, "Mixtral"),
 }
 # ORPO's logits are means over padding too, which ranks do not compute.
 LEFT_OUT = {"ORPO": [f"{x}logits/{y}" for x in ("", "eval_") for y in ("chosen", "rejected")]}
@@ -172,10 +156,12 @@ OF_BATCHES += ["eval_logits/chosen", "eval_logits/rejected"]
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
-    name, options = CASES[case]
+    name, options, *family = CASES[case]
     alone, ranks = folders(tmp_path, name == "KTO")
-    expected = train(None, alone, name, 4, options)
-    for found in ready(4, train, ranks, name, 4, options, 4):
+    expected = train(None, alone, name, 4, options, 1, *family)
+    logs = bool(family) and name != "ORPO"
+    assert logs == any("aux_loss" in row for row in expected[0])
+    for found in ready(4, train, ranks, name, 4, options, 4, *family):
         assert_trained_alike(found, expected, LEFT_OUT.get(name, ()))
 
 
@@ -191,44 +177,31 @@ def test_groups_train_as_processes(ready, tmp_path, enabled):
     """Two groups of two ranks, with rows of half as many samples; the reference enabled or not."""
     alone, ranks = folders(tmp_path, kto=False)
     expected = train(None, alone, "DPO", 4, {})
-    for found in ready(4, train, ranks, "DPO", 2, {}, 2, enabled):
+    for found in ready(4, train, ranks, "DPO", 2, {}, 2, "Llama", enabled):
         assert_trained_alike(found, expected, OF_BATCHES)
 
 
-def curve(group, folder):
-    """The losses of the example's steps, on the group or on one process."""
-    if group is not None:
-        hf.launched(group)
-    program = example("huggingface_dpo")
-    with contextlib.redirect_stdout(None):
-        trainer = program.train(program.make_arguments(folder, steps=3), group)
-    return [x["loss"] for x in trainer.state.log_history if "loss" in x]
-
-
 def test_the_examples_losses_are_those_of_one_process(ready, tmp_path):
-    expected = curve(None, str(tmp_path / "alone"))
-    for found in ready(4, curve, str(tmp_path / "ranks")):
+    expected = curve(None, "huggingface_dpo", 3, str(tmp_path / "alone"))
+    for found in ready(4, curve, "huggingface_dpo", 3, str(tmp_path / "ranks")):
         assert len(found) == 3 and found == pytest.approx(expected, abs=2e-5)
 
 
 def refusals(group, folder):
-    """What is said of a reference on other ranks, and of a model of experts."""
+    """What is said of a reference on other ranks, and of Liger's kernels."""
     hf.launched(group)
     mesh = device_mesh(2, 2, names=("dp", "sp"))
-    (_, reference), (base, config) = models("DPO"), kind_of("DPO")
+    (model, reference), (base, config) = models("DPO"), kind_of("DPO")
     huggingface.enable(reference, group)
-    told = []
-    for model in (models("DPO")[0], hf.tiny("MixtralForCausalLM", output_router_logits=True)):
-        huggingface.enable(model, mesh["sp"])
-        make = lambda model=model: huggingface.trainer(base)(  # noqa: E731
-            model=model,
-            ref_model=reference,
-            args=config(**settings(folder, 2, {})),
-            processing_class=tokenizer(),
-            train_dataset=dataset(4, kto=False),
-        )
-        told.append(hf.refused(make))
-    return told
+    huggingface.enable(model, mesh["sp"])
+    make = lambda options: huggingface.trainer(base)(  # noqa: E731
+        model=model,
+        ref_model=reference,
+        args=config(**settings(folder, 2, options)),
+        processing_class=tokenizer(),
+        train_dataset=dataset(4, kto=False),
+    )
+    return [hf.refused(lambda: make({})), hf.refused(lambda: make({"use_liger_kernel": True}))]
 
 
 @pytest.mark.composes(
@@ -238,7 +211,7 @@ def refusals(group, folder):
     context=2,
     refused="ref_model must be enabled on the model's ranks",
 )
-def test_other_ranks_and_routers_are_refused(ready, tmp_path):
-    for ranks, routers in ready(4, refusals, str(tmp_path)):
+def test_other_ranks_and_liger_are_refused(ready, tmp_path):
+    for ranks, liger in ready(4, refusals, str(tmp_path)):
         assert ranks.startswith("ref_model must be enabled on the model's ranks")
-        assert routers.startswith("router_aux_loss_coef must be 0")
+        assert liger.startswith("use_liger_kernel must not be set for an enabled model")

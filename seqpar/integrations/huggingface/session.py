@@ -351,6 +351,15 @@ class SequenceParallel(EnabledModel):
                 raise ValueError(f"loss must be {expected}, got {shape_of(loss)}")
             return self._gradients.total(loss)
 
+    def total_of_whole_batch(self, loss: Tensor) -> Tensor:
+        """Return the loss () that every rank has computed from unsharded outputs, for backward.
+
+        The loss must be the same on every rank. In contrast to the loss of `total`, it may contain
+        `outputs.aux_loss`.
+        """
+        with self.comm.telling_errors():
+            return self._gradients.total(loss / self.comm.size, of_whole_batch=True)
+
     def average_gradients(self) -> None:
         """Average the gradients of the model's parameters over the ranks of the group.
 

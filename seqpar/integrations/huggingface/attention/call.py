@@ -111,6 +111,7 @@ class ModelCall:
     prepared: ShardedMask | None = None  # the mask that the outer model made for the text model
     cache: Any = None  # the `Cache` of a call with `past_key_values`
     scores: Tensor | None = None  # (1, T_local, labels), if the model's head answers for rows
+    router_logits: Any = None  # (T_local, experts) of each layer, if the outputs do not have them
     chunked_loss: Tensor | None = None  # the sum of losses (), if the head computed it in chunks
     joined: bool = True  # whether the outputs of a call with a cache are gathered from all ranks
 

@@ -223,9 +223,15 @@ class ModelGradients(Uncopied):
         tensors = _WholeBatch.apply(self.comm, *own.values())
         return dict(batch) | dict(zip(own, tensors, strict=True))
 
-    def total(self, local: Tensor) -> Tensor:
+    def total(self, local: Tensor, *, of_whole_batch: bool = False) -> Tensor:
+        """Return the sum of all ranks' losses, for a loss of this rank's outputs.
+
+        With `of_whole_batch`, every rank has computed its part from outputs of all ranks. Their
+        router loss, a sum over the ranks, is then like any other output.
+        """
         nodes = _nodes(local.grad_fn, local.output_nr, _GUARDED)
-        if hasattr(local, _TOTAL) or any(x.name() == _LOSS for x in nodes):
+        sums = hasattr(local, _TOTAL) or any(x.name() == _LOSS for x in nodes)
+        if sums and not of_whole_batch:
             raise ValueError(_TWICE)
         outputs = [x for x in nodes if x.name() == _OUTPUT]
         if not outputs and any(x.name() == "CheckpointFunctionBackward" for x in nodes):

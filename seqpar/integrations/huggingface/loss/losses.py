@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.comm import Comm
-from seqpar.integrations.huggingface.attention.call import ModelCall
+from seqpar.integrations.huggingface.attention.call import ModelCall, current
 from seqpar.integrations.huggingface.batch.sharding import Side
 from seqpar.integrations.huggingface.huggingface_private import TRANSFORMERS
 from seqpar.integrations.huggingface.model.code import ROUTER_LOSS, global_of
@@ -61,10 +61,17 @@ def losses_of(
         routers = RouterLoss.of(model)
         if routers is None:
             raise ValueError(_unknown_router_loss(model))
-        found["aux_loss"] = total(routers.share(outputs["router_logits"], call.sharding.main, comm))
+        logits = outputs.get("router_logits", call.router_logits)
+        found["aux_loss"] = total(routers.share(logits, call.sharding.main, comm))
         if "loss" in found:
             found["loss"] = found["loss"] + routers.coefficient * found["aux_loss"]
     return found
+
+
+def keep_router_logits(model: Any, args: Any, outputs: Any) -> None:
+    """Keep the router logits of a call, as a forward hook of the model without its head."""
+    if current.call is not None:
+        current.call.router_logits = outputs.get("router_logits")
 
 
 def check_loss_function(model: Any) -> None:

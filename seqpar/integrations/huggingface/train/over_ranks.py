@@ -18,6 +18,7 @@ from seqpar.integrations.huggingface.huggingface_private import (
     forget_prepared,
     is_prepared,
 )
+from seqpar.integrations.huggingface.loss.losses import keep_router_logits
 from seqpar.integrations.huggingface.model.layers import loss_shifts
 from seqpar.integrations.huggingface.session import SequenceParallel
 from seqpar.integrations.huggingface.train.groups import Groups
@@ -57,6 +58,12 @@ class OverRanks:
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    def _keep_router_logits(self) -> None:
+        """Keep the router logits of each call, which TRL's fused head does not return."""
+        if getattr(self, "aux_loss_enabled", False):
+            hook = self._sp.inner.base_model.register_forward_hook(keep_router_logits)
+            self._sp.undo_on_disable(hook)
 
     def _check_sizes(self) -> None:
         """Raise a ValueError if the ranks of `cp_size` in a `ParallelismConfig` are not the

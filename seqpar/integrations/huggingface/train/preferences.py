@@ -20,9 +20,7 @@ class OverRanksPreferences(OverRanks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if getattr(self, "aux_loss_enabled", False):
-            reason = "each rank would have another auxiliary loss"
-            raise ValueError(f"router_aux_loss_coef must be 0: {reason}")
+        self._keep_router_logits()
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module):
             if self._sp.has_attention_of_ranks(reference) and not sessions_of(reference):
@@ -57,9 +55,7 @@ class OverRanksPreferences(OverRanks):
                 self._whole(model), inputs, return_outputs, num_items_in_batch
             )
         loss, *outputs = found if return_outputs else (found,)
-        # Every rank has computed the same loss of the whole batch, and `total` adds these equal
-        # losses up.
-        loss = self._sp.total(loss / self._sp.comm.size)
+        loss = self._sp.total_of_whole_batch(loss)
         return (loss, *outputs) if return_outputs else loss
 
     def compute_ref_log_probs(self, model: Any, *args: Any) -> Any:

@@ -20,12 +20,12 @@ class OverRanksSFT(OverRanks):
     """
 
     aux_loss_enabled: bool
+    router_aux_loss_coef: float
+    current_gradient_accumulation_steps: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.aux_loss_enabled:
-            reason = "each rank would have another auxiliary loss"
-            raise ValueError(f"router_aux_loss_coef must be 0: {reason}")
+        self._keep_router_logits()
 
     def _set_signature_columns_if_needed(self) -> None:
         # TRL's method, which does not call the one of OverRanks.
@@ -35,6 +35,8 @@ class OverRanksSFT(OverRanks):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
         batch = self._labelled_shard(inputs)
         smoothed = self.label_smoother is not None and self.args.loss_type == "nll"
         if smoothed:  # label smoothing needs logits
@@ -52,6 +54,10 @@ class OverRanksSFT(OverRanks):
             )  # so the loss is 0 without labels, as in TRL
             local = losses.sum() / count
             loss = self._scaled(self._sp.total(local), num_items_in_batch)
+            if self.aux_loss_enabled:
+                given = num_items_in_batch is not None
+                steps = self.current_gradient_accumulation_steps if given else 1
+                loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         self._note(outputs, inputs)
         if not return_outputs:
             return loss
@@ -65,14 +71,18 @@ class OverRanksSFT(OverRanks):
         sums: Tensor = torch.stack(comm.all_gather(local, label="metrics")).sum(0)
         mask = inputs.get("attention_mask")
         tokens = inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        aux_loss = float(outputs.aux_loss) if self.aux_loss_enabled else 0.0
         mode = "train" if self.model.training else "eval"
-        batches = self.accelerator.gather(torch.cat([sums, sums.new_tensor([tokens])])[None])
+        of_batch = torch.cat([sums, sums.new_tensor([tokens, aux_loss, 1])])
+        batches = self.accelerator.gather(of_batch[None])
         if mode == "train":
             batches = batches.sum(0, keepdim=True)
         metrics = TRL.read(self, "_metrics")[mode]
-        for labels, right, entropy, _ in batches.tolist():
+        for labels, right, entropy, _, aux_loss, count in batches.tolist():
             metrics["entropy"].append(entropy / labels if labels else 0.0)
             metrics["mean_token_accuracy"].append(right / labels if labels else 0.0)
+            if self.aux_loss_enabled:
+                metrics["aux_loss"].append(aux_loss / count)
         total = TRL.read(self, "_total_train_tokens")
         if mode == "train":
             self._total_train_tokens = total = total + int(batches[0, 3])

@@ -13,8 +13,7 @@ class WholeBatches:
     """An enabled model that every rank calls with the same whole batch.
 
     The call cuts the batch, and gathers the outputs of all ranks. A loss that is computed from
-    these outputs is therefore the same on every rank. Divide the loss by the number of ranks, and
-    pass it to `sp.total`.
+    these outputs is therefore the same on every rank. Pass the loss to `sp.total_of_whole_batch`.
     """
 
     def __init__(self, model: Any, sp: SequenceParallel, loss_only: bool = False) -> None:
