@@ -48,6 +48,8 @@ CASES = {
         cp=4, packing="sbhd", config={"recompute_granularity": "selective"}
     ),
     "scheduled with RoPE": Case(packing="sbhd", hybrid=True),
+    "pipeline x context": Case(pp=2, cp=2),
+    "documents in a pipeline": Case(pp=2, cp=2, packing="sbhd", strategy="ulysses"),
     "layer scaling": Case(cp=4, config={"apply_query_key_layer_scaling": True}),
 }
 
@@ -104,12 +106,29 @@ CASES = {
     needs="megatron-core",
     equal="losses and weights",
 )
+@pytest.mark.composes(
+    "Megatron-Core",
+    "all stages get the same documents, as in Megatron's `forward_step`",
+    case="pipeline x context",
+    pipeline=2,
+    context=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "the same, with documents of any length in rows",
+    case="documents in a pipeline",
+    pipeline=2,
+    context=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_gpt_trains_as_on_one_rank(pool, name):
     case = CASES[name]
-    data = 4 // (case.tp * case.cp)
-    for losses, expected, worst in pool(4, on_rank, case, STEPS, ROWS // data):
+    for losses, expected, worst in pool(4, on_rank, case, STEPS, ROWS // case.data):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert worst < 1e-5
 

@@ -1,6 +1,7 @@
 """Train Megatron-Core's own GPT on CPUs: on ranks with seqpar's attention, and on one without."""
 
 import contextlib
+import re
 import types
 from dataclasses import dataclass, field
 from unittest import mock
@@ -51,6 +52,7 @@ class Case:
 
     tp: int = 1
     cp: int = 1
+    pp: int = 1
     strategy: str | None = None
     packing: str | None = None  # the format of packed sequences
     padded: bool = False
@@ -58,6 +60,11 @@ class Case:
     config: dict = field(default_factory=dict)
     model: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
+
+    @property
+    def data(self):
+        """The number of ranks that read different rows, of four."""
+        return 4 // (self.tp * self.cp * self.pp)
 
     def lengths(self, row):
         """The documents of a row, which differ from row to row."""
@@ -76,15 +83,18 @@ def build(case, spec, alone=False):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    sizes = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp}
-    given = sizes | case.config
+    given = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp}
+    if case.pp > 1:
+        given |= {"pipeline_model_parallel_size": case.pp, "pipeline_dtype": torch.float32}
+        given |= {"batch_p2p_sync": False}
+    given |= case.config
     if case.hybrid:
         given |= {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": ROW // 2}
     if alone:
         given = {
             name: x
             for name, x in given.items()
-            if not {"parallel", "cp", "recompute"} & set(name.split("_"))
+            if not {"parallel", "cp", "recompute", "pipeline", "p2p"} & set(name.split("_"))
         }
     config = TransformerConfig(
         num_layers=2,
@@ -104,9 +114,28 @@ def build(case, spec, alone=False):
         spec,
         vocab_size=VOCABULARY,
         max_sequence_length=2 * ROW,
-        **{"position_embedding_type": "rope"} | case.model,
+        **{"position_embedding_type": "rope"} | case.model | ({} if alone else stage()),
     )
     return config, model
+
+
+def stage():
+    """Which ends of the model this rank's stage of the pipeline has."""
+    from megatron.core import parallel_state
+
+    first, last = (
+        parallel_state.is_pipeline_first_stage(),
+        parallel_state.is_pipeline_last_stage(),
+    )
+    return {"pre_process": first, "post_process": last}
+
+
+def name_in_the_whole(case, name):
+    """The name in the whole model of a parameter of this rank's stage."""
+    from megatron.core import parallel_state
+
+    first = parallel_state.get_pipeline_model_parallel_rank() * (2 // case.pp)
+    return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda x: str(int(x[0]) + first), name)
 
 
 def batch(step, row):
@@ -127,12 +156,13 @@ def loss_mask(case, row):
 
 
 def alone(case, steps, rows):
-    """Losses, and the parameters after all steps, of Megatron's own attention on this rank."""
+    """Losses, and the parameters before and after all steps, of Megatron's own attention."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     parallel_state.initialize_model_parallel()
     _, model = build(case, get_gpt_layer_local_spec(), alone=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     losses = []
     for step in range(steps):
@@ -150,7 +180,7 @@ def alone(case, steps, rows):
         optimizer.step()
         losses.append(total.item() / count)
     parallel_state.destroy_model_parallel()
-    return losses, dict(model.named_parameters())
+    return losses, before, dict(model.named_parameters())
 
 
 def deal(case, group, row, step):
@@ -254,9 +284,10 @@ def on_rank(group, case, steps, micro_batches):
     from seqpar.integrations import megatron
 
     with on_cpu():
-        expected, parameters = alone(case, steps, micro_batches * 4 // (case.tp * case.cp))
+        expected, before, after = alone(case, steps, micro_batches * case.data)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
             context_parallel_size=case.cp,
             hierarchical_context_parallel_sizes=case.config.get(
                 "hierarchical_context_parallel_sizes"
@@ -265,6 +296,9 @@ def on_rank(group, case, steps, micro_batches):
         )
         spec = megatron.sequence_parallel(get_gpt_layer_local_spec(), case.strategy, **case.options)
         config, model = build(case, spec)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(part_of(case, p, before[name_in_the_whole(case, name)]))
         model = DistributedDataParallel(
             config, DistributedDataParallelConfig(overlap_grad_reduce=False), model
         )
@@ -313,19 +347,30 @@ def on_rank(group, case, steps, micro_batches):
                 p.grad = p.main_grad
             optimizer.step()
             optimizer.zero_grad()  # autograd would add to the buffer itself
-            total = torch.stack(reported).sum(0)
-            dist.all_reduce(
-                total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-            )
+            total = torch.stack(reported).sum(0) if reported else torch.zeros(2)
+            for group in (  # the last stage alone has losses
+                parallel_state.get_data_parallel_group(with_context_parallel=True),
+                parallel_state.get_pipeline_model_parallel_group(),
+            ):
+                dist.all_reduce(total, group=group)
             losses.append(float(total[0] / total[1]))
-        rank, worst = parallel_state.get_tensor_model_parallel_rank(), 0.0
-        assert list(dict(model.module.named_parameters())) == list(parameters)
+        worst, names = 0.0, []
         for name, p in model.module.named_parameters():
-            whole = parameters[name]
-            if getattr(p, "tensor_model_parallel", False) and case.tp > 1:
-                whole = whole.chunk(case.tp, p.partition_dim)[rank]
+            names.append(name_in_the_whole(case, name))
+            whole = part_of(case, p, after[names[-1]])
             assert p.shape == whole.shape, name
             difference = (p - whole).abs().max() / whole.abs().max()
             worst = max(worst, difference.item())
+        assert case.pp > 1 or names == list(after)
         parallel_state.destroy_model_parallel()
     return losses, expected, worst
+
+
+def part_of(case, p, whole):
+    """This rank's part of a parameter of the whole model."""
+    from megatron.core import parallel_state
+
+    if case.tp == 1 or not getattr(p, "tensor_model_parallel", False):
+        return whole
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return whole.chunk(case.tp, p.partition_dim)[rank]
