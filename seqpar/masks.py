@@ -131,7 +131,9 @@ def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Range
     parent_texts = as_int_array("parents", parents).tolist()
     sizes = as_lengths("lengths", lengths)
     if len(parent_texts) != sizes.size:
-        raise ValueError(f"parents must be {sizes.size}, one per text, got {len(parent_texts)}")
+        raise ValueError(
+            f"parents must have {sizes.size} entries, one per text, got {len(parent_texts)}"
+        )
     document = as_int("document", document, 0)
     edges = np.r_[0, np.cumsum(sizes)].tolist()
     ranges: Ranges = []

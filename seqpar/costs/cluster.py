@@ -166,7 +166,7 @@ class Cluster:
             is_own = not is_default or not isinstance(recorded, dict)
             if is_own or kept.device.name == environment()["device"]:
                 return kept
-            reason = f"{path} is of another device: {kept.device.name}"
+            reason = f"{path} is of a different device: {kept.device.name}"
         if not quiet:
             _log.warning("%s; this machine is measured again", reason)
         return None

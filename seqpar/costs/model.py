@@ -34,7 +34,7 @@ UNKNOWN = {
     **dict.fromkeys(("layers_block_type", "hybrid_override_pattern"), "mixed blocks"),
     **dict.fromkeys(("block_types", "attn_layer_period"), "mixed blocks"),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), "Mamba layers"),
-    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), "another kind of head"),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), "a second kind of heads"),
     "hybrid_layer_pattern": "mixed blocks",
     "mlp_layer_types": "feed-forward parts by layer",
     "moe_num_experts": "a mixture of experts with these names",

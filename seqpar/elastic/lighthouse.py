@@ -172,5 +172,8 @@ def _names(members: list[QuorumMember]) -> list[str]:
 
 def _data(member: QuorumMember) -> dict[Hashable, Any]:
     if member.data is None or "generation" not in member.data:
-        raise ValueError(f"{VARIABLE}: {member.replica_id!r} asked this lighthouse for another one")
+        raise ValueError(
+            f"{VARIABLE}: {member.replica_id!r} asked this lighthouse for a quorum, but runs a "
+            "different program: start a separate lighthouse for this training"
+        )
     return member.data

@@ -82,7 +82,7 @@ class _Checkpoint:
             raise
         except Exception as error:  # torch.load raises many types for a damaged file
             text = f"path must be a whole checkpoint of seqpar.elastic.steps, got {str(path)!r}"
-            raise ValueError(f"{text}: move the file away, or choose another path") from error
+            raise ValueError(f"{text}: move the file away, or choose a different path") from error
 
     def write(self, path: Path) -> None:
         """Replace the file. If this fails, keep the old file and log a warning."""
@@ -110,7 +110,8 @@ class _Checkpoint:
         if content.keys() != states.keys():
             raise ValueError(
                 f"build must return states named {list(content)}, as the checkpoint has them, got "
-                f"{list(states)}: if another training wrote the checkpoint, choose another path"
+                f"{list(states)}: if a different training wrote the checkpoint, "
+                "choose a different path"
             )
         for name, each in states.items():
             each.load_state_dict(content[name])

@@ -41,7 +41,7 @@ class _Handler(Handler):
     def do_GET(self) -> None:
         """Answer a request, unless a page of a different site has caused it."""
         if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
-            self.send_error(403, "another site's page may not ask")
+            self.send_error(403, "pages of other sites cannot use this server")
             return
         parts = urlsplit(self.path)
         if parts.path != "/":

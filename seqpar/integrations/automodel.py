@@ -295,7 +295,9 @@ def _checked_numbers(name: str, numbers: Ints, shape: tuple[int, int]) -> Ints:
         found = held[begins & (held != 0)]
         if np.unique(found).size != found.size:
             expected = "a document number for each token, with each document's tokens adjacent"
-            raise ValueError(f"{name} must be {expected}, got others in row {row}")
+            raise ValueError(
+                f"{name} must be {expected}, got a document in several ranges of row {row}"
+            )
     return numbers
 
 
@@ -310,7 +312,10 @@ def _numbers_of_mask(mask: Tensor, shape: tuple[int, int]) -> Ints:
     numbers = begins.cumsum(1) * real
     same = (numbers[:, :, None] == numbers[:, None]) & real[:, :, None]
     if not torch.equal(allowed, (same & (queries[:, None] >= queries))):
-        raise ValueError("attention_mask must be causal within documents, got another mask")
+        raise ValueError(
+            "attention_mask must be causal within documents, got a mask that is not; "
+            "describe documents by position_ids or seq_lens"
+        )
     found: Ints = _host(numbers)
     return found
 

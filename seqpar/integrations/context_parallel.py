@@ -311,10 +311,12 @@ def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tu
         if count in layout.tokens_per_rank:
             rank = layout.tokens_per_rank.index(count)
             holder = f"rank {rank} holds {count} of the layout's tokens"
-            way_out = "pad the keys, and mask the padding, or take another layout"
-            raise ValueError(f"replicated_keys must not have {count}, since {holder}: {way_out}")
+            way_out = "pad the keys and mask the padding, or use a different layout"
+            raise ValueError(
+                f"replicated_keys must not contain {count}, because {holder}: {way_out}"
+            )
     if keys and attn.deterministic == "ranks":
-        reason = "torch's bits may depend on how many queries a rank has"
+        reason = "the bits of torch's results can depend on the number of queries of a rank"
         raise ValueError(f'replicated_keys must be empty with deterministic="ranks": {reason}')
     return keys
 
@@ -338,7 +340,7 @@ def _shards(
             way_out = "detach it, or give the blocks layout.shard(x, rank, dim)"
             raise ValueError(f"{name} must be {expected}, got {found}: {way_out}")
         if any(x is other for other in buffers[:i]):
-            raise ValueError(f"{name} must be a different tensor from all buffers before it")
+            raise ValueError(f"{name} must not be the same tensor as an earlier buffer")
         dim = as_dim(f"buffer_seq_dims[{i}]", dim)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.tokens:
             expected = f"the layout's {layout.tokens} tokens, padding included, along dim {dim}"

@@ -235,7 +235,9 @@ def _in_document(area: Area, cu: Ints) -> Range:
     inside = document + 1 < cu.size and area.k_start >= cu[document]
     if not inside or max(area.q_stop, area.k_stop) > cu[document + 1]:
         pair = f"queries {area.q_start} to {area.q_stop} and keys {area.k_start} to {area.k_stop}"
-        raise ValueError(f"mask_function must not let documents attend to others, got {pair}")
+        raise ValueError(
+            f"mask_function must not let a document attend to a different one, got {pair}"
+        )
     return _as_range(area, document, int(cu[document]))
 
 

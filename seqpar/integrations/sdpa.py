@@ -155,7 +155,9 @@ def check_call(
     query, key, _ = operands
     attn_mask, dropout_p, is_causal, enable_gqa, axes = arguments
     if attn_mask is not None:
-        instead = "documents are the layout's; prefix_lens and window_size are the other masks"
+        instead = (
+            "the layout describes documents, and prefix_lens and window_size are further masks"
+        )
         enable = "transformers makes a mask where position_ids jump: enable its models by seqpar's"
         raise ValueError(f"attn_mask must be None: {instead}. {enable} huggingface.enable")
     if as_float("dropout_p", dropout_p) != 0:
@@ -168,7 +170,10 @@ def check_call(
             raise ValueError(f"{name} must be for {expected}, got one for {given.ranks}")
     causal = as_bool("is_causal", is_causal)
     if causal and kv_layout is not None and not _as_long(layout, kv_layout):
-        reason = "SDPA aligns the beginnings of documents, and modules their ends: call a module"
+        reason = (
+            "SDPA aligns the first query with the first key, and modules align the last "
+            "ones; call a module"
+        )
         raise ValueError(f"is_causal must be False where kv_layout has other lengths: {reason}")
     if axes is not None and (not isinstance(axes, str) or axes != "bhsd"):
         raise ValueError(f'axes must be "bhsd" or None, got {shown(axes)}')

@@ -130,7 +130,7 @@ class _OverRanks:
             inputs, outputs = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if beside := sorted(inputs.keys() - _OF_TEXT):
             reason = "only text is divided among ranks"
-            raise ValueError(f"multi_modal_inputs must have nothing, got {beside}: {reason}")
+            raise ValueError(f"multi_modal_inputs must be empty, got {beside}: {reason}")
         cu_seqlens = micro_batch["input_ids"].offsets().cpu().numpy().astype(np.int64)
         if outputs["pad_size"]:  # of verl's `pad_to_length`
             cu_seqlens = np.r_[cu_seqlens, cu_seqlens[-1] + outputs["pad_size"]]
@@ -221,5 +221,5 @@ def _check_configs(model_config: Any, engine_config: Any) -> None:
     if model_config.mtp.enable:
         raise ValueError("mtp.enable must be False: its tokens are shifted on each rank")
     if (mode := engine_config.router_replay.mode) != "disabled":
-        reason = "routers would replay other tokens than the rank's"
+        reason = "routers would replay the tokens of a different rank"
         raise ValueError(f"router_replay.mode must be 'disabled', got {mode!r}: {reason}")

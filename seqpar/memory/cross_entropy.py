@@ -232,7 +232,7 @@ class _Statistics(NamedTuple):
             equal = x.isclose(x[:1], rtol=0, atol=0, equal_nan=True).all(0)
             if x.device.type == "cpu" and not equal.all():
                 raise ValueError(
-                    f"{name} must be the same on all ranks of group, got different ones"
+                    f"{name} must be the same on all ranks of group, got different values"
                 )
             log_sum_exp = torch.where(equal, log_sum_exp, torch.nan)
         return _Statistics(

@@ -224,7 +224,8 @@ def _refuse_changes(before: Versions, after: Versions) -> None:
         old, old_version = before.get(name, (None, None))
         if old is not x or old_version != version:
             raise ValueError(
-                f"a tiled module must change nothing in place, got {name} changed or replaced"
+                "a tiled module must change no tensor in place, but its forward has "
+                f"changed or replaced {name}"
             )
 
 

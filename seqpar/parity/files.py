@@ -39,7 +39,7 @@ def check_new(folder: Path, rank: int) -> None:
     """Raise a ValueError if the folder exists, unless other ranks of this run have just made it."""
     if not folder.exists():
         return
-    way_out = "give another name, or remove the folder"
+    way_out = "choose a different folder, or remove this one"
     entries = list(folder.iterdir()) if folder.is_dir() else []
     for entry in entries:
         found = _NAME.fullmatch(entry.name)

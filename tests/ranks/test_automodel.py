@@ -417,7 +417,7 @@ def of(**keys):
         ({"attention_mask": torch.ones(2, 1, 22, 22)}, "attention_mask must be .* got torch.float"),
         (
             {"attention_mask": torch.ones(2, 1, 22, 22, dtype=torch.bool)},
-            "attention_mask must be causal within documents, got another mask",
+            "attention_mask must be causal within documents, got a mask that is not",
         ),
         (
             {"seq_lens": torch.full((2, 1), 20), "seq_lens_padded": torch.full((2, 1), 21)},

@@ -205,7 +205,7 @@ def test_batches_of_more_than_text_are_refused():
     engine = integration.LanguageModelEngine(*verl.configs(2))
     ids = torch.nested.as_nested_tensor(sequences(), layout=torch.jagged)
     batch = {"input_ids": ids, "position_ids": ids, "multi_modal_inputs": {"input_features": 1}}
-    with pytest.raises(ValueError, match=r"multi_modal_inputs must have nothing.*input_features"):
+    with pytest.raises(ValueError, match=r"multi_modal_inputs must be empty.*input_features"):
         engine.prepare_model_inputs(batch)
 
 

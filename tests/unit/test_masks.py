@@ -142,7 +142,7 @@ def test_magi_attention_tables_have_the_stated_documents():
     (lambda: masks.block_causal(5, 2, window=1.5), "window must be an integer, got 1.5"),
     (lambda: masks.tree([-1, 3], [1, 1]), r"parents\[1\] must be -1, .*depth-first.*got 3"),
     (lambda: masks.tree([-1, 0, -1, 0], [1] * 4), r"parents\[3\] must be -1, the text bef.*got 0"),
-    (lambda: masks.tree([-1], [1, 2]), "parents must be 2, one per text, got 1"),
+    (lambda: masks.tree([-1], [1, 2]), "parents must have 2 entries, one per text, got 1"),
     (lambda: masks.tree([-1], [-1]), "lengths must not be negative"),
     (lambda: masks.shared_prefix(3, [-1]), "branches must not be negative"),
     (lambda: masks.from_magi([(0, 1)], [], [0]), "must be equally long, got 1, 0 and 1"),

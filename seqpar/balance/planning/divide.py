@@ -61,7 +61,7 @@ def even(batch: DocumentBatch, count: int) -> list[Ints]:
     if found is None:
         needed = math.ceil(batch.held.sum() / batch.room)
         raise ValueError(
-            f"micro_batches must be more than {count}, which do not hold all documents: their "
+            f"micro_batches must be more than {count}, into which the documents do not fit: their "
             f"tokens alone fill {needed}"
         )
     by_number = np.lexsort((order, found))

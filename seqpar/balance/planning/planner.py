@@ -149,7 +149,8 @@ def plan(
         raise ValueError(f"offload must be from 0 to 1, got {offload}")
     if offload and method == "contiguous":
         raise ValueError(
-            f"offload must be 0 with contiguous packing, which counts tokens alone, got {offload}"
+            "offload must be 0 with contiguous packing, which does not account for "
+            f"offloading, got {offload}"
         )
     if as_bool("remap", remap) and offload:
         raise ValueError(

@@ -72,7 +72,7 @@ def _check(rule: Rule, options: SweepOptions) -> None:
             raise ValueError(f"{name} must be measured: one of {measured}, got {shown(rule[name])}")
     points = itertools.product(options.workloads(), (*options.contenders, ONE))
     if not any(_chooses(rule, workload.as_dict(), name) for workload, name in points):
-        raise ValueError("chooses none of the points that these options measure")
+        raise ValueError("selects none of the points that these options measure")
 
 
 def _is_number(x: object) -> bool:

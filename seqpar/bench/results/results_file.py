@@ -107,7 +107,7 @@ class SweepResults:
             raise ValueError(f"folder: {folder} cannot be used: {error}") from None
         if text is not None:
             content = _parsed(path, text)
-            check_same(path, "of another machine", content["environment"], here, SAME)
+            check_same(path, "of a different machine", content["environment"], here, SAME)
             check_same(path, "of other options", content["options"], requested, tuple(requested))
         if again:
             content["rows"] = [row for row in content["rows"] if row["failed"] is None]
@@ -141,7 +141,7 @@ class SweepResults:
     def check_places(self, then: list[dict[str, str]], now: list[dict[str, str]]) -> None:
         """Raise a ValueError if the devices of ranks, or the ranks of each host, have changed."""
         before, after = _where(then), _where(now)
-        check_same(self.path, "of another machine", before, after, tuple(after))
+        check_same(self.path, "of a different machine", before, after, tuple(after))
 
     def write(self) -> None:
         """Replace the file atomically, so that an interruption never leaves a partial file."""
@@ -209,7 +209,10 @@ def _parsed(path: Path, text: str) -> SweepFile:
         raise ValueError(f"results: {path} is not JSON: {error}") from None
     content: object = parsed
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"results: {path} is not of a sweep, or of another version of seqpar")
+        raise ValueError(
+            f"results: {path} is not the file of a sweep, or was written by a "
+            "different version of seqpar"
+        )
     for name, kind in {"environment": dict, "options": dict, "rows": list}.items():
         if not isinstance(content.get(name), kind):
             raise ValueError(f"results: {path} has no {name}")
@@ -246,5 +249,5 @@ def check_same(
         if then.get(name) != now[name]:
             raise ValueError(
                 f"results: {path} is {what}: {name} is {shown(then.get(name))} there and "
-                f"{shown(now[name])} here; continue there, or choose another --folder"
+                f"{shown(now[name])} here; continue there, or choose a different --folder"
             )

@@ -590,7 +590,9 @@ class SequenceParallel(EnabledModel):
             raise ValueError(reasons[0])
         self.memory.check(wants_routers)
         if root.training and getattr(self.inner.get_input_embeddings(), _NOISE, None) is not None:
-            reason = "each rank would add noise of another size to its tokens' embeddings"
+            reason = (
+                "each rank would add a different amount of noise to the embeddings of its tokens"
+            )
             raise ValueError(f"{_NOISE} must be None: {reason}")
         if reasons := layerdrop_faults(self._outside.body):
             raise ValueError(f"layerdrop must be 0 in training: {reasons[0]}")

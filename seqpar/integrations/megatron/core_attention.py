@@ -189,7 +189,10 @@ class CoreAttention(nn.Module):
 
     def _check_shifts(self, by_rows: bool) -> None:
         if self.shifts_labels and by_rows:
-            reason = "multi-token prediction shifts labels as if each document had been dealt"
+            reason = (
+                "multi-token prediction shifts labels as if Megatron had cut each "
+                "document into chunks"
+            )
             way_out = "pass qkv_format='thd' without per_sequence_balancing"
             raise ValueError(
                 f"mtp_num_layers must be None with documents in rows: {reason}; {way_out}"
@@ -231,12 +234,12 @@ def _causal(attn_mask_type: Any) -> bool:
 
 def _check_config(config: Any, attn_mask_type: Any, attention_type: str, dropout: Any) -> None:
     if attention_type != "self":
-        reason = "Megatron does not deal the keys of cross attention to ranks"
+        reason = "Megatron does not distribute the keys of cross attention over ranks"
         raise ValueError(f"attention_type must be 'self', got {attention_type!r}: {reason}")
     _causal(attn_mask_type)
     dropout = config.attention_dropout if dropout is None else dropout
     if dropout:
-        reason = "dropout over sharded keys is not offered"
+        reason = "dropout over sharded keys is not supported"
         raise ValueError(f"attention_dropout must be 0, got {dropout}: {reason}")
     for name, (allowed, reason) in _REFUSED.items():
         if (value := getattr(config, name, allowed[0])) not in allowed:

@@ -87,7 +87,7 @@ class ServerCache:
 
         dispatcher = pool.dispatcher()
         if sample := dispatcher.options.sample:
-            reason = "results of caches are not checked; connect another pool"
+            reason = "results of caches are not checked; connect a second pool with sample=0"
             raise ValueError(f"pool must have sample=0, got sample={sample}: {reason}")
         if not (rebuild is None or callable(rebuild)):
             raise ValueError(f"rebuild must be a function or None, got {shown(rebuild)}")
@@ -278,7 +278,7 @@ class ServerCache:
 
     def _check_open(self) -> None:
         if not self._close.alive:
-            raise ValueError("the cache was closed: make another one")
+            raise ValueError("the cache was closed: make a new one")
 
     def _check_tokens(self, tokens: int, **operands: Tensor) -> None:
         for name, x in operands.items():

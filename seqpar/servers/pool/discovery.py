@@ -49,7 +49,9 @@ def _read(address: str) -> bytes:
     try:
         return read_file(address.removeprefix("file://"))
     except ValueError as error:
-        raise ValueError(f"this list of servers could be another user's: {error}") from None
+        raise ValueError(
+            f"a different user could have written this list of servers: {error}"
+        ) from None
 
 
 def expand(addresses: Sequence[str]) -> list[str]:

@@ -67,7 +67,7 @@ class Health:
                 self._second.add_insecure_port(name)
             except RuntimeError:
                 raise ValueError(
-                    f"health: {name} cannot be bound; another program may have this port"
+                    f"health: {name} cannot be bound; possibly another program uses this port"
                 ) from None
 
     def add_to(self, server: grpc.aio.Server, admit: Admit) -> None:

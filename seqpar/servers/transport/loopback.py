@@ -54,7 +54,7 @@ def hold_port(address: str) -> socket.socket:
         held.close()
         if error.errno != errno.EADDRINUSE:
             raise
-        taken = "another user or another program has this port"
+        taken = "another user or another program uses this port"
         raise OSError(f"{taken}: {_WAY_OUT}") from None
     return held
 

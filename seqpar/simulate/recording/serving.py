@@ -136,7 +136,7 @@ class RecordedPool(ServerPool):
         return _RecordedReply(self._recorder, actions, tuple(result))
 
     def dispatcher(self) -> NoReturn:
-        raise ValueError("pool must be connected to servers, got one that only records tasks")
+        raise ValueError("pool must be connected to servers, got a pool that only records tasks")
 
     def report(self) -> NoReturn:
         self.dispatcher()

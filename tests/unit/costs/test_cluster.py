@@ -175,7 +175,7 @@ def test_another_machines_profile_is_measured_again(tmp_path, monkeypatch, caplo
     other = replace(Cluster.here(), measured={"environment": {"device": "another"}})
     other.to_json(path)
     Cluster.here()
-    assert runs == [1, 1] and "is of another device: synthetic" in caplog.text
+    assert runs == [1, 1] and "is of a different device: synthetic" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/seqpar", "/proc/seqpar", "~nobody-here/seqpar"])

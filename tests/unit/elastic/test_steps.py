@@ -59,7 +59,7 @@ def test_a_damaged_file_is_named(tmp_path, kind):
 def test_a_checkpoint_of_other_states_is_refused(kept):
     some = states(0) | {"scheduler": torch.nn.Linear(1, 1)}
     checkpoint = _Checkpoint.of(7, {name: some[name] for name in kept})
-    with pytest.raises(ValueError, match=r"^build must return states named .* another path$"):
+    with pytest.raises(ValueError, match=r"^build must return states named .* a different path$"):
         checkpoint.restore(states(1))
 
 

@@ -240,7 +240,7 @@ WRONG = [
     ({"buffers": [IDS], "buffer_seq_dims": [None]}, r"buffer_seq_dims\[0\] must be an integer"),
     (
         {"buffers": [IDS, IDS], "buffer_seq_dims": [0, 0]},
-        r"buffers\[1\] must be a different tensor from all buffers before it",
+        r"buffers\[1\] must not be the same tensor as an earlier buffer",
     ),
     ({"buffers": [3], "buffer_seq_dims": [0]}, r"buffers\[0\] must be a tensor"),
     (

@@ -235,7 +235,10 @@ WRONG = [
     ([0], "replicated_keys must be"),
     ([7.5], "replicated_keys must be an integer"),
     ([True], "replicated_keys must be an integer"),
-    ([TEXT, 8], "replicated_keys must not have 8, since rank 0 holds 8 of the layout's tokens"),
+    (
+        [TEXT, 8],
+        "replicated_keys must not contain 8, because rank 0 holds 8 of the layout's tokens",
+    ),
 ]
 
 

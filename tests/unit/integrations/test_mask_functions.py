@@ -72,7 +72,9 @@ def test_packed_sequences_are_documents():
     cu = [0, 3, 7, TOKENS]
     ranges = ranges_of(FUNCTIONS["packed windows"], TOKENS, batch=1, cu_seqlens=cu)
     assert Mask.of_ranges(ranges) == Mask.of_ranges(masks.causal(cu, window=3))
-    with pytest.raises(ValueError, match="mask_function must not let documents attend to others"):
+    with pytest.raises(
+        ValueError, match="mask_function must not let a document attend to a different one"
+    ):
         ranges_of(CAUSAL, TOKENS, cu_seqlens=cu)
 
 

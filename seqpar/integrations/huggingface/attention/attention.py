@@ -51,7 +51,7 @@ def session_of(module: nn.Module) -> EnabledModel | None:
 def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
     session = session_of(module)
     if session is None:
-        where = f"a layer {type(module).__name__} is not of an enabled model"
+        where = f"a layer {type(module).__name__} belongs to a copy of an enabled model, or to none"
         raise ValueError(f"{where}: copy the model before you enable it")
     layer: AttentionLayer = getattr(module, KEY)
     return session, layer
@@ -62,7 +62,7 @@ def running_call() -> ModelCall:
     if call is None:
         if reasons := faults_of_adapters(calling_modules()):
             raise ValueError(reasons[0])
-        reason = "its batch must come through shard"
+        reason = "call it as model(**sp.shard(batch))"
         raise ValueError(f"the model must be called itself while it is enabled: {reason}")
     return call
 
@@ -82,10 +82,15 @@ def describe_mask(
             return call.prepared
         offset = kwargs.get("q_offset", 0)
         if call.cache is None and (isinstance(offset, Tensor) or offset != 0):
-            raise ValueError("past_key_values must be of sp.cache(): its keys are sharded")
+            raise ValueError(
+                "past_key_values must be a cache that sp.cache() returned, because keys are sharded"
+            )
         whole = call.sharding.whole and not call.entered
         if attention_mask is not None and not whole and not attention_mask.all():
-            raise ValueError("attention_mask must go through shard, which makes documents of it")
+            raise ValueError(
+                "attention_mask must be passed to shard as part of the batch, "
+                "because shard finds documents in it"
+            )
         if call.cache is None:
             check_packing(call.sharding.main, is_packed(mask_function))
         try:
@@ -105,8 +110,8 @@ def check_packing(side: Side, separates: bool) -> None:
     on a rank that has one.
     """
     if side.documents.packed and not separates and side.shows_jumps():
-        reason = "which a mask of this model keeps as positions"
-        how = "give an attention_mask, of ones, to keep them"
+        reason = "which the model's mask does not treat as beginnings of documents"
+        how = "pass an attention_mask of ones, so that jumps do not begin documents"
         raise ValueError(f"position_ids have jumps, {reason}: {how}")
 
 
@@ -114,7 +119,10 @@ def _check_prepared(mask: PreparedMask, function: Any) -> None:
     name = function.__name__  # a compiled graph can read the function's name, but not its closure
     bounded = mask.pattern.left >= 0 or mask.pattern.chunk is not None
     if name != ("and_mask" if bounded else "causal_mask_function"):
-        raise ValueError(f"the model cannot be compiled: its layers have another mask, of {name}")
+        raise ValueError(
+            f"the model cannot be compiled: its layers use the mask {name}, which is not the "
+            "mask that seqpar has prepared"
+        )
 
 
 class ScoreOptions(NamedTuple):
@@ -191,7 +199,7 @@ def _checked(
     call, shape = call_and_shape(module, session, mask, scores.is_causal)
     if mask is None and scores.sliding_window is not None:
         lost = f"it has a window of {scores.sliding_window} keys and no mask"
-        raise ValueError(f"{lost}: a hook or other code took the mask away")
+        raise ValueError(f"{lost}: a hook or other code has removed the mask")
     refuse_unknown(others)
     if scores.dropout:
         p = scores.dropout
@@ -250,7 +258,7 @@ def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
     given = [name for name, x in arguments.items() if x is not None and x is not False]
     unknown = [name for name in given if name not in _HARMLESS and name not in known]
     if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))} is given, which is not understood here")
+        raise ValueError(f"{', '.join(sorted(unknown))} is given, which seqpar does not support")
 
 
 def sides_of(call: ModelCall, layer: AttentionLayer) -> tuple[Side, Side, int]:
@@ -267,7 +275,7 @@ def call_and_shape(
     if isinstance(mask, ShardedMask):
         if mask.call.session is not session:
             raise ValueError(
-                "its mask must be made in a call of its model, got one of another model"
+                "its mask must be made in a call of its own model, got a mask of a different model"
             )
         return mask.call, mask.pattern
     if mask is not None:

@@ -51,11 +51,11 @@ class EnabledModel(Uncopied):
         for config in self.configs:
             if (name := attention_of(config)) != NAME:
                 found = f"it was set to {name!r} after enable"
-                reason = "layers would see one rank's keys"
+                reason = "layers would attend to one rank's keys only"
                 how = f"call model.set_attn_implementation('{NAME}')"
                 raise ValueError(
                     f"the model's attention must be seqpar's: {found}, and {reason}; {how}, or "
-                    "sp.disable() before another"
+                    "sp.disable() before you set a different one"
                 )
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:

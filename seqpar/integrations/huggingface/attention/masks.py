@@ -39,7 +39,7 @@ class MaskShape:
 
     def __and__(self, other: MaskShape) -> MaskShape:
         if self.ranges is not None or other.ranges is not None:
-            raise ValueError("it has a union within another mask")
+            raise ValueError("it intersects a union of masks with a mask")
         if self.chunk and other.chunk and self.chunk != other.chunk:
             raise ValueError(f"it cuts chunks of {self.chunk} and of {other.chunk} tokens")
         return MaskShape(
@@ -96,7 +96,8 @@ def _check_documents(function: Callable[..., Any], position_ids: Tensor | None) 
         given = inspect.getclosurevars(packed).nonlocals["packed_sequence_mask"]
         if hasattr(inspect.getmodule(packed), _REMAP) or not _numbers(given, position_ids):
             raise ValueError(
-                "the mask must find documents in position_ids, got one that reads another tensor"
+                "the mask must find documents in position_ids, got a mask that reads "
+                "a different tensor"
             )
     for x in functions:
         _check_documents(x, position_ids)

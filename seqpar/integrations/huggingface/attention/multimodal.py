@@ -63,13 +63,19 @@ class OutsideText:
     def check(self) -> None:
         for name, (x, settings) in self._random.items():
             if x.training:
-                reason = f"{name} has {', '.join(settings)}, and would draw others on each rank"
+                reason = (
+                    f"{name} has {', '.join(settings)}, and would draw different numbers "
+                    "on each rank"
+                )
                 way_out = "set them to None in its config, or call eval() of this part"
                 what = "model must draw no random numbers outside of its text"
                 raise ValueError(f"{what}, but {reason}: {way_out}")
         for name, (x, p) in self._dropping.items():
             if x.training:
-                reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
+                reason = (
+                    f"{name} has a dropout of {p}, which would differ between ranks: set "
+                    "it to 0 in the config"
+                )
                 raise ValueError(f"model must have no dropout outside of its text, but {reason}")
 
 
@@ -86,7 +92,8 @@ def take_tokens(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     with call.session.faults():
         if args or call.entered:
             raise ValueError(
-                "the model must call its text model once and with keywords only to be enabled"
+                "the model must call its text model once, with keyword arguments "
+                "only, got other calls"
             )
         call.entered = True
         return (), _taken(call, kwargs)

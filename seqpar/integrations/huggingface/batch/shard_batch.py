@@ -195,7 +195,9 @@ class BatchSharder:
             reason = _REFUSED["output_attentions"]
             raise ValueError(f"output_attentions must be False in the model's config: {reason}")
         if kwargs.get("return_dict") is False:
-            raise ValueError("return_dict must be True, since outputs are found by name, got False")
+            raise ValueError(
+                "return_dict must be True, because outputs are found by name, got False"
+            )
         self._check_origin(sharding, "labels" in kwargs)
         main, inputs = sharding.main, sharding.encoder or sharding.main
         expected = dict.fromkeys(("labels", "decoder_input_ids"), (1, main.tokens))
@@ -220,9 +222,9 @@ class BatchSharder:
         if other is None or other == own:
             return
         reasons = {
-            "another group of ranks": other.comm is not own.comm,
+            "a different group of ranks": other.comm is not own.comm,
             f"a model of {other.family}": other.family != own.family,
-            "a model with labels of another kind": with_labels and other.shifts != own.shifts,
+            "a model with a different kind of labels": with_labels and other.shifts != own.shifts,
         }
         for reason, differs in reasons.items():
             if differs:

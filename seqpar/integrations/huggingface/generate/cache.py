@@ -152,7 +152,10 @@ class Cache:
         """
         layer: int | None = getattr(key, KEY, self._updated)
         if layer is None:
-            raise ValueError("its keys must be those that past_key_values returned, got others")
+            raise ValueError(
+                "its keys must be the tensor that past_key_values.update returned, "
+                "got a different tensor"
+            )
         return layer
 
     def rows_of(self, layer: int) -> int:
@@ -202,7 +205,7 @@ class Cache:
         """Drop the last tokens of each row. `tokens_to_remove` is the number of tokens, negated."""
         dropped = -tokens_to_remove
         if dropped < 0:
-            expected = "a negative number, of the tokens to remove"
+            expected = "the number of tokens to remove, negated"
             raise ValueError(f"tokens_to_remove must be {expected}, got {tokens_to_remove}")
         if self.store is not None and dropped:
             self._truncate(dropped)

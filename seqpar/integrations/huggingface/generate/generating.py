@@ -171,7 +171,7 @@ class Generation(Uncopied):
         if args:
             raise ValueError("the model must be called with keywords only, as in model(**batch)")
         if kwargs.get("use_cache") is False:
-            reason = "without keys of earlier calls each call is a whole prefill"
+            reason = "without the keys of earlier calls, each call would compute all tokens again"
             raise ValueError(f"use_cache must be True: {reason}; call model(**sp.shard(batch))")
         for name in ("labels", "shift_labels", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs[name] is not False:

@@ -86,7 +86,7 @@ def check_loss_function(model: Any) -> None:
     if own is not default:
         given = getattr(own, "__name__", type(own).__name__)
         what = f"loss_function must be the model's default, {default.__name__}, got {given}"
-        reason = "another one may not divide by the labels of all ranks"
+        reason = "a different function possibly does not divide by the labels of all ranks"
         how = "compute your own loss from outputs.logits, and pass it to sp.total"
         raise ValueError(f"{what}: {reason}; {how}")
 
@@ -173,8 +173,11 @@ def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[s
 
 
 def _unknown_router_loss(model: nn.Module) -> str:
-    what = f"{type(model).__name__} makes another loss of its routers than is known"
-    return f"output_router_logits is set, and {what}: each rank would have another; leave it unset"
+    what = f"{type(model).__name__} computes a router loss that seqpar does not know"
+    return (
+        f"output_router_logits is set, and {what}: it would differ between ranks; leave "
+        "output_router_logits unset"
+    )
 
 
 def _setting(model: Any, *names: str) -> Any:

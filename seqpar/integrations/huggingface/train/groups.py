@@ -209,7 +209,7 @@ class Groups:
         if not self._accelerator.split_batches:
             size *= self.count
         elif size % self.count:
-            what = f"a multiple of the {self.count} groups to be split, got {size}"
+            what = f"a multiple of the number of groups, {self.count}, to be split"
             raise ValueError(f"per_device_train_batch_size must be {what}, got {size}")
         if base.num_workers > 1:
             made.base_dataloader = self._of_merged_workers(base)

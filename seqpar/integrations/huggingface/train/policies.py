@@ -17,7 +17,7 @@ from seqpar.integrations.huggingface.train.over_ranks import sessions_of
 from seqpar.integrations.huggingface.train.preferences import OverRanksPreferences
 
 _REFUSED = {
-    "use_vllm": "vLLM would generate with another number of processes",
+    "use_vllm": "vLLM would generate with a different number of processes",
     "use_transformers_continuous_batching": "it has a cache of its own, of one rank's keys",
     "tools": "each rank would call them, and the answers may differ",
     "environment_factories": "each rank would have environments of its own",

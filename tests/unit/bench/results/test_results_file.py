@@ -36,7 +36,7 @@ def test_results_of_something_else_are_named(written, tmp_path, part, name, valu
     written.write()
     with pytest.raises(ValueError, match=said) as error:
         SweepResults.open(tmp_path, options())
-    assert str(tmp_path / NAME) in str(error.value) and "another --folder" in str(error.value)
+    assert str(tmp_path / NAME) in str(error.value) and "a different --folder" in str(error.value)
 
 
 def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
@@ -58,7 +58,7 @@ def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("", "is not JSON"), ("[]", "is not of a sweep"), ('{"format": 0}', "is not of a sweep"),
+    ("", "is not JSON"), ("[]", "is not the file of a"), ('{"format": 0}', "is not the file of a"),
     ('{"format": 1}', "has no environment"), ("\ufffe", "is not JSON"),
     ("[" * 100_000, "is not JSON"),
     ('{"format": 1, "environment": {}, "options": {}, "rows": 3}', "has no rows"),

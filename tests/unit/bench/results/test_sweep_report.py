@@ -159,7 +159,7 @@ def test_rules(tmp_path, rows, rule, broken):
     ('{"rules": [{"figure": "seconds", "at_most": true}]}', "numbers, got"),
     ('{"rules": [{"figure": "seconds", "at_most": 1, "at_least": 2}]}', "must not be above"),
     ('{"rules": [{"figure": "seconds", "at_most": 1, "length": 64}]}', r"has \['length'\]"),
-    ('{"rules": [{"figure": "seconds", "at_most": 1, "tokens": 63}]}', "chooses none"),
+    ('{"rules": [{"figure": "seconds", "at_most": 1, "tokens": 63}]}', "selects none"),
     ('{"rules": [{"figure": "seconds", "at_most": 1, "contender": "usp"}]}', "must be measured"),
     ('{"rules": [{"figure": "seconds", "at_most": 1, "relative_to": "usp"}]}', "must be measured"),
 ])  # fmt: skip

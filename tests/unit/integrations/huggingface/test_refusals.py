@@ -65,7 +65,7 @@ MODELS = {
     "a routers' loss": (
         "DogeForCausalLM",
         {"output_router_logits": True, "is_moe": True, "num_experts": 4},
-        "output_router_logits is set, and DogeForCausalLM makes another loss",
+        "output_router_logits is set, and DogeForCausalLM computes a router loss",
     ),
 }
 
@@ -106,7 +106,7 @@ def test_layerdrop_is_refused_where_layers_would_be_skipped():
 def test_a_models_own_documents_are_refused():
     """transformers separates documents of positions in two parts, and ESMC chains in one."""
     chains = utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1]]))
-    with pytest.raises(ValueError, match="got one that reads another tensor"):
+    with pytest.raises(ValueError, match="got a mask that reads a different tensor"):
         read_mask(utils.and_masks(utils.bidirectional_mask_function, chains))
     positions = torch.tensor([[0, 1, 0, 1]])
     both = utils.packed_sequence_compatibility_function(
@@ -161,7 +161,7 @@ def test_a_router_loss_of_unknown_code_is_refused(llama):
         sp = huggingface.enable(model, comm)
         model(**sp.shard(hf.batch()))
 
-    expected = "LlamaForCausalLM makes another loss of its routers than is known"
+    expected = "LlamaForCausalLM computes a router loss that seqpar does not know"
     assert expected in hf.refusal(run)
 
 
@@ -461,6 +461,6 @@ def test_random_positions_of_patches_are_refused_in_training(llama):
     )
     model = transformers.LlavaForConditionalGeneration(config).train()
     text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
-    assert "has pos_embed_rescale, and would draw others on each rank" in text, text
+    assert "has pos_embed_rescale, and would draw different numbers on each rank" in text, text
     model.model.vision_tower.eval()
     virtual(2, lambda comm: huggingface.enable(copy.deepcopy(model), comm))

@@ -141,7 +141,7 @@ def test_a_list_that_others_could_write_is_not_read_again(listed, fault, caplog)
     watching.look()
     watching.look()
     assert len(seen) == 2 and len(caplog.records) == 1
-    assert fault in caplog.text and "could be another user's" in caplog.text
+    assert fault in caplog.text and "a different user could have written" in caplog.text
 
 
 def test_a_fault_that_comes_again_is_logged_again(listed, caplog):

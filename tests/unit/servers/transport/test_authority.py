@@ -116,9 +116,9 @@ def test_all_certificates_of_one_client_are_revoked(folder):
     assert [file.name for file in files] == ["alice-1.crt", "alice-2.crt"]
     with pytest.raises(ValueError, match=r"^revoke: alice is revoked already"):
         revoke(folder, "alice")
-    with pytest.raises(ValueError, match=r"^revoke: carol is no name of a client"):
+    with pytest.raises(ValueError, match=r"^revoke: carol is not the name of a client"):
         revoke(folder, "carol")
-    with pytest.raises(ValueError, match=r"^revoke: server is no name of a client.*--rotate"):
+    with pytest.raises(ValueError, match=r"^revoke: server is not the name of a client.*--rotate"):
         revoke(folder, "server")
     rotate(folder)
     server = ServerIdentity(folder)

@@ -180,7 +180,7 @@ def test_a_deep_copy_names_seqpar():
 
 
 OTHER_SESSIONS = {
-    "a model with labels of another kind": "LlamaForTokenClassification",
+    "a model with a different kind of labels": "LlamaForTokenClassification",
     "a model of transformers.models.llama": "MistralForCausalLM",
 }
 

@@ -135,7 +135,7 @@ MISTAKES = {
     ),
     "the model's body": (
         lambda sp, model: model.model(input_ids=torch.zeros(1, 11, dtype=torch.long)),
-        "its batch must come through shard",
+        "the model must be called itself while it is enabled",
     ),
     "a cache": (
         lambda sp, model: sp.cache(),
@@ -267,7 +267,7 @@ def test_unknown_code_in_a_layer_is_refused(models, kind):
     for name, function in recurrence.functions().items():
         if function is not _nothing:
             operands = [x] * (2 if name == "causal_conv1d_fn" else 5)
-            with pytest.raises(ValueError, match="z is given, which is not understood here"):
+            with pytest.raises(ValueError, match="z is given, which seqpar does not support"):
                 function(*operands, z=x, initial_state=None)
 
 

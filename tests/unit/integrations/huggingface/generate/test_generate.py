@@ -265,7 +265,10 @@ WRONG = [
         "logits_to_keep must be an int with past_key_values, got a tensor",
     ),
     (lambda own, sp: own(TOKEN, past_key_values=sp.cache()), "called with keywords only"),
-    (lambda own, sp: filled(own, sp).crop(1), "tokens_to_remove must be a negative number"),
+    (
+        lambda own, sp: filled(own, sp).crop(1),
+        "tokens_to_remove must be the number of tokens to remove, negated",
+    ),
     (lambda own, sp: filled(own, sp).crop(-17), "tokens_to_remove must be at least -16"),
     (
         lambda own, sp: (
