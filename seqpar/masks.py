@@ -1,8 +1,9 @@
 """Common masks as lists of ranges, for `seqpar.Mask.of_ranges`.
 
 Each function returns a list of (document, q_start, q_stop, k_start, k_stop, low, high). Positions
-count from the start of the document. To give different masks to the documents of a packed batch,
-select the ranges of each document from several lists, and join the selected ranges with `+`.
+count from the start of the document. To give the documents of a packed batch different masks, call
+several functions, select each document's ranges from one of the results, and join the selected
+ranges with `+`.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def image_blocks(
     """Return a causal mask in which each image is fully visible to itself (Gemma 3, PaliGemma).
 
     `blocks` are (document, start, stop) of the images. They can be adjacent, but must not overlap.
-    With a `window`, a query attends only to this number of keys before it and, if it belongs to an
-    image, to the whole image.
+    With a `window`, a query attends only to this number of keys before itself. A query in an image
+    also attends to the whole image.
     """
     ranges, lengths = causal(cu_seqlens, window), dict(_documents(cu_seqlens))
     for i, block in enumerate(as_sequence("blocks", blocks, "(document, start, stop)")):

@@ -144,8 +144,8 @@ def choose(
 
     Equal arguments give equal choices. No numbers are computed and no data is sent. On more than
     128 devices, only four ranks are recorded, and their peers are assumed to post messages at the
-    same times (`seconds_in_step`). A candidate whose tensors exceed the memory of a device is then
-    impossible.
+    same times (`seconds_in_step`). In this case, a candidate is impossible if its tensors exceed
+    the memory of a device.
 
     Args:
         cluster: the devices and their links, or the name of a preset.
@@ -154,8 +154,8 @@ def choose(
         layout: which rank holds which tokens.
         backward: whether the call's gradients are also computed.
         pricing: as in `play`.
-        ordered: as in `record`. None stands for True if the cluster's devices send messages while
-            they compute, and otherwise for False.
+        ordered: as in `record`. By default, this is True if the cluster's devices send messages
+            while they compute.
         call: the remaining arguments of the call. Tensors among these arguments must not be on the
             devices of the ranks.
 

@@ -297,8 +297,9 @@ class AutoAttention(Attention):
         """Return the key under which the call's measured choice is kept, and its prediction.
 
         The key and the prediction depend only on arguments that are equal on all ranks. Layouts
-        keep predictions but not measured choices. If layouts kept measured choices, and ranks freed
-        a layout at different times, some ranks would measure without all other ranks.
+        keep predictions but not measured choices. Ranks can free a layout at different times. If
+        layouts kept measured choices, a rank that has freed its layout would measure again, without
+        the other ranks.
         """
         call = self._resolve(q, k, v, layout, **options)
         shared: dict[str, Any] = {

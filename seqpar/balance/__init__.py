@@ -4,8 +4,8 @@ Start with `methods/`, one file for each method, which `planning/` calls.
 
 These words have special meanings in this package:
 
-* A *piece* is one span of a document that a rank holds. A rank's *share* of a document consists of
-  all pieces of that document on the rank.
+* A *piece* is one span of a document that a rank holds. A rank's *share* of a document is all
+  pieces of that document that the rank holds.
 * A rank's *capacity* is the number of tokens whose activations fit on its device. If a fraction of
   a token's activations is offloaded to host memory, the token uses less than one token of the
   capacity.

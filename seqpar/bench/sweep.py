@@ -140,8 +140,8 @@ def judge(
     """Return a contender's errors, computed from the sums of all ranks, and a description of a
     fault.
 
-    `one` is the row of the contender "one device", with whose errors the errors are compared. If
-    `one` is None, this contender is "one device", and is compared with PyTorch.
+    `one` is the row of the contender "one device". The errors are compared with the errors in this
+    row. If `one` is None, the contender itself is "one device", and is compared with PyTorch.
     """
     errors, sizes = oracle.add([answer["errors"] for answer in answers])
     eager, _ = oracle.add([answer["eager"] for answer in answers])

@@ -106,11 +106,11 @@ class Cluster:
     def here(cls, path: str | Path | None = None, refresh: bool = False) -> Cluster:
         """Return this machine as one node. Its devices are the GPUs or, without GPUs, the cores.
 
-        The description is read from the profile at `path`. The default is a file named after the
-        devices in $SEQPAR_CACHE or ~/.cache/seqpar. If the file does not exist, or with `refresh`,
-        this machine is measured, and the profile is saved. On a CPU this takes about 15 seconds,
-        during which the machine should be otherwise idle. Ranks that plan together should read the
-        same file.
+        The description is read from the profile at `path`. By default, this is a file in
+        $SEQPAR_CACHE or ~/.cache/seqpar whose name contains the names of the devices. If the file
+        does not exist, or with `refresh`, this machine is measured, and the profile is saved. On a
+        CPU this takes about 15 seconds, during which the machine should be otherwise idle. Ranks
+        that plan together should read the same file.
 
         If several processes use the same folder, one process measures, and all other processes wait
         and then read the result. A default file that is damaged or describes a different device is

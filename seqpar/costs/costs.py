@@ -50,11 +50,11 @@ class Costs:
 
     @cached_property
     def key_gradient_itemsize(self) -> int:
-        """Bytes of an element of the gradients of keys that one kernel call returns.
+        """The number of bytes of an element of dk, as one kernel call returns dk.
 
-        GPUs are assumed to use FlashAttention-4, which returns gradients in the dtype of the
-        tensors. Gradients have the dtype of the accumulator on CPUs, for fp32 and fp64 tensors, and
-        for head dims that FlashAttention-4 does not support.
+        GPUs are assumed to use FlashAttention-4, which returns dk in the dtype of k. If
+        FlashAttention-4 cannot compute a call, dk has the dtype of the accumulator. This is the
+        case on CPUs, for fp32 or fp64 tensors, and for some head dims.
         """
         # Only GPU kernels compute all tasks of a call together, so `fused` shows the kind of
         # device.
@@ -85,8 +85,8 @@ class Costs:
         """Return (owners,) the seconds of one softmax layer, if one call computes all tasks of an
         owner.
 
-        An owner is, for example, a rank, or a step of a rank. `owner` (n,) is the index of each
-        task's owner. By default, all tasks have the same owner.
+        An owner is, for example, a rank, or a step of a rank. `owner` (n,) contains the index of
+        each task's owner. By default, all tasks have the same owner.
         """
         check_type("tasks", tasks, Tasks)
         backward, heads = as_bool("backward", backward), self._heads(heads)
@@ -160,9 +160,9 @@ class Costs:
     def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of all linear modules: projections, feed-forward parts and the head.
 
-        The result is the larger of two times: the FLOPs of the modules, which are twice as many in
-        backward, divided by the FLOP/s that the device reaches; and the time for reading the
-        modules' weights from memory.
+        The result is the larger of two times. The first time is the number of FLOPs divided by the
+        FLOP/s that the device reaches; backward has twice the FLOPs of forward. The second time is
+        the time for reading the modules' weights from memory.
         """
         device, tokens = self.cluster.device, as_amounts("tokens", tokens)
         ways = 2 if as_bool("backward", backward) else 1
@@ -183,9 +183,9 @@ class Costs:
                 the same time. They share the NICs of the node.
             nics: the number x of NICs that each message uses. With x > 1, the message is divided
                 into x equal parts, and x − 1 further devices in each of the two nodes forward one
-                part each (Zeppelin's routing). The time is then the sum of the times of b·(x − 1)/x
-                bytes inside the sender's node, b/x bytes between the nodes, and b·(x − 1)/x bytes
-                inside the receiver's node.
+                part each (Zeppelin's routing). The message then takes the sum of three times: for
+                b·(x − 1)/x bytes inside the sender's node, for b/x bytes between the nodes, and for
+                b·(x − 1)/x bytes inside the receiver's node.
         """
         as_choice("link", link, LINKS)
         cluster, nbytes = self.cluster, as_amounts("nbytes", nbytes)
@@ -258,7 +258,7 @@ class Costs:
 
         All of these are sharded over `ranks` ranks, by default over all ranks. Parameters and
         gradients have `itemsize` bytes each. Adam's two moments have 4 bytes each, or 8 in fp64.
-        Parameters of less than 4 bytes have a copy of 4 bytes.
+        Parameters with less than 4 bytes also have a copy with 4 bytes.
 
         `stage` is the stage of ZeRO, which determines what is sharded:
 

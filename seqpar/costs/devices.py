@@ -58,9 +58,10 @@ def published_grid(
 
     The four published times are nodes of the grid. The times of all other nodes are computed from
     three constants: the seconds per call, per row and per pair. These constants reproduce the four
-    published times with an error of at most 0.5%. A call with fewer tiles of rows × heads than
-    multiprocessors takes as long as with one tile per multiprocessor. `edge` is 0, because the
-    times include the cut tiles of a causal call. A window adds half a tile of keys per row.
+    published times with an error of at most 0.5%. If a call has fewer tiles of rows × heads than
+    the GPU has multiprocessors, it takes as long as if each multiprocessor had a tile. `edge` is 0,
+    because the times include the cut tiles of a causal call. A window adds half a tile of keys per
+    row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
     seen = (rows + 1) / 2  # the average number of keys per row
@@ -81,7 +82,8 @@ def published_grid(
 
 
 def memory_bound(bandwidth: float) -> Recurrent:
-    """Return linear attention that is limited by memory bandwidth, as lightning attention is.
+    """Return the costs of linear attention that is limited by memory bandwidth, such as lightning
+    attention.
 
     In bf16 with D = 128, a forward reads and writes 1,536 bytes per token and head: one pass reads
     keys and values, and a second pass reads all operands. A backward has four passes and reads and

@@ -12,9 +12,9 @@ from seqpar.costs.model import Model
 def step_flops(model: Model, lengths: CuSeqlens) -> float:
     """Return the FLOPs of a forward and a backward of a model on documents of these lengths.
 
-    Counted are products with all matrices, products of the (query, key) pairs that a causal mask or
-    a window allows, and products with the states of linear layers. A backward has twice the FLOPs
-    of a forward. Recomputation does not count.
+    The FLOPs of three kinds of products are counted: products with all weight matrices; products of
+    (query, key) pairs that a causal mask or a window allows; and products with the states of linear
+    layers. A backward has twice the FLOPs of a forward. Recomputation does not count.
 
     Args:
         model: the shapes of the model.

@@ -122,7 +122,7 @@ class Grid:
     """Seconds of calls of softmax attention, by query rows and average keys per row.
 
     A *node* is a measured number of rows or of keys. Between nodes, the seconds are interpolated
-    linearly in both numbers. Above the last node, they are proportional to the number, and below
+    linearly in both numbers. Above the last node, the seconds are proportional to the number. Below
     the first node, they are constant.
     """
 

@@ -171,9 +171,9 @@ class Model:
         """Return the model that a transformers configuration describes.
 
         `config` is a configuration object, or the mapping in config.json. transformers need not be
-        installed. Supported are decoders with softmax attention, windows in all or some layers,
-        mixtures of experts, and linear layers of the gated delta rule or of lightning attention.
-        Raises a ValueError that names an attribute if it is missing or not supported.
+        installed. Decoders with softmax attention are supported. They can have windows in some or
+        all layers, mixtures of experts, and linear layers with the gated delta rule or lightning
+        attention. Raises a ValueError that names an attribute if it is missing or not supported.
         """
         return cls(**read_config(config))
 

@@ -51,8 +51,9 @@ class Launcher:
 
     Each process of a group reports when the group's training is over or has failed. When all live
     processes have reported, the launcher gives each of them a place in the next group. A spare gets
-    the rank of a dead process. If there is no spare, the group shrinks, and spares that come later
-    join it at the next failure. When no process of a group is left, the training ends.
+    the rank of a dead process. If there is no spare, the next group is smaller. Spares that start
+    later join a group after the next failure. When no process of a group is left, the training
+    ends.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Groups that torchft's lighthouse forms, of processes on any number of hosts.
 
 A process sends the lighthouse a request for a *quorum*, the list of members of the next group. The
-lighthouse answers when every member of the last quorum has sent a request. If a member does not,
-the lighthouse waits for all live processes, for a limited time. All processes that have sent a
-request receive the same list.
+lighthouse answers when every member of the last quorum has sent a request. If a member does not
+send a request, the lighthouse waits for all live processes for a limited time. All processes that
+have sent a request receive the same list.
 """
 
 from __future__ import annotations

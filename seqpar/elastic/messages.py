@@ -1,4 +1,5 @@
-"""A process's place in a group, and its messages to a launcher, in the launcher's store.
+"""A process's place in a group, and the messages between a process and its launcher. Messages are
+entries of the launcher's store:
 
 key                  written by      value
 "report PROCESS N"   the process     its N-th `ProcessReport`, as a JSON list

@@ -157,9 +157,10 @@ def steps(
     address of torchft's lighthouse in the variable `TORCHFT_LIGHTHOUSE`. When a rank dies, the step
     on all other ranks ends with a `PeerError`, which this function handles. The ranks form a new
     group, with spares if there are any, and continue from the newest checkpoint that one of them
-    has. This checkpoint is sent once to the ranks that do not have it; these ranks do not yield the
-    steps that they skip. If no rank was lost, the error of a step is raised. With a lighthouse, a
-    new group is also formed after a checkpoint if new processes are waiting.
+    has. This checkpoint is sent once to the ranks that do not have it. These ranks skip the steps
+    up to the checkpoint, and do not yield them. If a step raises an error and no rank was lost,
+    this function raises the error. With a lighthouse, a new group is also formed after a checkpoint
+    if new processes are waiting.
 
     Until there is a checkpoint, each group starts with the states that `build` makes on its rank 0.
     All ranks must hold the whole state, as with DDP or without a wrapper. If a step draws random
@@ -167,7 +168,7 @@ def steps(
 
     If the number of ranks stays the same, the results have the same bits as without faults.
     Otherwise they differ as much as results with different numbers of ranks differ. If a rank dies
-    before the first checkpoint, this is so only if `build` sets a seed.
+    before the first checkpoint, both statements hold only if `build` sets a seed.
 
     Args:
         build: a function that is called with each new group, which uses gloo and is the default

@@ -37,9 +37,9 @@ def sequence_mesh(accelerator: Accelerator) -> DeviceMesh:
     ranks.
 
     Pass the mesh to `huggingface.enable`, or to `make_attention` if you wrote the model yourself.
-    Then call `accelerator.prepare` as usual. Its data loader gives the ranks of the mesh the same
-    batches and other ranks different batches. FSDP2 shards the weights over the dimensions
-    `dp_shard` and `cp` together, and averages gradients over all ranks.
+    Then call `accelerator.prepare` as usual. The prepared data loader gives all ranks of the mesh
+    the same batches, and ranks of different meshes different batches. FSDP2 shards the weights over
+    the dimensions `dp_shard` and `cp` together, and averages gradients over all ranks.
 
     Afterwards, `accelerator.maybe_context_parallel` raises a ValueError, because `sp.shard` or a
     layout cuts the batch instead. A second call of `sequence_mesh` returns the same mesh.

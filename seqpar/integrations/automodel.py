@@ -72,8 +72,8 @@ def enable(
             `sp.disable()`. Do not call `sp.shard`: Automodel shards the batches.
 
     Raises:
-        ValueError: if the mesh has no dimension "cp" of at least two ranks, or more than one rank
-            in "pp" or "tp"; if the model has a sharder of its own, or its forward does not take
+        ValueError: if the mesh has no dimension "cp" of at least two ranks, or has several ranks in
+            "pp" or "tp"; if the model has its own sharder; if the model's forward does not take
             `**kwargs`; or if a layer cannot be computed exactly on a part of the tokens.
     """
     _check_mesh(device_mesh)
@@ -159,8 +159,8 @@ class _KeptMasks:
 
     Automodel's hooks replace the mask by `is_causal`, and would turn windows into full attention.
     On each layer, one hook runs before all others and keeps the mask, and one hook runs after all
-    others and restores it. Automodel may register its hooks, and wrap layers, after `enable`, so
-    these hooks are registered again for each batch.
+    others and restores it. Automodel can register its hooks, and wrap layers, after `enable`. The
+    hooks of this class are therefore registered again for each batch.
     """
 
     def __init__(self, model: nn.Module) -> None:

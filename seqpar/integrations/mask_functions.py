@@ -5,8 +5,9 @@ functions of `transformers.masking_utils`. Evaluating the mask function for all 
 a key would take quadratic time. This module instead recognises the composed functions by name and
 reads the values that they close over. All other functions are refused.
 
-An *area* is a rectangle of queries and keys, of which a band of key − query is visible. The
-functions below take a list of areas and return the areas that a mask function leaves visible.
+An *area* is a rectangle of queries and keys, in which the pairs with key − query between two limits
+are visible. The functions below take a list of areas and return the areas that a mask function
+leaves visible.
 """
 
 from __future__ import annotations

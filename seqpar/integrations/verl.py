@@ -82,8 +82,8 @@ class _OverRanks:
     """The methods in which both engines differ from verl's.
 
     The engines divide sequences over ranks by a layout, where verl would divide them equally. After
-    the model, the engines gather the log-probabilities, entropies and values of all ranks, as verl
-    does, and verl computes its losses from the gathered values.
+    the model has run, the engines gather the log-probabilities, entropies and values of all ranks,
+    as verl does. verl computes its losses from the gathered numbers.
     """
 
     ulysses_sequence_parallel_size: int

@@ -54,7 +54,7 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
     Plain `torch.utils.checkpoint.checkpoint` also recomputes attention. On a long sequence,
     attention is the most expensive part of a block, and on several ranks its recomputation sends
     the bytes of forward again. Here, backward computes q, k and v again, and reuses the results of
-    attention from forward. Attention then sends and computes as much as without checkpointing, and
+    attention from forward. Attention sends and computes the same as without checkpointing, and
     gradients have the same bits. This is the rematerialisation-aware checkpointing of Li et al.,
     "DistFlashAttn: Distributed Memory-efficient Attention for Long-context LLMs Training" (2023).
 
@@ -62,8 +62,8 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
 
     * the arguments of `function`;
     * out and lse of each attention call. They take T·Hq·(Dv·b + 4) bytes, where T is the rank's
-      number of tokens times the batch size, and b is the number of bytes of an element. With fp64,
-      the number 4, for lse, becomes 8;
+      number of tokens times the batch size, and b is the number of bytes of an element. With fp64
+      tensors, lse takes 8 bytes instead of 4;
     * with Ulysses, unless it has `keep="tokens"`: q, k, v, out and lse of the rank's heads over all
       tokens, as without checkpointing.
 

@@ -53,15 +53,15 @@ def chunked_cross_entropy(
     """Return the sum of the tokens' cross-entropies, without holding the logits of all tokens.
 
     This equals `torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
-    Logits, losses and sums of gradients are fp32 (fp64 for fp64). Labels are not shifted:
-    `labels[i]` belongs to `hidden[i]`. For a mean, divide the sum by the number of labels of the
-    whole batch.
+    Logits, losses and sums of gradients are fp32, or fp64 if `hidden` is fp64. Labels are not
+    shifted: `labels[i]` belongs to `hidden[i]`. For a mean, divide the sum by the number of labels
+    of the whole batch.
 
-    Backward recomputes each chunk's logits. With C channels and V words, a token takes 8·C·V FLOPs
-    in both passes together, instead of 6·C·V. Between the passes, `hidden` and a few numbers per
+    Backward recomputes each chunk's logits. With C channels and V words, both passes together then
+    take 8·C·V FLOPs per token, instead of 6·C·V. Between the passes, `hidden` and a few numbers per
     token are kept. Each pass holds at most four copies of one chunk's logits, each of 4·chunk·V
-    bytes. Backward also holds the gradient of the weight in fp32, and one chunk's summand of this
-    gradient.
+    bytes. Backward also holds the gradient of the weight in fp32, and the gradient from one chunk,
+    which is added to it.
 
     With `group`, the vocabulary is sharded by tensor parallelism. Each rank of the group passes its
     rows of the weight, and all ranks pass the same `hidden`, `labels` and `token_weights`. Every
@@ -70,7 +70,7 @@ def chunked_cross_entropy(
 
     With `group`, ranks first compare their arguments. Then each of the P ranks sends 20·(P − 1)
     bytes per token in forward, or 24·(P − 1) bytes with `token_weights`. In backward, it sends
-    8·C·(P − 1)/P bytes per token. All these numbers are twice as large for fp64.
+    8·C·(P − 1)/P bytes per token. If `hidden` is fp64, all these numbers are twice as large.
 
     Args:
         hidden: (..., C), fp64, fp32, bf16 or fp16. Autocast casts it as it casts the arguments of
@@ -219,8 +219,8 @@ class _Statistics(NamedTuple):
     def over_ranks(self, shared: dict[str, Tensor], comm: Comm) -> _Statistics:
         """Return the statistics of all ranks' words, from those of this rank's words.
 
-        The tensors in `shared`, by name, must be equal on all ranks. If they differ for a token,
-        the token's statistics are NaN.
+        `shared` maps names to tensors that must be equal on all ranks. If a tensor differs between
+        ranks for a token, the token's statistics are NaN.
         """
         dtype = self.log_sum_exp.dtype
         own = torch.stack([*self, *(x.to(dtype) for x in shared.values())])

@@ -33,11 +33,10 @@ class offload:
 
     Gradients have the same bits as without `offload`. Parameters, integers, sparse tensors, small
     tensors and tensors on the host are not copied. On a GPU, copies use pinned memory and separate
-    streams. Tensors are copied to the host while forward computes. In backward, the copy of a
-    tensor back to the device starts `ahead` tensors before the tensor is needed. As with
-    `torch.autograd.graph.save_on_cpu`, saved tensors must not be changed in place. Around
-    `seqpar.checkpoint`, this context covers the tensors that the checkpoint keeps: its arguments,
-    and the results of attention.
+    streams. Tensors are copied to the host while forward computes. In backward, tensors are copied
+    back to the device before they are needed. As with `torch.autograd.graph.save_on_cpu`, saved
+    tensors must not be changed in place. If `seqpar.checkpoint` is called in this context, the
+    tensors that the checkpoint keeps are copied too.
 
     Args:
         ratio: the fraction of saved bytes to copy, from 0 to 1. When autograd saves a tensor, the

@@ -26,12 +26,12 @@ def tiled(module: M, chunk: int = 4096) -> M:
     """Make a module compute at most `chunk` tokens at a time, in forward and in backward.
 
     The intermediate tensors of an MLP then take the memory of one chunk. Backward recomputes each
-    chunk's forward. The gradients of parameters are summed over the chunks in fp32 (fp64 for fp64)
-    and rounded once. Results and gradients equal those of the unchanged module up to rounding. An
-    exception is dropout: its random numbers, from torch's default generators, differ from those of
-    the unchanged module. Backward draws the same numbers as forward.
+    chunk's forward. The gradients of parameters are summed over the chunks in fp32, or in fp64 if
+    they are fp64, and are rounded once. Results and gradients equal those of the unchanged module
+    up to rounding. Dropout draws different random numbers than in the unchanged module. Backward
+    draws the same numbers as forward, from torch's default generators.
 
-    The module must compute each token separately, such as an MLP, a norm, or experts without a
+    The module must compute each token separately. Examples are MLPs, norms, and experts without a
     limit of tokens. It must take one tensor (..., T, C) as its only tensor argument, return one
     tensor (..., T, C′), and change nothing in place. Hooks of parameters, DDP and FSDP2 see each
     parameter's gradient once, as without chunks.

@@ -129,9 +129,10 @@ class Batches:
         holds tokens are read. The micro-batches are the results of `collate`, to which `per_token`
         is passed.
 
-        `label_tokens` (documents,) is the number of labels of each document, without the label of
-        the first token, because no token predicts it. The argument is required if documents have
-        labels of −100. The sum over the documents of a step is passed to `collate`.
+        `label_tokens` (documents,) is the number of labels of each document. The label of a
+        document's first token must not be counted, because no token predicts it. The argument is
+        required if documents have labels of −100. The sum over the documents of a step is passed to
+        `collate`.
         """
         counts = None if label_tokens is None else self._label_counts(label_tokens)
         prepared = getattr(self._planner.prepare, "rank", rank)
@@ -150,8 +151,9 @@ class Batches:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at the position that `state_dict` has saved, with any number of ranks.
 
-        Raises a ValueError that names an entry if the entry is missing, or if it is an option on
-        which the order of documents depends and differs from the option of this object.
+        Raises a ValueError that names an entry if the entry is missing. The same error is raised if
+        the order of documents depends on an entry, and the entry differs from the option of this
+        object.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be a dict, as state_dict returns it, got {shown(state)}")

@@ -48,7 +48,7 @@ def collate(
       micro-batches. The sum of the losses of all labels, times this weight, is the mean loss. If
       DDP or FSDP averages gradients over the ranks, multiply the loss by the number of ranks;
     * all further keys of the documents. A tensor, array or list with one entry per token is cut
-      like the tokens. All other values are collected in a list, with one value for each of
+      like the tokens. All other values are collected in a list, with one entry for each document in
       "documents".
 
     Only documents of which the rank has tokens are read. If the rank has no tokens in a

@@ -1,14 +1,14 @@
 """Cut attention into tasks, and assign the tasks to servers with free time.
 
-DistCA ("Efficient Long-Context Language Model Training by Core Attention Disaggregation", 2025)
-does this once per micro-batch, and every rank is also an attention server. This implementation
-differs from the paper in three points:
+The method is that of DistCA ("Efficient Long-Context Language Model Training by Core Attention
+Disaggregation", 2025). It runs once per micro-batch, and every rank is also an attention server.
+This implementation differs from the paper in three points:
 
 * Overloaded servers give work away until no server has more than (1 + tolerance) times the mean
   work. The paper fills underloaded servers, which can leave too much work on overloaded servers.
 * A task can contain only some of the keys to which its queries attend.
-* The bytes of a key count once for a server, even if several of its tasks need the key, and not at
-  all if the server holds the key.
+* A key counts once for a server, even if several of the server's tasks need it. It does not count
+  if the server holds the key.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LIMIT_ROUNDS = 4  # rounds in which `_even` corrects the limits of servers
 
 
 class Stage(NamedTuple):
-    """The attention of one pipeline stage's batch, among those that servers compute in the same
-    tick.
+    """One of the batches of attention that servers compute together, such as that of a pipeline
+    stage.
 
     Attributes:
         layout: which rank owns which queries.
@@ -82,8 +82,8 @@ def disaggregate(
         row_bytes: bytes of a row of queries and of keys.
         kv_layout: which rank owns which keys, if it differs from `layout`.
         tolerance: the fraction by which the work of a server can exceed the mean.
-        weights: (ranks,) the relative speeds of ranks. A rank of weight 0 receives no work, and
-            gives away as much work as possible.
+        weights: (ranks,) floats. The relative speeds of ranks. A rank with the weight 0 receives no
+            work, and gives away as much work as possible.
         memory: one number, or (ranks,). The largest number of bytes of queries, results and keys on
             a server, including rows that the server holds itself. Work stays on its rank if no
             other server has enough memory for it.
@@ -120,11 +120,10 @@ def disaggregate_stages(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> list[TaskRectangles]:
-    """Return the tasks of each stage, for stages whose batches the same servers compute in one
-    tick.
+    """Return the tasks of each stage, for several stages that the same servers compute together.
 
-    A tick lasts as long as its slowest server, so the work of a server is summed over all stages.
-    Arguments and errors are as in `disaggregate`.
+    The stages are finished when the slowest server is, so the work of a server is summed over all
+    stages. Arguments and errors are as in `disaggregate`.
     """
     servers, tile = as_ranks("servers", servers), as_int("tile", tile, 1)
     row_bytes = check_row_bytes(row_bytes)

@@ -1,10 +1,10 @@
 """Find the part of a cell that has a given number of pairs and costs the fewest bytes to move.
 
 A cell is the attention of a span of query rows on one server (`cells.py`). A *rectangle* consists
-of n query rows of a cell and w of its keys. If a rectangle moves to another server, n rows of
-queries and results are sent, and w rows of keys and values. Let m = n·w be the number of pairs, q
-the bytes of a row of queries and results, and k the bytes of a row of keys and values. For a given
-m, the fewest bytes are sent if n·q = w·k: they are then 2·sqrt(m·q·k).
+of n query rows of a cell and w keys of the cell. If a rectangle is moved to another server, n rows
+of queries and results, and w rows of keys and values, are sent. Let m = n·w be the number of pairs,
+q the bytes of a row of queries and results, and k the bytes of a row of keys and values. For a
+given m, the fewest bytes are sent if n·q = w·k: they are then 2·sqrt(m·q·k).
 
 Under a causal mask, the best rectangles have the last queries and the first keys of a cell. The
 mask can hide a corner of such a rectangle.
@@ -108,10 +108,10 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
 def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> CellPart | None:
     """Return the part with about `pairs` pairs that costs the fewest bytes, or None if none exists.
 
-    The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. The number can
-    be wrong by up to half a pair for each row that the mask cuts. The number of rows before the
-    part is a multiple of `tile`, so that the part and the rest of the cell together have as many
-    tiles as the whole cell.
+    The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. Because of
+    rounding, the number can miss this limit by up to half a pair for each row that the mask cuts.
+    The number of rows before the part is a multiple of `tile`, so that the part and the rest of the
+    cell together have as many tiles as the whole cell.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:

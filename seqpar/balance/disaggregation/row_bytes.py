@@ -49,9 +49,9 @@ class RowBytes(NamedTuple):
 
         `backward` is the time of a backward pass divided by the time of a forward pass. The bytes
         of a pass are multiplied by the mean time of both passes and divided by the time of this
-        pass, and the larger of the two results is returned. A plan with these bytes and a `price`
-        then suits both passes: neither of them waits for messages. Results are sent in fp32 (fp64
-        for fp64).
+        pass, and the larger of the two results is returned. If a plan with a `price` uses these
+        bytes, neither pass waits for messages. Results are sent in fp32, or in fp64 if the operands
+        are fp64.
         """
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize

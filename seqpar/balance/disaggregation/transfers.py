@@ -1,9 +1,9 @@
 """Move work from overloaded servers to servers that have time, sending few bytes.
 
 Each server has a limit of work. The *surplus* of a server is its work above the limit, and the
-*room* of a server is its free work below the limit. A move takes work from a *giver*, a server with
-a surplus, to a *taker*, a server with room. *Guest* work is work that a server has received in this
-way, and guest keys are the keys that it has received for guest work.
+*room* of a server is its free work below the limit. A move transfers work from a *giver*, a server
+with a surplus, to a *taker*, a server with room. *Guest* work is work that a server has received by
+a move. Guest keys are the keys that a server has received for guest work.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class GreedyAssigner:
 
     The load of a rank is the larger of two ratios: its seconds divided by the mean (`seconds`,
     (ranks,)), and its tokens divided by its capacity (`held`, (ranks,)). Because of the second
-    ratio, tokens are balanced too if memory is tight.
+    ratio, tokens are balanced too if there is little free memory.
     """
 
     def __init__(self, batch: DocumentBatch) -> None:
@@ -44,7 +44,7 @@ class GreedyAssigner:
         self._add(pieces)
 
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
-        """Place each document, in order, on the ranks with the least load.
+        """Place the given documents, in this order, each on the ranks with the least load.
 
         `sizes` is the number of ranks for each document, by default 1. If the ranks with the least
         load have no room for a document, it is placed on the ranks with the fewest tokens. If these
@@ -168,7 +168,8 @@ def _owners(sizes: Ints) -> Ints:
 
 
 def wlb(batch: DocumentBatch) -> Pieces:
-    """Place documents, longest first, each on the rank with the least work among ranks with room.
+    """Place documents, longest first. Each is placed on the rank with the least work among those
+    with room.
 
     Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training"
     (2025), section 4. Only documents longer than a rank's capacity are cut. Unlike in the paper, no
@@ -193,11 +194,11 @@ def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
 
 
 def power_of_two(batch: DocumentBatch) -> Pieces:
-    """Place documents, longest first, each on the aligned block of ranks with the least load.
+    """Place documents, longest first. Each is placed on the block of ranks with the least load.
 
-    The number of ranks of a block is a power of two. Megatron Core's dynamic context parallelism
-    (`default_dynamic_cp`) uses the same blocks, because communicators for these blocks can be
-    created once.
+    A block has a power of two of consecutive ranks, and begins at a multiple of its size. Megatron
+    Core's dynamic context parallelism (`default_dynamic_cp`) uses the same blocks, because
+    communicators for these blocks can be created once.
     """
     # The size of a document's block depends on the document's fraction of all work and on its
     # number of tokens. If no block has room for a document, it is cut into parts that fit.

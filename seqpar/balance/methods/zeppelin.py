@@ -1,9 +1,10 @@
 """Zeppelin's hierarchical partitioning: long documents over nodes, then over a node's devices.
 
 "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
-section 4.1. The longer a document, the more communication its quadratic computation hides. Two
-lengths divide documents into three zones: a document is spread over nodes, over the devices of one
-node, or stays on one rank. The ranks that hold a document form a ring.
+section 4.1. Computation grows with the square of a document's length, and can hide more
+communication for longer documents. By their lengths, documents are therefore divided into three
+zones: long documents are spread over several nodes, shorter ones over the devices of one node, and
+short ones are placed on one rank. The ranks that hold a document form a ring.
 """
 
 from __future__ import annotations

@@ -114,10 +114,10 @@ def plan(
             "power_of_two"; "auto" uses the method with the least predicted seconds, and refines its
             result. It also tries smaller capacities, so that a larger capacity never makes a step
             slower.
-        offload: a number from 0 to 1. The largest fraction of a rank's activations that may be
-            copied to host memory. If it is above 0, ranks hold more tokens than their capacity, as
-            far as computation hides the copies (ByteScale). `MicroBatch.offload` has the ratios for
-            `seqpar.offload`. Must be 0 with contiguous packing and with `remap`.
+        offload: a number from 0 to 1. The largest fraction of a rank's activations that is copied
+            to host memory. If it is above 0, ranks can hold more tokens than their capacity, as
+            long as computation hides the copies (ByteScale). Pass `MicroBatch.offload` of the plan
+            to `seqpar.offload`. Must be 0 with contiguous packing and with `remap`.
         checkpointing: how activations are kept, as in `Costs.activation_bytes`. Activations that
             are recomputed are not copied to host memory.
         remap: whether each layer moves tokens, by `Layout.remap`, to a layout with equal numbers of

@@ -34,9 +34,9 @@ class Offloading:
     Act is the bytes of activations of a layer, T the time of a layer, and l the number of layers.
     B_d2h and B_h2d are the bandwidths of copies to the host and back.
 
-    With `seqpar.offload(r)` around the model, the activations of (1 − r)·l layers stay on the
-    device. A fraction r of the activations of two more layers is also on the device, because these
-    activations are being copied to the host or back.
+    With `seqpar.offload(r)` around the model, a fraction 1 − r of each layer's activations stays on
+    the device. The rest of two layers is on the device too, because it is being copied to the host
+    or back.
     """
 
     most: float  # largest fraction of a rank's activations to offload, from 0 to 1
@@ -58,8 +58,9 @@ class Offloading:
     def kept(self, tokens: Ints, forward: Floats) -> Floats:
         """Return the fractions of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
 
-        Each r is the largest ratio, up to `most`, for which the forward pass hides the copy. A
-        backward pass takes longer, so it hides the copy back too.
+        l is the number of layers. r is the largest fraction of activations, up to `most`, that can
+        be copied to the host during the forward pass. Copying back during backward then takes no
+        additional time either, because a backward pass takes longer than a forward pass.
         """
         return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
@@ -168,7 +169,7 @@ class DocumentBatch:
 
         The bound is the largest of three times: the mean time of the ranks, the time of the longest
         document on all ranks together, and the time of a rank with a single token. All three times
-        include one call per layer, and no messages.
+        include the constant cost of one attention call per layer, but no messages.
         """
         if not self.lengths.size:
             return 0.0
@@ -218,8 +219,8 @@ class DocumentBatch:
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:
-        """For each kind of link, the tokens per rank with which the work of a ring hides its
-        messages.
+        """For each kind of link, how many tokens a rank of a ring must hold so that computation
+        hides messages.
 
         The number is infinite for a model without softmax layers, and if computation and messages
         do not overlap.

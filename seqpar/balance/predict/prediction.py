@@ -1,8 +1,9 @@
 """Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
 
 The prediction assumes that a rank receives keys directly from the ranks that hold them, as in
-`RingAttention`. The work on a document hides the document's messages; only the time beyond this
-work is added. Messages with states of linear layers are not hidden, so their whole time is added.
+`RingAttention`. Messages of a document are sent during the work on this document, so only the time
+that exceeds this work is added. Messages with states of linear layers are not hidden by any work,
+so their whole time is added.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def share_ends(share: Ints, pieces: Pieces, count: int) -> Ints:
 def seconds_of(
     batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict ranks that hold these shares.
+    """Predict the seconds, tokens and bytes of ranks that hold these shares.
 
     `tokens` (ranks,) is the number of all tokens on each rank. `local` (2, ranks) is the seconds of
     attention, forward and backward, of documents that are not in `shares`.

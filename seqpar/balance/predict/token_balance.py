@@ -7,9 +7,9 @@ program:
 
     min_M max_i Σ_j C_ij M_ij
 
-C has only two values, one inside a node and one between nodes, so the program has a closed
-solution: the free places of a node are filled first by those ranks of the node that would otherwise
-send longest.
+C has only two values, one inside a node and one between nodes. The program therefore has a simple
+solution: ranks below the mean first receive tokens from those ranks of their node that would
+otherwise send longest.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ FILE_WIDTH = 150  # the width, in characters, of a table that is not printed to 
 def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
     """Return the figures of a point, or None if the point failed. Unknown figures are None.
 
-    `area()` returns the area of the mask. The function is called only for measured points, because
-    it may take too long for a batch that is too large to measure.
+    `area()` returns the area of the mask. It is called only for measured points, because it can
+    take too long for batches that are too large to measure.
 
     * seconds: the median over rounds of the slowest rank's seconds; spread: the quartiles over
       rounds;

@@ -230,7 +230,8 @@ def release_memory() -> None:
 
 
 def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
-    """Return the bytes by which a step raises the peak memory, results included.
+    """Return the number of bytes by which a step raises the peak memory. The step's results are
+    included.
 
     On a CPU, the number comes from Linux, with an error of about 100 KiB. Returns None on a CPU
     without Linux.

@@ -1,7 +1,7 @@
 """Hugging Face transformers models over sequences too long for one device.
 
-`sp = huggingface.enable(model, group, "ring")`, then `model(**sp.shard(batch))`. Nothing here
-imports transformers until it is called.
+Call `sp = huggingface.enable(model, group, "ring")` once, and `model(**sp.shard(batch))` for each
+batch. Importing this package does not import transformers.
 
 Start with `session.py`, which defines `enable` and the *session* that it returns, `sp`. The *part*
 of a rank is the tokens of a batch that the rank computes.

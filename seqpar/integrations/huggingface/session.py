@@ -298,8 +298,8 @@ class SequenceParallel(EnabledModel):
         Args:
             batch: a whole batch, as `shard` takes it, the same on all ranks.
             dtype, device: the dtype and device of q, k and v in a step. None stands for the dtype
-                and device that the model has now. Pass them if steps use autocast, or if a Trainer
-                moves the model later.
+                and device that the model has now. Pass both arguments if steps use autocast, or if
+                a Trainer moves the model later.
             backward: whether steps run backward.
 
         Raises:
@@ -337,11 +337,12 @@ class SequenceParallel(EnabledModel):
         """Return the sum of all ranks' losses, for a loss that your code computes from this rank's
         outputs.
 
-        The sum has the same value on all ranks. As for the model's own loss, the gradients after
-        its backward, averaged over the ranks, are the gradient of the sum. For a mean, divide the
-        loss by the number of tokens on all ranks before you pass it. All ranks must call this
-        method, and if one rank runs backward, all ranks must. Add a term that is the same on every
-        rank, such as a penalty of the weights, to the returned sum.
+        The sum has the same value on all ranks. Call `backward` on the sum. The gradients must then
+        be averaged over the ranks, as for the model's own loss, and are the gradient of the sum.
+        For a mean, divide the loss by the number of tokens on all ranks before you pass it. All
+        ranks must call this method, and if one rank runs backward, all ranks must. If the loss has
+        a term that is the same on every rank, such as a penalty of the weights, add this term to
+        the returned sum.
 
         Raises a ValueError if the loss depends on a trainable tensor that is not the model's.
         """
@@ -741,8 +742,8 @@ def _has_cache(kwargs: Mapping[str, Any]) -> bool:
 def settings_of(config: Any) -> dict[str, Any]:
     """Return a model's settings that must be equal on all ranks, by the names that users know.
 
-    Paths can differ between ranks. So can settings whose names begin with an underscore, which are
-    those of seqpar and of transformers itself.
+    Paths can differ between ranks. Settings whose names begin with an underscore can also differ.
+    They belong to seqpar and to transformers itself.
     """
     named = _public(config.to_dict())
     return {f"model.config.{name}": x for name, x in named.items()}

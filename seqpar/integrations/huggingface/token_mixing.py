@@ -1,10 +1,11 @@
 """Find user code that mixes tokens. On several ranks, it would mix only the tokens of each rank.
 
-In some calls of a model, the code of each module and hook that is neither torch's nor transformers'
-runs again on a *sample* of its tokens: once on the whole sample, and once on each of three parts of
-the sample. If the results of the parts do not make up the result of the whole sample, a token's
-result depends on other tokens. Start with `TokenMixing`, whose `begin` and `end` are called around
-the model, and then read `_check`, which compares the whole with its parts.
+The code of the user is every module and hook that is neither torch's nor transformers'. In some
+calls of a model, this code runs again on a *sample* of its tokens: once on the whole sample, and
+once on each of three parts of the sample. If the results of the parts do not make up the result of
+the whole sample, a token's result depends on other tokens. Start with `TokenMixing`, whose `begin`
+and `end` are called around the model, and then read `_check`, which compares the whole with its
+parts.
 
 A module of the user can contain attention layers, or modules whose result depends on positions.
 Such inner modules must not be called on a part of the tokens. Their results in the real call are
@@ -153,9 +154,9 @@ class TokenMixing:
     def _found(self, root: nn.Module) -> Iterator[_Checked]:
         """Yield the user's modules that this call checks.
 
-        If a module of the user is inside another one, only the outer module is yielded, because
-        both run again together. Inner modules that must not be called on a part of the tokens are
-        added to `replayed` of the outer module.
+        If a module of the user is inside another module of the user, only the outer module is
+        yielded, because both run again together. Inner modules that must not be called on a part of
+        the tokens are added to `replayed` of the outer module.
         """
         around = _around(root, self._session.layers.keys())
         seen: set[nn.Module] = set()
@@ -257,9 +258,9 @@ class TokenMixing:
     def _check_module(self, checked: _Checked, args: Any, kwargs: Any) -> None:
         """Check a module that has just run with these arguments.
 
-        If two dimensions of an argument are as long as the number of tokens, both are tried as the
-        dimension of tokens. If the module raises an error on a part of the tokens, later calls
-        check the modules inside it instead.
+        If two dimensions of an argument have as many entries as there are tokens, each of them is
+        tried as the dimension of tokens. If the module raises an error on a part of the tokens,
+        later calls check the modules inside it instead.
         """
         module = checked.module
         if (module, module.training) in self._done:

@@ -58,9 +58,9 @@ class PlanScheduler:
     ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
         """Return the lengths and the ids of each rank's samples, in the order of computation.
 
-        Both results have the form that Megatron expects: a list of steps, with a barrier after each
-        step, and in each step a list for each rank. Here there is only one step. Ranks that share
-        samples compute them in the same order and therefore need no barrier.
+        Both results have the form that Megatron expects: a list of steps, in which each step has a
+        list for each rank. Megatron has a barrier after each step. Here there is only one step.
+        Ranks that share samples compute them in the same order and therefore need no barrier.
 
         Args:
             sample_id_seqlens: the id and the number of tokens of each sample. Megatron requires

@@ -106,8 +106,7 @@ def check_packing(side: Side, separates: bool) -> None:
     """Raise a ValueError if `shard` and the model disagree about jumps of the positions.
 
     `shard` has begun a document at each jump. `separates` is whether the model's mask separates
-    documents too. A rank without a jump among its positions raises no error; the check then fails
-    on a rank that has one.
+    documents too. Only ranks whose positions have a jump raise the error.
     """
     if side.documents.packed and not separates and side.shows_jumps():
         reason = "which the model's mask does not treat as beginnings of documents"

@@ -1,6 +1,6 @@
 """Count the calls of attention layers, and the bytes that a rank sends for each layer.
 
-In eager mode, hooks do this. A compiled graph contains an operator for it instead, because
+In eager mode, autograd hooks count. A compiled graph contains an operator that counts, because
 torch.compile runs the Python code of a layer only once, when it traces the graph.
 """
 

@@ -93,8 +93,8 @@ def _recurrent_call(
 ) -> list[dict[str, Any]]:
     """Return the arguments of `preparation`, once for each dtype in which the step can compute.
 
-    The dtype of a recurrence depends on the dtype and device of q, which can differ between the
-    step and this run.
+    The dtype in which a recurrence computes depends on the dtype and device of q. Both can differ
+    between the step and this run.
     """
     (options,) = _linear_call(known, attention, args, kwargs)
     if known.keys().isdisjoint(("dtype", "device")):

@@ -1,4 +1,5 @@
-"""Models that put images or sound into their text. Only the text is spread over ranks.
+"""Models that insert features of images or sound into text. Only the text model is spread over
+ranks.
 
 Before the text model is called, every rank computes the whole batch, as a single process would: all
 images, and the embeddings of all tokens. The text model then computes only this rank's tokens.

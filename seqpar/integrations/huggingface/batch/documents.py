@@ -54,7 +54,8 @@ def find_documents(
 
     A document begins at each row's first token that is not padding, at each entry of
     `cu_seq_lens_q`, and wherever the position is 0. `cuts` says whether any other jump of the
-    positions begins a document too. If that is unknown, `cuts` is a string with the reason.
+    positions begins a document too. If the effect of such jumps is unknown, `cuts` is a string with
+    the reason.
 
     Raises a ValueError that names the key if keys contradict each other, if padding lies between a
     row's tokens, or if positions jump and `cuts` is a string.

@@ -97,7 +97,8 @@ class Opaque:
     """An argument of a model's call that wrappers of the model pass on as one object.
 
     FSDP, DDP, accelerate and Lightning rebuild the dataclasses, named tuples and registered pytrees
-    among the arguments of a call. They pass on all other objects, or copy them, or call their `to`.
+    among the arguments of a call. All other objects are passed on unchanged, copied, or moved by
+    their method `to`.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -122,10 +123,10 @@ class Sharding(Opaque):
             decoder's.
         labels: the number of labels that count in the loss, on all ranks together. None without
             labels.
-        whole: whether the model receives all tokens, so that a hook of its text model cuts them.
+        whole: whether the model receives all tokens. A hook of its text model then cuts them.
         origin: the kind of model for which the batch was sharded.
-        last_tokens: (B,) indices into the B·S tokens, if the model classifies whole rows. The token
-            of each row from which the result is computed.
+        last_tokens: (B,) indices into the B·S tokens, or None. If the model classifies whole rows,
+            these are the tokens from which the results of the rows are computed.
     """
 
     def __init__(
@@ -190,8 +191,8 @@ class TokensOfRank(Tensor):
     """The ids of one rank's tokens, which only an enabled model may look up in its embeddings.
 
     A model that is not enabled would compute a rank's tokens as if they were a whole batch. It
-    therefore raises a ValueError when it looks up these ids in its embeddings, or copies and slices
-    of the ids. All other code can use the ids like any other tensor.
+    therefore raises a ValueError when it looks up these ids, or copies or slices of them, in its
+    embeddings. All other code can use the ids like any other tensor.
     """
 
     @classmethod

@@ -20,11 +20,11 @@ from seqpar.softmax.sharded_cache import ShardedCache
 class Cache:
     """The keys and values of an enabled model's layers, spread over its ranks; see `sp.cache`.
 
-    The first call of the model with the cache is a sharded prefill: each rank computes some of the
-    tokens and stores their keys. In later calls, every rank computes all new tokens and attends to
-    the keys that it stores. The rank that stores the fewest keys also stores the new ones
-    (`seqpar.ShardedCache`). Padding is not stored. Reordering of beams and cropping need no
-    messages. The object is a `transformers.Cache` and has the methods of that class.
+    The first call of the model with the cache is the prefill, in which each rank computes some of
+    the tokens and stores the keys of these tokens. In later calls, every rank computes all new
+    tokens and attends to the keys that it stores. The rank that stores the fewest keys also stores
+    the new ones (`seqpar.ShardedCache`). Padding is not stored. Reordering of beams and cropping
+    need no messages. The object is a `transformers.Cache` and has the methods of that class.
 
     Attributes:
         store: the `seqpar.ShardedCache` with the keys of layers without a window; None before the

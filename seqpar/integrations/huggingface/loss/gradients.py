@@ -1,11 +1,11 @@
 """The loss of all ranks' tokens, and the average of its gradients over the ranks.
 
-The loss of a group of ranks is the sum of the losses of its ranks. A rank's backward computes the
-gradient of this sum through the rank's own tokens, and multiplies it by the number of ranks.
-Averaged over the ranks, these gradients are the gradient of the group's loss. DDP or FSDP computes
-the average if it wraps the model, and otherwise `average_gradients` does. A term that is equal on
-all ranks, such as a penalty of the weights, has equal gradients on all ranks, which the average
-does not change.
+The loss of a group of ranks is the sum of the losses of its ranks. Backward on a rank computes only
+that part of the gradient that flows through the rank's own tokens, and multiplies it by the number
+of ranks. The average of these results over the ranks is therefore the gradient of the group's loss.
+DDP or FSDP computes the average if it wraps the model, and otherwise `average_gradients` does. A
+term that is equal on all ranks, such as a penalty of the weights, also has equal gradients on all
+ranks. Averaging does not change these gradients.
 
 `LossOfRanks` computes the sum of losses. The rest of this file refuses uses that would silently
 give wrong gradients:
@@ -14,7 +14,7 @@ give wrong gradients:
   loss of one rank's tokens.
 * `_check_leaves` refuses a trainable tensor that is not a parameter of the model, because nothing
   averages its gradient.
-* `_LOCAL` and `_check_step` refuse an optimizer's step whose gradients nothing has averaged.
+* `_LOCAL` and `_check_step` refuse a step of an optimizer if its gradients were not averaged.
 * `Averaging`, in `seqpar.comm.averaging`, finds the wrappers, and refuses wrappers that do not
   average over the group.
 """
@@ -99,8 +99,8 @@ class LossOfRanks(torch.autograd.Function):
 class _Output(torch.autograd.Function):
     """An output of the model that refuses a gradient if the loss was not summed over the ranks.
 
-    The backward of every loss that is computed from the output reaches this node. `check_output`
-    then finds out whether the running loss is a `LossOfRanks` that depends on this output.
+    The class is a node of autograd's graph. The backward of every loss that depends on the output
+    reaches this node. `check_output` then finds out whether the loss is a `LossOfRanks`.
     """
 
     @staticmethod

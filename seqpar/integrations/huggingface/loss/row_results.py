@@ -1,8 +1,8 @@
 """Heads that compute one result for each row of a batch, from the last token of the row.
 
 Such a head is a linear layer, `score`, that transformers applies to every token. Each rank applies
-the layer to its own tokens. The ranks then gather all scores, and every rank selects those of the
-rows' last tokens.
+the layer to its own tokens. The ranks then gather all scores, and every rank selects the scores of
+the rows' last tokens.
 """
 
 from __future__ import annotations

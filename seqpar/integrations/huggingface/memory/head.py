@@ -42,8 +42,9 @@ class ChunkedHead:
     """A head whose forward computes the sum of losses, in calls with labels.
 
     Attributes:
-        saved_bytes: the bytes that the last call saved: logits of all tokens in the hidden states'
-            dtype and in fp32, less the logits of one chunk in fp32.
+        saved_bytes: the bytes that the last call did not allocate. Without chunks, the logits of
+            all tokens would exist in the hidden states' dtype and in fp32. With chunks, the logits
+            of one chunk exist in fp32.
         keeps_logits: whether calls return logits and compute the loss from them.
     """
 

@@ -76,7 +76,8 @@ def read_elsewhere(kind: type) -> set[str]:
 
     Seqpar's attention replaces this function and would ignore these attributes. An exception is
     `sinks` in a layer that also passes its sinks as the argument `s_aux`, which seqpar accepts.
-    Relies on the name `module` of the function's parameter for the layer.
+    This function assumes that the parameter of `eager_attention_forward` for the layer is called
+    `module`.
     """
     own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
     if own is None or own.__module__ != kind.__module__:
@@ -90,10 +91,10 @@ def read_elsewhere(kind: type) -> set[str]:
 def users_of_labels(model: nn.Module, inner: nn.Module) -> list[str]:
     """Return the names of the user's classes that use labels, in a model or in modules around it.
 
-    An enabled model receives no labels, because its loss is computed after its call. A class that
-    only passes `labels=labels` on to an inner model or to its base class works without labels too.
-    So does a model class of the user's own that passes labels to `loss_function`, unless it also
-    shifts the labels or changes the loss.
+    An enabled model receives no labels, because its loss is computed after its call. Two kinds of
+    classes work without labels too, and are not returned: a class that only passes `labels=labels`
+    on to an inner model or to its base class, and a model class that passes labels to
+    `loss_function` without shifting the labels or changing the loss.
     """
     around = [x for x in model.modules() if any(y is inner for y in x.modules())]
     users: list[str] = []
@@ -145,7 +146,7 @@ def _uses_labels(function: FunctionType, owner: nn.Module, models: list[nn.Modul
 
 
 def _makes_another_loss(function: FunctionType, owner: nn.Module, models: list[nn.Module]) -> bool:
-    """Return whether a function of the user's own model makes another loss than `loss_function`.
+    """Return whether a function of the user's own model computes a loss other than `loss_function`.
 
     These uses of labels are allowed: passing them to `loss_function`, comparing them with None and
     moving them to a device. If the function's file has transformers' router loss, the function can
@@ -221,11 +222,13 @@ def _syntax(function: FunctionType) -> list[ast.AST]:
 
 
 class Overlay(Replaced):
-    """Replaces some of the global functions that a module's forward calls, until `remove`.
+    """Replaces some of the global functions that a module's forward calls, until `remove` is
+    called.
 
-    The module gets a copy of its forward, with the same code, closures and decorators, which reads
-    other globals. The module's class and its file do not change. If `around` is given, a call of
-    the module calls `around(own, module, …)`; `own` is the copied forward.
+    The module gets a copy of its forward, with the same code, closures and decorators. Only in this
+    copy, the global functions are replaced. The module's class and its file do not change. If
+    `around` is given, a call of the module calls `around(own, module, …)`; `own` is the copied
+    forward.
     """
 
     def __init__(

@@ -32,9 +32,10 @@ _OPTIONS = (
 class Groups:
     """The groups of an Accelerator's processes. The Accelerator treats each group as one process.
 
-    All ranks of a group get the same batches, and values are gathered once for each group. If there
-    are fewer batches than groups in the last turn of an evaluation, the results of the groups
-    without a batch are dropped. `firsts` are the first processes of the groups.
+    All ranks of a group get the same batches, and values are gathered once for each group. An
+    evaluation runs in turns, in each of which every group computes one batch. If the last turn has
+    fewer batches than there are groups, the results of the groups without a batch are dropped.
+    `firsts` are the first processes of the groups.
     """
 
     def __init__(self, accelerator: Any, firsts: list[int], index: int) -> None:

@@ -25,13 +25,14 @@ def trainer(base: type) -> type:
 
     All ranks of a group read the same batches, and different groups read different batches. With
     one group, batches, losses, metrics, predictions and checkpoints are the same as on a single
-    process. With several groups, training uses the batches that this number of processes would use.
-    Evaluation and predictions are still the same as on a single process. If several groups train on
-    a streamed dataset with several workers, the workers only read samples, and the training process
-    collates them.
+    process. With several groups, training uses the batches of a training on as many single
+    processes. Evaluation and predictions are still the same as on a single process. If several
+    groups train on a streamed dataset with several workers, the workers only read samples, and the
+    training process collates them.
 
-    Methods of your own subclass stay in effect, and run before seqpar's. A `compute_loss` of your
-    own raises an error if it calls the model. Enable the model before you make the trainer.
+    Methods of your own subclass stay in effect, and run before seqpar's methods. If your own
+    `compute_loss` calls the model, an error is raised. Enable the model before you make the
+    trainer.
 
     Args:
         base: one of these, or your subclass:
