@@ -1,15 +1,16 @@
 """How far two correct runs of a model can differ because of rounding.
 
-An operation that sums K products in an accumulator of unit roundoff a, and rounds its result to a
-dtype of unit roundoff u, has a relative error of about u + a·√K, because its roundings are
-independent and add like a random walk. Two runs that do the same operation with different orders of
-summation therefore differ by about this error. Later operations keep the difference and add errors
-of the same size, so the results of the n-th operation of a step differ by about √n·(u + a·√K). The
-bound is `MARGIN` times this number.
+Consider an operation that sums K products in an accumulator with the unit roundoff a, and rounds
+the result to a dtype with the unit roundoff u. Its relative error is about u + a·√K, because
+rounding errors are independent and add up like a random walk. Two runs that do the same operation
+with different orders of summation therefore differ by about this error. Later operations keep the
+difference and add errors of the same size, so the results of the n-th operation of a step differ by
+about √n·(u + a·√K). The bound is `MARGIN` times this number.
 
 The derivation assumes that operations do not enlarge relative differences, on average over a
-token's features. A model whose operations do, for example because of very large attention scores,
-exceeds the bound. For such a model, a second recording of the first run measures the bound.
+token's features. If the operations of a model enlarge differences, for example because attention
+scores are very large, correct runs exceed the bound. For such a model, a second recording of the
+first run measures the bound.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def unit_roundoff(dtype: str) -> float:
 def rounding_bound(operation: int, coarsest: float, summands: int) -> float:
     """Return the relative difference that rounding explains after `operation` operations.
 
-    `coarsest` is u, the unit roundoff of the least precise dtype that the operations used so far.
-    `summands` is K, the number of products that an operation sums.
+    `coarsest` is the unit roundoff u of the least precise dtype so far, and `summands` is the
+    number K of products that an operation sums; see the module's docstring.
     """
     accumulator = min(coarsest, unit_roundoff("float32"))
     one = coarsest + accumulator * math.sqrt(max(1, summands))

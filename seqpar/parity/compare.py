@@ -49,9 +49,9 @@ def compare(
         second: the folder of the run that may be wrong.
         again: the folder of a second recording of the first run, in which sums have a different
             order, for example because of a different number of threads, kernel or padding. A
-            difference between `first` and `second` is then real if it exceeds both 4 times the
-            difference between `first` and `again`, and the bound of one operation. By default, the
-            bound is computed from dtype and depth.
+            difference between `first` and `second` then counts if it exceeds two bounds: 4 times
+            the difference between `first` and `again`, and the bound of one operation. Without
+            `again`, the bound is computed from dtype and depth.
         progress: a function that is called with a line of text for each file that is read and for
             each output that is compared.
 
@@ -317,10 +317,10 @@ def _scale_of_losses(evidence: Evidence, depths: _Depths) -> float:
     1.
 
     A run that averages gradients over ranks multiplies each rank's loss by the number of ranks, or
-    by the number of ranks that share a sequence. If the ratio of the second run's output gradients
-    to those of the first run is the ratio of two such numbers, it is no fault: the second run's
-    output gradients are divided by the ratio before they are compared. Whether the ratio fits the
-    average is found later, from the parameters' gradients.
+    by the number of ranks that share a sequence. The runs' output gradients can therefore differ by
+    the ratio of two such numbers without a fault. The second run's output gradients are divided by
+    this ratio before they are compared. The comparison of the parameters' gradients shows later
+    whether the ratio is right.
     """
     a, b = evidence.a, evidence.b
     for key in reversed(depths.order):
@@ -390,8 +390,8 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
     """Compare the losses of the batch, and the numbers by which the runs divided them.
 
     A run does not say whether the loss of the batch is the sum or the mean of the ranks' losses.
-    The pair of values, one from each run, that are closest is compared, or the two means if no pair
-    agrees.
+    Each run therefore has several possible values. The two closest values of the two runs are
+    compared or, if no values agree, the two means.
     """
     x, y = evidence.losses(evidence.a), evidence.losses(evidence.b)
     if not x or not y:
@@ -475,8 +475,9 @@ def _median_rms(
 ) -> float:
     """Return the median of the root mean squares of all gradients.
 
-    Errors of smaller gradients are relative to this median, because some gradients are zero apart
-    from rounding. An example is the gradient of the keys' bias, which softmax ignores.
+    If a gradient is smaller than this median, its error is taken relative to the median. The reason
+    is that some gradients are zero apart from rounding, such as the gradient of the keys' bias, on
+    which softmax does not depend.
     """
     rms = [
         np.sqrt(found[0][1][0] / max(1, np.prod(shapes[name])))
@@ -532,7 +533,7 @@ def _use_measured_bounds(evidence: Evidence, measured: Evidence) -> None:
     """Replace the bounds by 4 times the difference between two recordings of the first run.
 
     A bound is never smaller than the bound of one operation. Bounds of values without rounding,
-    such as labels, stay as they are. All bounds stay if the two recordings have the same bits.
+    such as labels, do not change. If the two recordings have the same bits, no bound changes.
     """
     errors = {(x.stage, x.name): x.error for x in measured.findings}
     if not any(error > 0 for error in errors.values()):

@@ -1,13 +1,13 @@
 """Name the fault that explains a first difference, by one small rule for each known fault.
 
 A rule looks at which tokens, ranks or parameters differ. It returns a sentence, or None if the
-differences have a different pattern. `RULES` lists the rules, each with the stages of a first
-difference that the rule can explain, and `diagnose` tries the rules in this order. Rules with
-direct evidence, such as unequal weights, come before rules that judge by the tokens that differ.
-The first recording is assumed to be right.
+differences have a different pattern. `RULES` lists the rules. Each rule has a list of stages
+(`Finding.stage`), and can explain a first difference in one of these stages. `diagnose` tries the
+rules in the order of the list. Rules with direct evidence, such as unequal weights, come before
+rules that judge by the tokens that differ. The first recording is assumed to be right.
 
-The docstring of a rule describes the pattern that the rule recognises. A rank border is a position
-in a row where a token is on another rank than the token before it.
+The docstring of a rule describes the pattern that the rule recognises. A *rank border* is a
+position in a row whose token is on a different rank than the previous token.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def border(evidence: Evidence, first: Finding) -> str | None:
 def label_shift(evidence: Evidence, first: Finding) -> str | None:
     """Labels differ only where the next token of the sequence is not the rank's next token.
 
-    If only the numbers of labels are known, the second run must lack no more labels than there are
-    such tokens.
+    If only the numbers of labels are known, the number of labels that are missing in the second run
+    must be at most the number of such tokens.
     """
     if first.errors is None:
         assert first.values is not None

@@ -28,7 +28,8 @@ class Finding:
         bound: the largest relative difference that rounding explains.
         errors: (rows · tokens,) the relative difference of each token, NaN if the token was not
             compared. None if the finding is not about tokens.
-        ranks: (rows · tokens,) for each token, the rank of the second run that has the difference.
+        ranks: (rows · tokens,) for each token, the rank of the second run whose value has this
+            difference.
         rank: the rank with the largest difference, if the finding is not about tokens.
         values: the values of both runs, if the finding is about a loss, a count or a learning rate.
         key: the key of the output in the recordings, if the finding is about an output.

@@ -415,9 +415,9 @@ def _place_in_group(recording: Recording, group: list[Rank], ids: Ints | None) -
 
 
 def _numbers_of_rows(x: _Sequences, rows: list[Ints | None], used: set[int]) -> list[int]:
-    """Return the index in `rows` of each row of a group, and append its new rows to `rows`.
+    """Return the index in `rows` of each row of a group, and append rows of the group that are new.
 
-    If several entries of `rows` equal a row of the group, an entry that no group holds yet is
+    If a row of the group is equal to several entries of `rows`, an entry that no group holds yet is
     preferred.
     """
     numbers: list[int] = []

@@ -64,7 +64,7 @@ def record(
     """Record what a model computes in this context, into a new folder.
 
     Run exactly one training step, or one call of the model, in the context. Every rank must enter
-    the context, and it writes its own files when it leaves the context. Nothing is sent.
+    the context. When it leaves the context, it writes its own files. Nothing is sent.
 
     Args:
         folder: the folder to write, which must not exist. All ranks name the same folder.
@@ -330,8 +330,9 @@ class Recorder:
     ) -> Tensor:
         """Return (parameters, columns): the summaries of this rank's blocks of the parameters.
 
-        `part` returns what is summarised of a parameter, such as its gradient. The row of a
-        parameter is NaN if `part` returns None, or if what this rank holds is not a block.
+        `part` is a function from a parameter to the tensor to be summarised, such as the gradient.
+        The row of a parameter is NaN if `part` returns None, or if the part of the tensor on this
+        rank is not a block.
         """
         found = []
         with torch.no_grad():

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(inputs: Mapping[str, Tensor], known: int | None) -> Batch | None:
-    """Return the shape of a rank's tokens, from the tensors that its model was called with.
+    """Return the shape of a rank's tokens, from the tensors with which the rank's model was called.
 
     `known` is the number of local tokens according to `layout=` or `tokens=`. Integer tensors are
     (rows, tokens) or (tokens,). Floating-point tensors also have a last dimension of features.
@@ -61,8 +61,8 @@ def _is_integer(x: Tensor) -> bool:
 def token_rows(x: Tensor, batch: Batch) -> Tensor | None:
     """Return `x` as (rows, tokens, features), or None if no dimension of `x` is the tokens.
 
-    The dimension of tokens can also be the first one, as in Megatron, or follow the heads. A tensor
-    with a single row, such as the cosines of RoPE, counts as the first row of the batch.
+    Tokens can also be the first dimension, as in Megatron, or the dimension after the heads. A
+    tensor with a single row, such as the cosines of RoPE, counts as the first row of the batch.
     """
     rows, tokens = batch
     shape = tuple(x.shape)

@@ -28,8 +28,8 @@ _MAX_ELEMENTS = 2**24  # most elements that are converted to fp64 at a time: 128
 def signs(start: int, count: int, salt: int, device: torch.device) -> Tensor:
     """Return random signs (count, PROJECTIONS) in fp64 for positions start … start + count − 1.
 
-    A sign is one bit of a hash of the position and `salt`. It does not depend on which part of a
-    row is being summarised.
+    A sign is one bit of a hash of the position and `salt`. A position therefore has the same sign
+    in every part of a row that contains it.
     """
     index = np.arange(start, start + count, dtype=np.uint64)[:, None] * np.uint64(PROJECTIONS)
     mixed: Any = index + np.arange(PROJECTIONS, dtype=np.uint64) + np.uint64(1 + (salt << 48))

@@ -3,8 +3,8 @@
 The script computes in bf16. Parameters, gradients and Adam's moments are in fp32, and FSDP2 shards
 them over all GPUs. MLPs, norms and the loss are computed in chunks of tokens. For backward, the
 script keeps the input of each layer and, unless backward computes them again, the results of
-attention. The memory is the largest at one of four moments of backward, each of which has different
-temporary tensors.
+attention. Different temporary tensors exist at different times of backward. There are four moments
+at which the memory can be the largest.
 """
 
 from __future__ import annotations

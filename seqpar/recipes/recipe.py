@@ -67,7 +67,7 @@ class Recipe:
         strategy: the strategy of softmax attention. With "usp", a row of the mesh is a node.
         layout: "zigzag" or "contiguous".
         keeping: what is kept for backward.
-        seconds: the seconds of a step by part.
+        seconds: the seconds of each part of a step.
         error: the standard deviation of the relative error of the sum of `seconds`.
         memory: the memory of the GPU that needs the most memory.
     """

@@ -4,10 +4,10 @@ The cut depends only on the layouts, the mask, the shapes and the options, and n
 servers are available. If servers die, hang, leave or join, other servers compute the same tasks,
 and the result has the same bits.
 
-The cut uses the planner of `disaggregate`, which distributes attention over ranks. Here the planner
-sees the trainer as rank 0, which stores all tokens and should compute nothing, and one *idle rank*,
-a rank without tokens, for each task. The work that the planner assigns to an idle rank becomes one
-task.
+The cut uses the planner of `disaggregate`, which distributes attention over ranks. For this
+planner, the trainer is rank 0, which stores all tokens and should compute nothing. In addition,
+there is one *idle rank*, a rank without tokens, for each task. The work that the planner assigns to
+an idle rank becomes one task.
 """
 
 from __future__ import annotations

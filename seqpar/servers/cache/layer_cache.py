@@ -1,9 +1,9 @@
 """The keys and values of one layer of a `ServerCache`, and attention over them.
 
 * A *row* is the key and the value of one token, in all sequences of the batch.
-* A *segment* is a range of consecutive rows of a layer. One server stores the segment. This process
-  keeps a copy of the segment's rows or computes the rows again. If the server is lost, this process
-  can therefore send the segment to another server.
+* A *segment* is a range of consecutive rows of a layer. One server stores the segment. If the
+  server is lost, this process sends the segment to another server. For this purpose, it keeps a
+  copy of the segment's rows, or can compute the rows again.
 * A *step* is a request for one segment. It carries queries, and those rows of the segment that the
   server does not have. The server appends the rows to the segment, and computes attention of the
   queries over the segment.
@@ -147,8 +147,8 @@ class SegmentServers:
     def hold(self, nbytes: int) -> Held | None:
         """Reserve `nbytes` for a new segment on the server with the most free memory.
 
-        Returns None if no server has enough memory or the cache was closed. With `home=False`, a
-        closed cache raises a ServersError instead.
+        Returns None if no server has enough memory or the cache was closed. If the cache was closed
+        and the pool has `home=False`, this raises a ServersError.
         """
         if self.closed:
             if not self.pool.options.has_home:
@@ -231,10 +231,10 @@ class Segment:
         self._servers.forget(begun.held.number)
 
     def begin(self, query: Query) -> BegunStep | None:
-        """Send a step with the rows that the server lacks.
+        """Send a step with the rows that the server does not have.
 
-        Returns None and sends nothing if no server stores the segment, or if the rows do not fit
-        into one message. `finish` then sends them.
+        If no server stores the segment, or the rows do not fit into one message, this returns None
+        and sends nothing. `finish` then sends the rows.
         """
         held = self._held
         if held is None or self.length - held.rows > self._rows_at_once(held.place):
@@ -242,7 +242,7 @@ class Segment:
         return self._ask(held, self.length, query)
 
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
-        """Return out and lse of a step, in fp32 (fp64 for fp64).
+        """Return out and lse of a step, in fp32 or, for fp64 queries, in fp64.
 
         If `begun` is None or the step was lost, this process sends the missing rows to a server and
         repeats the step there. If no server can compute the step, this process does.

@@ -34,8 +34,8 @@ class ServerCache:
     `put` stores the keys and values of the prefill. A step begins with `extend`. Then, for each
     layer, `attend` sends the queries, keys and values of the new tokens, and returns attention over
     all keys. Each call of `attend` sends B·T·(Hq·D + Hkv·(D + Dv)) elements, and receives
-    B·T·Hq·(Dv + 1) numbers in fp32 (fp64 for fp64). These sizes do not depend on the length of the
-    sequences.
+    B·T·Hq·(Dv + 1) numbers in fp32, or in fp64 if the queries are fp64. These sizes do not depend
+    on the length of the sequences.
 
     A layer is stored by the server that has the most free memory. With `segment`, a layer is cut
     into segments of `segment` tokens. Each segment is stored by the server that has the most free
@@ -188,9 +188,9 @@ class ServerCache:
                 and `return_lse`, with the same meaning as in a call of a strategy.
 
         Returns:
-            out (T, Hq, Dv) or (B, T, Hq, Dv), in q's dtype. With `return_lse`, it returns
-            (out, lse): lse is (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64), and is computed over
-            the keys only, without the sinks.
+            out (T, Hq, Dv) or (B, T, Hq, Dv), in q's dtype. With `return_lse`, it returns (out,
+            lse): lse is (T, Hq) or (B, T, Hq), in fp32 or, for fp64 queries, in fp64. It is
+            computed over the keys only, without the sinks.
         """
         return self.post(layer, q, k, v, **options).result()
 

@@ -4,9 +4,9 @@
   tokens to a cache on the server and computes attention over the cache.
 * An *attempt* is work that was sent to one server.
 * A *session* is a gRPC call that registers the pool with the server. The server forgets the pool
-  when the call ends. The call begins with a handshake: the pool identifies itself, and the server
-  answers with a *welcome*. Afterwards the server sends an *event* with the server's state several
-  times per second.
+  when the call ends. The call begins with a handshake, in which the pool identifies itself and the
+  server answers with a *welcome*. Afterwards the server sends an *event* with the server's state
+  several times per second.
 * A *payload* is the bytes of a request's tensors. Payloads and results are sent in gRPC messages.
   With NIXL, the sender writes payloads and results into an *arena* instead, which is a block of the
   receiver's memory.

@@ -135,7 +135,8 @@ class StepLostError(Exception):
 
 
 class Dispatcher:
-    """Sends the work of a pool to servers. Runs in the event loop; other threads submit the work.
+    """Sends the work of a pool to servers. It runs in the event loop; other threads submit the
+    work.
 
     A decoding step can be computed only by the server that stores the step's cache. If this server
     loses the cache, the future of the step raises a StepLostError. The thread that waits for the
@@ -425,8 +426,8 @@ class Dispatcher:
     def _leave_servers(self, work: PendingWork) -> bool:
         """Handle a task that no ready server can compute.
 
-        With `home`, this process computes the task. Without `home`, the task fails if it has had
-        too many failed attempts. Otherwise, this returns False, and the pool tries all servers
+        With `home`, this process computes the task. Without `home`, the task fails after too many
+        failed attempts. Before that, this method returns False, and the pool tries all servers
         again.
         """
         if self.options.has_home:
@@ -507,8 +508,8 @@ class StragglerDetector:
 
         pace = seconds / (work + 1 + median work)
 
-    Even a task without work takes some time. This time is not known, so the time of the median work
-    is used instead.
+    The pace would be infinite for a task without work. Such a task takes a constant time that is
+    not known, so the median work is added to the work of every task.
     """
 
     _KEPT_TASKS = 256

@@ -73,8 +73,8 @@ class ServerPool:
                 of one server. file://PATH is a file with one address per line, and dns://NAME:PORT
                 is a name in DNS. The pool looks up files and names again every 2 s, so that servers
                 can join and leave.
-            keys: the folder with this client's certificate and its private key, which
-                `python -m seqpar keygen` makes. It is required for servers on other machines.
+            keys: the folder with this client's certificate and private key, which `python -m seqpar
+                keygen` makes. The argument is required for servers on other machines.
             transports: the names of the transports for payloads. With ["nixl"], payloads are sent
                 by NIXL to servers that offer NIXL, and by gRPC to all others. By default only gRPC
                 is used. NIXL needs the extra `nixl`, does not authenticate its peers, and opens TCP

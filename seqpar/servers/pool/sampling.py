@@ -100,8 +100,9 @@ def _random_walk(part: Request) -> float:
     """Return a bound of √Σp², or 1 if the bound is below 1.
 
     The sum runs over all queries, and p is the probability that a query gives to one key. Because p
-    is at most 1, √Σp is such a bound. Σp is computed as the dv that belongs to a dout of ones. Sums
-    over keys need no such factor, because the probabilities of one query add up to 1.
+    is at most 1, √Σp is such a bound. Σp is equal to dv if all elements of dout are 1, and is
+    computed in this way. For sums over keys, no such bound is needed, because the probabilities of
+    one query add up to 1.
     """
     assert part.output is not None
     ones = replace(part.output, dout=torch.ones_like(part.output.dout), prepared=None)

@@ -32,10 +32,11 @@ class TooManyError(Exception):
 class Account:
     """Divides a limited resource, such as bytes of memory, among names.
 
-    A name that holds nothing can reserve all that is free. A name that holds something can reserve
-    more only if, afterwards, at least as much is free as the name then holds. If n names reserve as
-    much as they can in small steps, 1/(n + 1) of the resource stays free for others. The rule does
-    not apply to the name "", because clients without certificates share the whole resource.
+    A name that holds nothing can reserve all that is free. After a name that already holds
+    something has reserved more, the free amount must be at least the amount that the name holds. If
+    n names reserve as much as they can in small steps, 1/(n + 1) of the resource therefore stays
+    free. The rule does not apply to the name "", because clients without certificates share the
+    whole resource.
     """
 
     def __init__(self, most: int) -> None:
@@ -65,8 +66,9 @@ class Account:
         """Reserve `size` units of the resource for a name, and return a function that releases
         them.
 
-        If the function is not called, they are released when the current asyncio task ends, that
-        is, when gRPC drops the call. Until then, gRPC can hold parts of a reply in memory.
+        If the function is not called, the units are released when the current asyncio task ends.
+        The task ends when gRPC drops the call, because until then gRPC can hold parts of a reply in
+        memory.
 
         Raises:
             TooManyError: the name cannot reserve `size` now.
@@ -101,7 +103,7 @@ class Account:
 
 
 class Turns:
-    """Limits the number of calls of one name that do something at the same time, such as receiving.
+    """Limits how many calls of one name can do something, such as receive data, at the same time.
 
     A call needs a *turn*. While all turns of a name are in use, further calls of the name wait, and
     gRPC's flow control stops the senders. A name with many connections therefore gets no more

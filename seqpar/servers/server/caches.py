@@ -2,8 +2,8 @@
 
 A cache belongs to one client, and exists until the client frees it or the client's session ends. A
 *step* appends rows to a cache, and computes attention over the rows of the cache. The server never
-evicts rows to make space: it refuses a step whose rows do not fit into the memory for caches. A
-step whose cache is not on the server fails with a CacheLost.
+deletes rows to make space. It refuses a step whose rows do not fit into the memory for caches. If
+the cache of a step is not on the server, the step fails with a CacheLost.
 """
 
 from __future__ import annotations

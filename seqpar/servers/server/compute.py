@@ -56,9 +56,9 @@ def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tens
     """Compute requests, all of one kind, and return their results on the device.
 
     The result of a forward request is (out, lse). out is (B, Tq, Hq, Dv) in q's dtype or, if the
-    request has `exact_out`, in fp32 (fp64 for fp64). lse is (B, Tq, Hq) in fp32 (fp64 for fp64).
-    The result of a backward request is (dq, dk, dv), with the shapes of q, k and v, in fp32 (fp64
-    for fp64).
+    request has `exact_out`, in the accumulator's dtype, which is fp64 for fp64 operands and
+    otherwise fp32. lse is (B, Tq, Hq) in the accumulator's dtype. The result of a backward request
+    is (dq, dk, dv), with the shapes of q, k and v, in the accumulator's dtype.
     """
     first = requests[0]
     options = first.options._replace(backend=_backend_of(first, device))

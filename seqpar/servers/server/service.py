@@ -2,8 +2,8 @@
 status.
 
 A call is checked before it has any effect. The server reads a payload only when enough memory is
-free for the client (`account.py`). Until then, gRPC's flow control makes the sender wait. The end
-of a call, for whatever reason, frees the call's memory.
+free for the client (`account.py`). Until then, gRPC's flow control makes the sender wait. When a
+call ends, for whatever reason, its memory is freed.
 
 A *name* is the name in a client's certificate. An *open* call can send several tasks, one after
 another. A call needs a *turn* to receive data, and each name has only a few turns at a time.
@@ -341,8 +341,8 @@ class Service:
     ) -> None:
         """Answer one task after another, until the client ends the call.
 
-        This is faster than a new call for each task: a new call waits until gRPC has handed all
-        earlier calls of all clients to the server.
+        This is faster than a new call for each task, because a new call waits until gRPC has passed
+        all earlier calls of all clients to the server.
         """
         # Empty while a task is answered, so that the data of the request can be freed.
         requests = [version.read_request(raw)]

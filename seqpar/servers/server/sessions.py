@@ -80,7 +80,8 @@ class Sessions:
         """Begin a session, whose call the current asyncio task answers.
 
         Raises a FullError if there are too many sessions. A name that already has sessions can
-        begin another one only if, afterwards, at least as many sessions are free as the name has.
+        begin another one only if enough sessions stay free: afterwards, at least as many sessions
+        must be free as this name has.
         """
         own, most = self._of(name), self._limits.clients
         free = most - len(self) - 1

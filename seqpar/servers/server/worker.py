@@ -4,8 +4,9 @@
   jobs of one kind.
 * A job is *long* if its cost is above a limit, and *short* otherwise. Long jobs and short jobs have
   separate threads, so that a short job does not wait for a long job of another client.
-* A *name* is the name in a client's certificate. Names take *turns*: each turn is one computing
-  call. A name is *active* while it has jobs, and for 1 s after its last turn.
+* A *name* is the name in a client's certificate, and stands for all clients with this name. The
+  threads serve names in *turns*. A turn is one computing call. A name is *active* while its clients
+  have jobs, and for 1 s after its last turn.
 
 On a CPU, up to eight names are served at the same time, each by a thread for short jobs and a
 thread for long jobs. The operating system divides the cores among the threads. On a GPU, there is
@@ -255,10 +256,10 @@ class Worker:
     def _take(self, long: bool) -> list[ComputeJob]:
         """Take the jobs of the next turn from the queues.
 
-        While several names are active, a turn has one job, so that a name waits for at most one job
-        of each other name. While only one name is active, a turn has several jobs of one kind. The
-        jobs are taken from all clients of the name in rotation. The jobs of one client are taken in
-        the order in which the client has sent them.
+        If clients with several names are active, a turn has a single job, so that no client waits
+        for more than one job of each other name. If only one name is active, a turn has several
+        jobs of one kind. These are taken from all clients with this name in rotation. The jobs of
+        one client are taken in the order in which the client has sent them.
         """
         first, alone = self._threads[long].take(self._firsts(long))
         jobs = [self._pop(first)]

@@ -124,7 +124,7 @@ def revoke(folder: Path, name: str) -> list[Path]:
             how = "make new certificates with --rotate and remove the old authority"
             why = f"clients do not read a list of revoked servers; {how}"
             why = why if name == "server" else "no client has this name"
-            raise ValueError(f"revoke: {printable(name)} is no name of a client: {why}")
+            raise ValueError(f"revoke: {printable(name)} is not the name of a client: {why}")
         files = [x for x in files if not os.path.lexists(folder / "revoked" / x.name)]
         if not files:
             raise ValueError(f"revoke: {name} is revoked already")

@@ -32,7 +32,7 @@ def shown(path: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise an Unsafe error if users other than this user and root can change a folder.
+    """Raise an `Unsafe` error if users other than this user and root can change a folder.
 
     All parent folders are checked too. In parent folders such as /tmp, other users may add files,
     but must not be able to replace files of this user.

@@ -60,7 +60,7 @@ def hold_port(address: str) -> socket.socket:
 
 
 def sole_server(address: str) -> socket.socket:
-    """Return an open socket that keeps this user's other servers from a loopback address.
+    """Return an open socket that keeps other servers of this user from using a loopback address.
 
     A server's sockets set SO_REUSEPORT, so a second server of this user could bind the same port
     and would then get half of the connections. To prevent this, each server calls `sole_server`

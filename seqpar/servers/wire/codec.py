@@ -90,8 +90,8 @@ def pack_step(
     seen: Seen,
     scores: CallOptions,
 ) -> Packed:
-    """Pack a decoding step, which writes k and v after the first `start` rows of a cache and
-    attends.
+    """Pack a decoding step. It writes k and v after the first `start` rows of a cache, and computes
+    attention.
 
     `cache` is the number of the cache, and `writes` is the number of its earlier steps. `operands`
     are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).

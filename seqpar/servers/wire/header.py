@@ -120,9 +120,9 @@ def check_tables(
 
     Each slice must lie within the rows of q and k, and positions must ascend within each slice.
 
-    The number of pairs of a query row and a key row, summed over the slices, is limited to twice
-    the number of all pairs; a causal mask with a prefix needs as many. Without the limit, a small
-    request with overlapping slices could cause any amount of work.
+    Slices can overlap, so a small request could cause any amount of work. The number of pairs of a
+    query row and a key row, summed over the slices, is therefore limited to twice the number of all
+    such pairs. A causal mask with a prefix needs this factor of two.
     """
     for name, columns, positions in (
         ("q rows", table[:, 0:2], q_positions),

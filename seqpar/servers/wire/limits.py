@@ -57,9 +57,9 @@ class Limits:
 class Deadlines:
     """A client's deadlines in seconds: connect < request < hedge < give_up < group.
 
-    Payloads on the network extend `request`, `hedge` and `give_up`. The extension is twice the time
-    for sending the payloads and results of all tasks of a server, at the bandwidth that was
-    measured for this server. A bandwidth below 1 MiB per second counts as 1 MiB per second.
+    The deadlines `request`, `hedge` and `give_up` are extended by twice the time for sending the
+    payloads and results of all tasks of a server. This time is computed from the bandwidth that was
+    measured for the server, or from 1 MiB per second if the measured bandwidth is lower.
     """
 
     # The deadline for a handshake. It is also the longest time without an event of a session, but

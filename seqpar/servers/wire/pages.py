@@ -138,10 +138,10 @@ class Pages:
     def _within(
         self, start: int, stop: int
     ) -> Iterator[tuple[tuple[Tensor, Tensor], slice, slice]]:
-        """Yield each page that has some of the rows start … stop − 1, and two slices.
+        """Yield (page, slice, slice) for each page that has some of the rows start … stop − 1.
 
-        The first slice has the indices of these rows in the page, and the second slice their
-        indices in start … stop − 1.
+        The first slice selects these rows in the page. The second slice selects the same rows in a
+        tensor of the rows start … stop − 1.
         """
         for page, (first, last) in zip(self._pages, _pages(stop), strict=False):
             low, high = max(start, first), min(stop, last)

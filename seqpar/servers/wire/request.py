@@ -20,7 +20,7 @@ from seqpar.softmax.compute.partial import OutputGradient
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Attention of query rows over key rows, or the backward pass of such an attention.
+    """A request for attention of query rows over key rows, or for its backward pass.
 
     A request for a backward pass contains all tensors that the backward pass needs. It can
     therefore be sent to any server, not only to the one that computed the forward pass.
@@ -95,8 +95,8 @@ class Request:
     def work(self) -> int:
         """The cost of the request, by which the pool balances servers.
 
-        The cost is pairs of a query and a key · batch size · query heads · (D + Dv). It is twice as
-        large for a backward pass.
+        The cost is the product of the number of (query, key) pairs, the batch size, the number of
+        query heads and D + Dv. It is twice as large for a backward pass.
         """
         dims = self.q.shape[-1] + self.v.shape[-1]
         passes = 1 if self.output is None else 2

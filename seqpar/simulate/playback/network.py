@@ -34,8 +34,8 @@ class Hardware:
 
     Each device has one link to the memory of its host. Copies in both directions share this link.
 
-    Profiles of cores measure messages during computation, because a message then takes 0.4 ms more
-    of the core's time than without computation.
+    The costs of messages of cores come from profiles. These measure messages while the core
+    computes, because a message then takes 0.4 ms longer than on an idle core.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -294,8 +294,8 @@ class Network:
     ) -> None:
         """Send messages of equal size from all senders to all receivers, over the same links.
 
-        `played` has the flights of all ranks whose programs are played. The programs of the senders
-        are either all played or all not played, and the same holds for the receivers.
+        `played` has the flights of all ranks whose programs are played. Either the programs of all
+        senders are played, or none of them is. The same holds for the receivers.
         """
         flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"

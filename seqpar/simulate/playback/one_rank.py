@@ -11,7 +11,8 @@ from seqpar.simulate.recording.program import Begin, Compute, Copy, End, Post, P
 
 
 def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
-    """Return the seconds of a rank's program if every peer posts its messages when the rank does.
+    """Return the seconds of a rank's program, assuming that its peers post their messages when it
+    does.
 
     No other program is needed, so the prediction is fast even for thousands of ranks. Waiting for
     slower ranks, and contention between nodes, are not included.

@@ -68,9 +68,9 @@ def play_with_stand_ins(
 ) -> Outcome:
     """Simulate all ranks, but play the programs of some ranks only.
 
-    `stand_ins[rank]` is the rank whose program is played for `rank`. For a rank with a program,
-    this is the rank itself. If some ranks have no program, all programs must be `ordered`, and
-    `exchange_alike` must hold.
+    `stand_ins[rank]` is the rank whose program is played for `rank`. For a rank that has a program,
+    this must be the rank itself. If some ranks have no program, all programs must be `ordered`, and
+    `exchange_alike` must return True for them.
     """
     calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)

@@ -8,8 +8,8 @@ because another of its resources is slower, no other job gets the unused part.
 
 With this rule, a job that starts or ends changes only the paces of jobs on the same resources.
 Max-min fairness would give the unused part to other jobs, so that one job that ends could change
-all 4,032 jobs of an all-to-all on 64 ranks. The end of a step depends on the busiest port, which
-both rules divide in the same way.
+all 4,032 jobs of an all-to-all on 64 ranks. Both rules divide the busiest port, on which the end of
+a step depends, in the same way.
 
 Jobs with the same resources have the same pace, so these jobs form one group with one timer. For
 example, all messages from one node to another node form a group. On 8 nodes of 8 ranks, a message

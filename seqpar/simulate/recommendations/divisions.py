@@ -77,14 +77,14 @@ class Division:
 def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
     """Yield the ways to divide a cluster's devices.
 
-    For up to 128 devices, the division with one group and one micro-batch is left out. Tensor ranks
-    are in one node and divide the heads among them. Pipeline ranks divide the layers. A group of
-    context ranks has at most 2,048 ranks, and either consists of whole nodes or is one of several
-    equal groups in a node.
+    For up to 128 devices, the division with one group and one micro-batch is left out, because it
+    is simulated separately. Tensor ranks are in one node and divide the heads among them. Pipeline
+    ranks divide the layers. A group of context ranks has at most 2,048 ranks, and either consists
+    of whole nodes or is one of several equal groups in a node.
 
-    Several numbers of micro-batches per data group are tried: one; two and four per pipeline stage;
-    and the smallest number that fits into memory with as little recomputation as possible. Each
-    micro-batch has at least one document.
+    Four numbers of micro-batches per data group are tried: one, two per pipeline stage, four per
+    pipeline stage, and the smallest number that fits into memory with as little recomputation as
+    possible. Each micro-batch has at least one document.
     """
     devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
     layers = len(costs.model.layers)

@@ -130,7 +130,7 @@ class Recommendation:
 
     @property
     def code(self) -> str:
-        """Lines of a program for torchrun, which create the layout and the modules.
+        """The lines of a program for torchrun that create the layout and the modules.
 
         With servers, each process is a trainer. A trainer with several documents divides them into
         two parts, called nano-batches: the servers compute attention for one nano-batch while the

@@ -203,9 +203,10 @@ def _busy_ranks(layout: Layout) -> tuple[int, ...]:
 def stop_on_interrupt(work: str) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after the user has interrupted `work`.
 
-    The first Ctrl-C only logs a line, so that the work can end in order. A second Ctrl-C raises a
-    KeyboardInterrupt. Outside the main thread, or if the program handles SIGINT itself, interrupts
-    are not handled and the function returns False.
+    The first Ctrl-C only logs a line and makes the function return True. The caller can then end
+    its work in an orderly way. A second Ctrl-C raises a KeyboardInterrupt. Outside the main thread,
+    or if the program handles SIGINT itself, interrupts are not handled and the function returns
+    False.
     """
     interrupted = False
 

@@ -144,11 +144,11 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
 def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
     """Return the numbers of servers to try.
 
-    Two numbers are tried: the number of ranks times the fraction of all work that is softmax
-    attention, and half of this number. With the first number, devices are divided in proportion to
-    softmax attention and all other work. Trainers and servers are then both always busy, because a
-    trainer computes one half of its documents while servers compute for the other half. Every
-    trainer has at least one document.
+    The first number is the number of ranks times the fraction of all work that is softmax
+    attention. Devices are then divided in proportion to softmax attention and all other work, so
+    that trainers and servers are both always busy: a trainer computes with one half of its
+    documents while servers compute attention for the other half. The second number is half of the
+    first one. Every trainer has at least one document.
     """
     ranks, model = costs.cluster.ranks, costs.model
     softmax = tuple(x for x in model.layers if x.kind != "linear")
@@ -179,9 +179,8 @@ def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
 def tasks_of(layout: Layout, servers: int) -> int:
     """Return the number of tasks into which a trainer cuts each call.
 
-    In total, there should be about four tasks for each server. The trainer with the most attention
-    gets the same fraction of these tasks as it has of all attention. All other trainers use the
-    same number.
+    All trainers use the same number. It is chosen for the trainer with the most attention, such
+    that each server gets about four tasks if every trainer had tasks of this size.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]

@@ -131,9 +131,10 @@ class End:
 
 @dataclass(slots=True)
 class Serve:
-    """The rank runs several programs, in the order in which their exchanges end.
+    """The rank runs several programs.
 
-    Each program waits for one exchange, which was posted earlier.
+    Each program waits for one exchange, which was posted earlier. The programs run in the order in
+    which their exchanges end.
 
     Attributes:
         programs: the programs, by the number of the exchange for which each program waits.

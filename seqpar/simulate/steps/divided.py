@@ -151,8 +151,8 @@ class DividedCosts:
 
             t/b·(1 − (1 − b/a)^S)
 
-        This is solved for t. A second bound is the time of the largest micro-batch, which all
-        stages compute one after another.
+        The first bound is the t for which this is the given total time. The second bound is the
+        time of the largest micro-batch, because its stages run one after another.
         """
         total, least, most = float(shares.sum()), float(shares.min()), float(shares.max())
         part = 1 - (1 - least / total) ** self.parallelism.pipeline
@@ -289,8 +289,8 @@ def divided_step(
     Returns:
         A step whose `memory` and `bytes` are those of one context group, and whose `seconds` are
         those of all groups. The waiting time of a rank includes waiting for tensor ranks, for
-        parameters and for other stages. With stages, `optimizer` includes the exchange of gradients
-        and parameters.
+        parameters and for other stages. With several stages, `optimizer` includes the time for
+        exchanging gradients and parameters.
     """
     layout, shares, most_tokens = micro_batches
     costs, context = divided.costs, divided.context

@@ -415,8 +415,8 @@ _REFUSED = {
     "past_key_values": "only those of sp.cache() have sharded keys",
     "use_cache": "give past_key_values=sp.cache() to keep keys",
     "output_attentions": "no rank has all weights",
-    "encoder_hidden_states": "no rank has cut the states of another model",
-    "cross_attention_states": "no rank has cut the states of another model",
+    "encoder_hidden_states": "shard does not cut the states of a different model",
+    "cross_attention_states": "shard does not cut the states of a different model",
 }  # arguments of a call
 # The layout's padding gets copies of a token.
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")

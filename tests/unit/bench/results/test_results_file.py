@@ -25,9 +25,9 @@ def test_a_row_is_found_again(written, tmp_path):
 
 
 @pytest.mark.parametrize(("part", "name", "value", "said"), [
-    ("environment", "device", "H900", "of another machine: device is 'H900' there"),
-    ("environment", "cores", 999, "of another machine: cores is 999"),
-    ("environment", "commit", "abc", "of another machine: commit"),
+    ("environment", "device", "H900", "of a different machine: device is 'H900' there"),
+    ("environment", "cores", 999, "of a different machine: cores is 999"),
+    ("environment", "commit", "abc", "of a different machine: commit"),
     ("options", "rounds", 3, "of other options: rounds is 3 there and 2 here"),
     ("options", "masks", ["full"], "of other options: masks"),
 ])  # fmt: skip
@@ -52,7 +52,7 @@ def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
     found = SweepResults.open(tmp_path / "a", with_peer).content["environment"]["versions"]
     assert versions.items() <= found.items()
     versions["ring-flash-attn"] = "0.2"
-    with pytest.raises(ValueError, match="of another machine: versions is"):
+    with pytest.raises(ValueError, match="of a different machine: versions is"):
         SweepResults.open(tmp_path / "a", with_peer)
     SweepResults.open(tmp_path / "b", without)
 
@@ -95,7 +95,7 @@ def test_results_of_other_devices_are_named(written):
     then = places("aabb")
     written.check_places(then, places("ccdd"))  # other hosts alike, as a queue gives them
     for now, said in ((places("aabb", "H200"), "devices is"), (places("aaab"), "first rank of")):
-        with pytest.raises(ValueError, match=f"of another machine: {said}"):
+        with pytest.raises(ValueError, match=f"of a different machine: {said}"):
             written.check_places(then, now)
 
 
