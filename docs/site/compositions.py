@@ -67,7 +67,6 @@ WITHOUT_TEST = {
     },
     "Megatron-Core": {
         "FSDP": "our tests use Megatron's `DistributedDataParallel`",
-        "expert": "our tests train a model without experts",
         "servers": NO_POOL,
     },
     "verl": {

@@ -50,6 +50,8 @@ CASES = {
     "scheduled with RoPE": Case(packing="sbhd", hybrid=True),
     "pipeline x context": Case(pp=2, cp=2),
     "documents in a pipeline": Case(pp=2, cp=2, packing="sbhd", strategy="ulysses"),
+    "expert x context": Case(cp=4, experts=4, ep=2),
+    "expert x context x data": Case(cp=2, experts=4, ep=4),
     "layer scaling": Case(cp=4, config={"apply_query_key_layer_scaling": True}),
 }
 
@@ -121,6 +123,25 @@ CASES = {
     case="documents in a pipeline",
     pipeline=2,
     context=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "the ranks of context divide the experts: `expert_model_parallel_size`",
+    case="expert x context",
+    context=4,
+    expert=2,
+    needs="megatron-core",
+    equal="losses and weights",
+)
+@pytest.mark.composes(
+    "Megatron-Core",
+    "the ranks of data and context divide the experts",
+    case="expert x context x data",
+    data=2,
+    context=2,
+    expert=4,
     needs="megatron-core",
     equal="losses and weights",
 )

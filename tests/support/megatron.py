@@ -53,6 +53,8 @@ class Case:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    experts: int = 0
+    ep: int = 1  # the ranks that divide the experts, of those that hold different tokens
     strategy: str | None = None
     packing: str | None = None  # the format of packed sequences
     padded: bool = False
@@ -65,6 +67,12 @@ class Case:
     def data(self):
         """The number of ranks that read different rows, of four."""
         return 4 // (self.tp * self.cp * self.pp)
+
+    def spec(self):
+        """Megatron's own spec of a layer."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        return get_gpt_layer_local_spec(num_experts=self.experts or None)
 
     def lengths(self, row):
         """The documents of a row, which differ from row to row."""
@@ -87,6 +95,9 @@ def build(case, spec, alone=False):
     if case.pp > 1:
         given |= {"pipeline_model_parallel_size": case.pp, "pipeline_dtype": torch.float32}
         given |= {"batch_p2p_sync": False}
+    if case.experts:
+        given |= {"num_moe_experts": case.experts, "moe_router_load_balancing_type": "none"}
+        given |= {"expert_model_parallel_size": case.ep, "add_bias_linear": False}
     given |= case.config
     if case.hybrid:
         given |= {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": ROW // 2}
@@ -131,11 +142,13 @@ def stage():
 
 
 def name_in_the_whole(case, name):
-    """The name in the whole model of a parameter of this rank's stage."""
+    """The name of a parameter of this rank's stage, with its experts, in the whole model."""
     from megatron.core import parallel_state
 
     first = parallel_state.get_pipeline_model_parallel_rank() * (2 // case.pp)
-    return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda x: str(int(x[0]) + first), name)
+    name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda x: str(int(x[0]) + first), name)
+    first = parallel_state.get_expert_model_parallel_rank() * (case.experts // case.ep)
+    return re.sub(r"(?<=local_experts\.)\d+", lambda x: str(int(x[0]) + first), name)
 
 
 def batch(step, row):
@@ -158,10 +171,9 @@ def loss_mask(case, row):
 def alone(case, steps, rows):
     """Losses, and the parameters before and after all steps, of Megatron's own attention."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     parallel_state.initialize_model_parallel()
-    _, model = build(case, get_gpt_layer_local_spec(), alone=True)
+    _, model = build(case, case.spec(), alone=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     losses = []
@@ -278,7 +290,6 @@ def on_rank(group, case, steps, micro_batches):
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from seqpar.integrations import megatron
@@ -289,12 +300,13 @@ def on_rank(group, case, steps, micro_batches):
             tensor_model_parallel_size=case.tp,
             pipeline_model_parallel_size=case.pp,
             context_parallel_size=case.cp,
+            expert_model_parallel_size=case.ep,
             hierarchical_context_parallel_sizes=case.config.get(
                 "hierarchical_context_parallel_sizes"
             ),
             hybrid_context_parallel=case.hybrid,
         )
-        spec = megatron.sequence_parallel(get_gpt_layer_local_spec(), case.strategy, **case.options)
+        spec = megatron.sequence_parallel(case.spec(), case.strategy, **case.options)
         config, model = build(case, spec)
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -361,7 +373,7 @@ def on_rank(group, case, steps, micro_batches):
             assert p.shape == whole.shape, name
             difference = (p - whole).abs().max() / whole.abs().max()
             worst = max(worst, difference.item())
-        assert case.pp > 1 or names == list(after)
+        assert case.pp * case.ep > 1 or names == list(after)
         parallel_state.destroy_model_parallel()
     return losses, expected, worst
 
