@@ -33,9 +33,16 @@ from seqpar.softmax.wire.row_messages import Packing, RowFormat
 
 
 def layout_of_queries(
-    comm: Comm, q: Tensor, k_cache: Tensor, cu_seqlens: CuSeqlens | None, kv_layout: Layout
+    comm: Comm,
+    q: Tensor,
+    k_cache: Tensor,
+    cu_seqlens: CuSeqlens | None,
+    kv_layout: Layout,
+    dealt: bool,
 ) -> Layout:
     """Return a layout in which this rank holds all queries. It is cached with `kv_layout`.
+
+    With `dealt`, each rank holds the queries of some documents instead, in turn.
 
     Raises a ValueError that names the argument if the arguments do not match each other.
 
@@ -71,11 +78,24 @@ def layout_of_queries(
         raise ValueError(f"kv_layout must have {expected}, got {kv_lengths[i]} tokens there")
 
     def build() -> Layout:
+        whole = [(i, 0, length) for i, length in enumerate(lengths.tolist()) if length]
         spans: list[list[tuple[int, int, int]]] = [[] for _ in range(kv_layout.ranks)]
-        spans[rank] = [(i, 0, length) for i, length in enumerate(lengths.tolist())]
+        if dealt:
+            spans = [whole[i :: kv_layout.ranks] for i in range(kv_layout.ranks)]
+        else:
+            spans[rank] = whole
         return Layout.from_spans(spans, cu)
 
-    return kv_layout.geometry.derived(("queries", rank, cu.tobytes()), build)
+    return kv_layout.geometry.derived(("queries", rank, dealt, cu.tobytes()), build)
+
+
+def on_all_ranks(
+    found: Tensor | tuple[Tensor, ...], layout: Layout, comm: Comm, dim: int
+) -> Tensor | tuple[Tensor, ...]:
+    """Return results of the queries that each rank holds, on every rank."""
+    if isinstance(found, Tensor):
+        return layout.unshard(found, comm, dim)
+    return tuple(layout.unshard(x, comm, dim) for x in found)
 
 
 def refuse_gradients(**tensors: object) -> None:

@@ -33,7 +33,7 @@ from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.call import CallArguments, Causal, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits, max_logits_traffic
-from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
+from seqpar.softmax.decode import attend_to_cache, layout_of_queries, on_all_ranks, refuse_gradients
 from seqpar.softmax.softmax_operator import ATTENTION, as_result, check_most_documents
 from seqpar.softmax.strategy import Strategy
 
@@ -252,6 +252,9 @@ class Attention(BoundModule[Strategy]):
         fp64) to each other rank, for any number of keys. All ranks return the same bits. All
         strategies decode in this way. Decoding has no gradients.
 
+        With `deterministic="ranks"`, one rank computes the queries of a document, as in a call of
+        the module. It receives all keys of the document in each call.
+
         The method is from Shyam et al., "Tree Attention: Topology-aware Decoding for Long-Context
         Attention on GPU Clusters" (2024). The paper uses reductions of the partial results instead,
         which take two more exchanges but fewer bytes.
@@ -284,26 +287,25 @@ class Attention(BoundModule[Strategy]):
         with self.agreeing():
             if as_bool("return_max_logits", options.get("return_max_logits", False)):
                 raise ValueError("return_max_logits must be False: decode does not compute them")
-            if self._bound.strategy.rank_invariant:
-                raise ValueError('deterministic must be True or False for decode, got "ranks"')
             tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
             refuse_gradients(**tensors, softmax_scale=softmax_scale)
-            layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
+            comm, dealt = self._bound.comm, self._bound.strategy.rank_invariant
+            layout = layout_of_queries(comm, q, k_cache, cu_seqlens, kv_layout, dealt)
         if causal is ... and options.get("mask") is None:
             causal = True
+        options |= {
+            "causal": causal,
+            "kv_layout": kv_layout,
+            "softmax_scale": softmax_scale,
+            "sinks": sinks,
+            "return_lse": return_lse,
+        }
         try:
-            operands, arguments, heads = self._agreed_inputs(
-                q,
-                k_cache,
-                v_cache,
-                layout,
-                causal=causal,
-                kv_layout=kv_layout,
-                softmax_scale=softmax_scale,
-                sinks=sinks,
-                return_lse=return_lse,
-                **options,
-            )
+            if dealt:
+                own = q.index_select(q.dim() - 3, layout.token_indices(comm.rank).to(q.device))
+                found = self.forward(own, k_cache, v_cache, layout, **options)
+                return on_all_ranks(found, layout, comm, q.dim() - 3)
+            operands, arguments, heads = self._agreed_inputs(q, k_cache, v_cache, layout, **options)
             results = attend_to_cache(self._bound, arguments, operands)
         # The error names k or v, as in a call. Here users pass k_cache and v_cache.
         except ValueError as fault:

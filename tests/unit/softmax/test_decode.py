@@ -10,6 +10,7 @@ from seqpar import Layout, Mask, make_attention
 from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
+from tests.support.same_bits import RANKS
 from tests.support.tiers import few_rows
 
 QUERIES, KEYS = [0, 2, 3, 6], [0, 9, 20, 41]  # speculative blocks of three sequences
@@ -20,7 +21,8 @@ EMPTY = Layout.from_spans([[], [(0, 0, 9), (1, 0, 11)], [(2, 0, 21)]], KEYS)
 def decoded(comm, case, cu_seqlens=QUERIES, kind="ring"):
     """What `decode` returns on this rank, and the bytes that it sends."""
     q, k, v, sinks, *_ = case.inputs()
-    attn, dim = module(kind, comm), 0 if case.batch is None else 1
+    attn = module(kind, comm, **dict(case.module_options))
+    dim = 0 if case.batch is None else 1
     k, v = (case.kv_layout.shard(x, attn.rank, dim) for x in (k, v))
     before, options = attn.sent_bytes, case.options() | {"sinks": sinks, "return_lse": True}
     out, lse = attn.decode(q, k, v, cu_seqlens=cu_seqlens, **options)
@@ -43,6 +45,8 @@ CASES = {
     "slopes": dataclasses.replace(CASE, alibi="heads", sinks=True),
     "slopes of batch entries": dataclasses.replace(CASE, alibi="batch", batch=2, causal=False),
     "reference": dataclasses.replace(CASE, backend="reference", window=(4, 0)),
+    "same bits": dataclasses.replace(CASE, window=(5, 0), sinks=True, **RANKS),
+    "same bits, batch": dataclasses.replace(CASE, batch=2, dtype=torch.bfloat16, **RANKS),
 }
 
 
@@ -56,6 +60,15 @@ def test_decoding_equals_one_device_on_all_ranks(name):
         assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
     assert out.dtype == case.dtype
     assert_right([x.double().numpy() for x in (out, lse)], expected[:2], case.dtype)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_bits_are_equal_on_any_number_of_ranks(strategy):
+    case = dataclasses.replace(CASE, dtype=torch.float32, batch=2, **RANKS)
+    alone = dataclasses.replace(case, kv_layout=Layout.contiguous(KEYS, 1))
+    expected = virtual(1, decoded, alone, QUERIES, "ring")[0][:2]
+    for found in virtual(3, decoded, case, QUERIES, strategy):
+        assert all(map(torch.equal, found[:2], expected))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

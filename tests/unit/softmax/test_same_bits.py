@@ -172,13 +172,6 @@ def test_other_values_are_refused(value):
         module("ring", Comm("silent", 0, 2), deterministic=value)
 
 
-def test_decode_is_refused():
-    attn = module("ring", Comm("silent", 0, 1), deterministic="ranks")
-    x = torch.zeros(1, 1, 8)
-    with pytest.raises(ValueError, match=r"^deterministic must be True or False"):
-        attn.decode(x, x, x, Layout.contiguous(1, 1))
-
-
 def test_ranks_that_differ_in_it_all_raise():
     def call(comm):
         layout, x = Layout.contiguous(8, 2), torch.zeros(4, 1, 8)

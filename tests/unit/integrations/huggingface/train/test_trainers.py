@@ -8,6 +8,8 @@ import pkgutil
 import pytest
 
 from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.train.over_ranks import OverRanks
+from seqpar.integrations.huggingface.train.preferences import OverRanksPreferences
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -74,3 +76,11 @@ def test_what_is_no_trainer_is_a_type_error():
     for base in (dict, transformers.Trainer.train, None):
         with pytest.raises(TypeError, match=r"base must be transformers\.Trainer"):
             huggingface.trainer(base)
+
+
+def test_adapters_switched_off_as_reference_are_refused(monkeypatch):
+    """TRL sets no reference model for a model with PEFT's adapters."""
+    of_trl = {"ref_model": None, "precompute_ref_logps": False}
+    monkeypatch.setattr(OverRanks, "__init__", lambda trainer: vars(trainer).update(of_trl))
+    with pytest.raises(ValueError, match=r"^ref_model must not be None"):
+        OverRanksPreferences()
