@@ -90,7 +90,9 @@ NAMES = {
     "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode": Use(
         "2.0", "to refuse torch.func's transforms, which would return zeros"
     ),
-    "torch.ops.aten.add.Tensor._schema": Use("1.11", "the names of an operator's arguments"),
+    "torch.ops.aten.add.Tensor._schema": Use(
+        "1.11", "the names of an operator's arguments, and to which of them it writes"
+    ),
     "torch._C._AutoDispatchBelowAutograd": Use(
         "2.0", "derivatives of operators: those of torch.library take 0.1 ms more per call"
     ),
@@ -298,6 +300,13 @@ def set_transform_refusal(operator: str, refusal: Callable[..., None]) -> None:
 
 def argument_names(operator: Any) -> list[str]:
     return [argument.name for argument in TORCH.read(operator, "_schema").arguments]
+
+
+@cache
+def written_arguments(operator: Any) -> list[tuple[int, str]]:
+    """Return the positions and the names of the arguments to which an operator writes."""
+    arguments = enumerate(TORCH.read(operator, "_schema").arguments)
+    return [(i, x.name) for i, x in arguments if x.alias_info is not None and x.alias_info.is_write]
 
 
 def below_autograd(

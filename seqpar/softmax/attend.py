@@ -15,7 +15,7 @@ functions of this file: `attend`, `attend_blocks` and `attend_backward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -92,10 +92,7 @@ def choose_backend(
     The choices for the newest settings are kept with the slices, so that later calls only look them
     up.
     """
-    return _loaded(_chosen(q, k, v, slices, options))
-
-
-def _loaded(chosen: Backend | str) -> Backend:
+    chosen = _chosen(q, k, v, slices, options)
     return load_backend("softmax", chosen) if isinstance(chosen, str) else chosen
 
 
@@ -104,15 +101,11 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
     if options.slopes is not None:
         return _choose(q, k, v, slices, options)
     kept = slices.derived((LOCAL, "backends"), lambda: Memo(MAX_KEPT_SETTINGS))
-    return kept(_kind(q, v.shape[3], options), lambda: _choose(q, k, v, slices, options))
-
-
-def _kind(q: Tensor, value_dim: int, options: CallOptions) -> tuple[Hashable, ...]:
-    """Return the key under which a choice for operands like these is kept."""
     # On a meta device, whether it stands for CUDA also matters. Users may turn off cuDNN between
     # two calls.
     device = device_of(q), is_on_cuda(q), torch.backends.cuda.cudnn_sdp_enabled()
-    return LOCAL, "backend", *device, q.dtype, q.shape[3], value_dim, options
+    key = LOCAL, *device, q.dtype, q.shape[3], v.shape[3], options
+    return kept(key, lambda: _choose(q, k, v, slices, options))
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> Backend | str:
@@ -239,35 +232,18 @@ def attend_blocks(
         return out, lse
     partial: Partial | None = None
     arriving = iter(blocks)
-    backends = _backends(q, value_dim, slices_of_blocks, options)
-    is_observed = max_logits is not None or hooks().observe_computations
     # These slices are built while their block of keys is still arriving.
-    for number, slices in enumerate(slices_of_blocks.slices):
+    for slices in slices_of_blocks.slices:
         # not `zip`, which would keep this block alive while the next one arrives
         k, v = next(arriving)
         if partial is None:
             single = len(slices_of_blocks.slices) == 1
             partial = Partial.nothing(q, v, None if into is None else into[0], single=single)
-        if is_observed or not slices.are_computed or not q.numel():
-            attend(q, k, v, slices, partial, options, max_logits)
-        else:
-            if number not in backends:
-                backends[number] = _chosen(q, k, v, slices, options)
-            _loaded(backends[number]).forward(q, k, v, slices, partial, options)
-            partial.empty = False
+        attend(q, k, v, slices, partial, options, max_logits)
         del k, v  # frees this block before the next one arrives and another exchange is posted
     assert partial is not None
     next(arriving, None)  # ends the generator of the exchange, which frees the last block
     return partial.finish(sinks, q.dtype, into)
-
-
-def _backends(
-    q: Tensor, value_dim: int, slices_of_blocks: Blocks, options: CallOptions
-) -> dict[int, Backend | str]:
-    """Return the choices for the blocks by number, as far as earlier calls have made them."""
-    if options.slopes is not None:
-        return {}
-    return slices_of_blocks.derived(_kind(q, value_dim, options), dict)
 
 
 def _update_max_logits(

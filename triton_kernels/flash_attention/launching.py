@@ -10,7 +10,7 @@ import contextvars
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..steps import step
 from .configs import Config, padded, pieces
 
 # Bytes of keys and values that concurrent programs may share: about a second-level cache.
@@ -78,6 +79,10 @@ class Prepared:
 
 def run(launch: Prepared, *tensors: Any) -> None:
     """Launch a kernel with its tensors. Their device is current only during the launch."""
+    step(partial(_run_on_device, launch), *tensors)
+
+
+def _run_on_device(launch: Prepared, *tensors: Any) -> None:
     if launch.gpu_index is None or launch.gpu_index == torch.cuda.current_device():
         _run(launch, tensors)
     else:

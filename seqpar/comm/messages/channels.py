@@ -153,6 +153,9 @@ def post(
     """
     if coalesced:
         start_coalescing(group, device)
-    works = [group.recv([tensor], order[peer], 0) for peer, tensor in recvs]
-    works += [group.send([tensor], order[peer], 0) for peer, tensor in sends]
+    works = []
+    for peer, tensor in recvs:
+        works.append(group.recv([tensor], order[peer], 0))
+    for peer, tensor in sends:
+        works.append(group.send([tensor], order[peer], 0))
     return [end_coalescing(group, device)] if coalesced else works

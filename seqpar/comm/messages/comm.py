@@ -299,7 +299,9 @@ class Comm:
         if self._router is not None:
             pending = self._router(self, outgoing, incoming, exchange)
         elif outgoing or incoming:
-            self.count(len(outgoing), sum([x.nbytes for _, x in outgoing]))
+            self._sent["messages"] += len(outgoing)
+            for _, x in outgoing:
+                self._sent["bytes"] += x.nbytes
             pending = self.start(outgoing, incoming, exchange)
         else:
             return Pending([], [])

@@ -33,6 +33,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import on_device, rehearsing
 from seqpar.core.memo import LOCAL, Memo
 from seqpar.core.ranges import union
+from seqpar.kernels.steps import step
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.compile_ahead import compile_ahead
@@ -498,7 +499,7 @@ class VarlenBlock:
             call, _, keys, _, run = launch
             partial.make_room(call.queries.count, q.dtype, width)
             rows = _ScaledQueries.of(partial, q, launch, width)
-            out, lse = run(rows, _flat(k, keys), _flat(v, keys))
+            out, lse = step(run, rows, _flat(k, keys), _flat(v, keys))
             out = _columns(_batched(out, batch), value_dim)
             partial.merge(call.queries, out, _batched(lse.T, batch), is_owned=True)
 
@@ -545,7 +546,8 @@ class VarlenBlock:
             gradients.queries.make_room(call.queries.count, q.dtype, width)
             gradients.keys.release()
             queries = _Queries.of(output, q, launch, width, has_columns, kernel.lse_gradient)
-            dq, dk, dv = run(BackwardRows(*queries, _flat(k, some_keys), _flat(v, some_keys)))
+            rows = BackwardRows(*queries, _flat(k, some_keys), _flat(v, some_keys))
+            dq, dk, dv = step(run, rows)
             dq = _columns(_batched(dq, batch), dim)
             dk = _columns(_batched(dk, batch), dim)
             dv = _columns(_batched(dv, batch), value_dim)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -52,8 +52,8 @@ class KeyStep:
     # Whether a single kernel call computes the gradients that this rank sends back, and the
     # gradients that it gets back (`result_dtypes.py`). Both are False if a block has rows of
     # several ranks.
-    find_leaving: Callable[[], bool]
-    find_returning: Callable[[], bool]
+    leave_of_one_call: Callable[[], bool]
+    return_of_one_call: Callable[[], bool]
 
     @cached_property
     def rows(self) -> int:
@@ -67,20 +67,6 @@ class KeyStep:
     @cached_property
     def travels(self) -> bool:
         return bool(self.rows or self.sent_rows)
-
-    def leave_of_one_call(self) -> bool:
-        return self._leaving
-
-    def return_of_one_call(self) -> bool:
-        return self._returning
-
-    @cached_property
-    def _leaving(self) -> bool:
-        return self.find_leaving()
-
-    @cached_property
-    def _returning(self) -> bool:
-        return self.find_returning()
 
     @cached_property
     def to(self) -> list[tuple[int, Rows]]:
@@ -156,7 +142,7 @@ class KeyPlan:
             build = partial(tables.slices_over, owners or source[begin : begin + 1])
             has_one_owner = len(distances[number - 1]) == 1
             pairs = ([(call.rank, x) for x in owners], [(x, call.rank) for x in leaving[0]])
-            calls = [partial(tables.are_one_call, x if has_one_owner else []) for x in pairs]
+            calls = [cache(partial(tables.are_one_call, x if has_one_owner else [])) for x in pairs]
             step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build, *calls)
             self.steps.append(step)
         last = self.steps[-1].number if self.steps else 0

@@ -8,7 +8,7 @@ steps ahead messages are posted.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from seqpar.softmax.keys.key_plan import (
 )
 from seqpar.softmax.keys.rank_invariant_attention import TileCall
 from seqpar.softmax.keys.rank_invariant_plan import tile_areas, tile_traffic
+from seqpar.softmax.replay import replayed
 from seqpar.softmax.result_dtypes import ResultDtypes, ranks_have_equal_kernels, result_dtypes
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.message_buffers import MessageBuffers
@@ -105,10 +106,15 @@ class KeyStrategy(Strategy):
             return self._tiles(comm, call, "forward").forward(operands)
         # Compares kernels now, so that backward need not exchange messages for it.
         ranks_have_equal_kernels(comm, call)
+        compute = lambda comm, *operands: self._forward(comm, call, Operands(*operands))  # noqa: E731
+        out, lse = replayed(("forward", self), comm, call, operands, compute)
+        return ForwardResult(out, lse, [])
+
+    def _forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
         groups = self.groups(call, comm.is_routed)
         buffers = self._key_buffers(comm, call, operands, len(groups))
         if len(groups) == 1:
-            return ForwardResult(*self._attend(comm, call, operands, buffers), [])
+            return self._attend(comm, call, operands, buffers)
         q, value_dim = operands.q, operands.v.shape[3]
         out = q.new_empty((*q.shape[:-1], value_dim))
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
@@ -116,7 +122,7 @@ class KeyStrategy(Strategy):
             of_heads = call.with_heads_of(call, heads.queries)
             into = out[:, :, heads.queries], lse[:, :, heads.queries]
             self._attend(comm, of_heads, heads.operands(operands), buffers, into)
-        return ForwardResult(out, lse, [])
+        return out, lse
 
     def groups(self, call: ResolvedCall, every_step: bool = False) -> list[HeadSlices]:
         """Return the groups of heads that are sent and computed one after another.
@@ -165,12 +171,30 @@ class KeyStrategy(Strategy):
     ) -> Gradients:
         if self.rank_invariant:
             return self._tiles(comm, call, "backward").gradients(output, operands)
+        dtypes = result_dtypes(comm, call, True, self.gradient_dtype)
+
+        def compute(comm: Comm, *tensors: Any) -> Gradients:
+            output, operands = OutputGradient(*tensors[:5]), Operands(*tensors[5:])
+            return self._gradients(comm, call, output, operands, dtypes)
+
+        of_output = output.dout, output.out, output.lse, output.dlse, output.delta
+        name = "backward", self, dtypes
+        dq, dk, dv = replayed(name, comm, call, (*of_output, *operands), compute)
+        return dq, dk, dv
+
+    def _gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        dtypes: ResultDtypes,
+    ) -> Gradients:
         groups = self.groups(call, comm.is_routed)
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
         # Elements per token in the largest group.
         width = batch * -(-kv_heads // len(groups)) * (dim + value_dim)
         steps = self.plan(call, comm.is_routed).steps
-        dtypes = result_dtypes(comm, call, True, self.gradient_dtype)
         buffers = PassBuffers(
             self._key_buffers(comm, call, operands, len(groups)),
             gradient_buffer(steps, width, len(groups), dtypes),
