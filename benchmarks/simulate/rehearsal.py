@@ -109,13 +109,10 @@ def summary(rows: list[dict[str, Any]]) -> harness.Results:
 
 def tables(results: harness.Results) -> dict[str, str]:
     """Return the tables of docs/guides/million_tokens.md from the results."""
-    rows = [
-        [f"{x['tokens']:,}", f"{x['bytes'] / 1e9:.2f}", f"{x['seconds']:.0f}"]
-        for x in results["rows"]
-    ]
+    rows = [[f"{x['tokens']:,}", f"{x['bytes'] / 1e9:.2f}"] for x in results["rows"]]
     growth = [f"{x:,.0f}" for x in results["bytes_per_token"].values()]
     return {
-        "rehearsal": harness.table(["tokens", "GB per process", "seconds of the step"], rows),
+        "rehearsal": harness.table(["tokens", "GB per process"], rows),
         "growth": harness.table(["bytes per token, measured", "predicted"], [growth]),
     }
 
