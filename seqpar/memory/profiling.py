@@ -131,10 +131,11 @@ class MemoryProfile:
 def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
     """Return the modules and tensors that hold memory at the peak of a training step.
 
-    The step is `model(**batch)` and, if the model returns a loss, the loss's backward. The step
-    runs on the meta device, in the mode (training or evaluation) that the model has. It allocates
-    no memory, so a model that is too large for any device can be profiled. The model's parameters
-    can be on the meta device. The model is unchanged afterwards.
+    The step is `model(**batch)` and, if the model returns a loss, the loss's backward. The loss is
+    the entry "loss" of a mapping, the first element of a tuple, or the returned tensor itself. The
+    step runs on the meta device, in the mode (training or evaluation) that the model has. It
+    allocates no memory, so a model that is too large for any device can be profiled. The model's
+    parameters can be on the meta device. The model is unchanged afterwards.
 
     A model of `seqpar.integrations.huggingface.enable` must be enabled on a group of one rank; pass
     the batch that `sp.shard` returned. Each of its attention calls counts as one operator, whose
@@ -169,7 +170,7 @@ def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
             with watch.following(model), watch:
                 outputs = model(**inputs)
                 watch.begin_backward()
-                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+                loss = _loss_in(outputs)
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.sum().backward()
         except (NotImplementedError, RuntimeError) as error:
@@ -182,6 +183,12 @@ def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
             for x in model.parameters():
                 watch.note_gradient(x)
         return watch.profile(ids.numel(), sizes)
+
+
+def _loss_in(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    return outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
 
 
 def _is_integer(x: object) -> bool:

@@ -45,6 +45,25 @@ def test_the_peak_is_that_of_a_real_step(tokens):
     assert found.by_kind()["buffers"] == 32
 
 
+class ModelWithTuple(Model):
+    """Returns the loss with the hidden states, as models of transformers do without a dict."""
+
+    def forward(self, ids):
+        hidden = self.mlp(self.embedding(ids))
+        return (hidden * self.scale).square().mean(), hidden
+
+
+def test_the_loss_may_be_the_first_of_a_tuple():
+    model, ids = ModelWithTuple(), torch.arange(2000) % 50
+    found = profile(model, {"ids": ids})
+    constant = sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+    with Peak() as watch:
+        outputs = model(ids)
+        outputs[0].backward()
+    assert found.peak_bytes - constant == pytest.approx(watch.peak, rel=0.01)
+    assert len(found.timeline) > found.backward_begins + 5
+
+
 def test_the_bytes_per_token_are_those_by_which_the_peak_grows():
     few, many = (profile(Model(), {"ids": torch.zeros(n, dtype=torch.long)}) for n in (1000, 3000))
     growth = (many.peak_bytes - few.peak_bytes) / 2000
