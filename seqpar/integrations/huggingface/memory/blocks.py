@@ -13,6 +13,7 @@ from torch import nn
 
 from seqpar.core.compiling import is_traced
 from seqpar.integrations.huggingface.attention.call import EnabledModel, current
+from seqpar.integrations.huggingface.batch.sharding import KEY
 from seqpar.integrations.huggingface.huggingface_private import CHECKPOINTED
 from seqpar.integrations.huggingface.model.code import returns_several
 from seqpar.integrations.huggingface.model.replaced import Removable, Replaced
@@ -77,6 +78,12 @@ class Checkpoints:
         def counted(*args: Any) -> Any:
             nonlocal is_first
             if not is_first:  # backward computes the block again
+                if vars(self._session.inner).get(KEY) is not self._session:
+                    reason = 'memory\'s "checkpoints" compute blocks again in backward'
+                    raise ValueError(
+                        f"sp.disable() must not come between forward and backward: {reason}; "
+                        "call it after backward"
+                    )
                 before = current.set(call)
                 try:
                     return function(*args)

@@ -148,7 +148,8 @@ def find_head(session: EnabledModel) -> nn.Module | None:
     check_loss_function(model)
     check_loss_terms(model)
     if type(head).forward is not nn.Linear.forward:
-        reason = f"its head is a {type(head).__name__}, and not a torch.nn.Linear"
+        kind = f"{type(head).__module__}.{type(head).__name__}"  # PEFT's LoRA is a Linear too
+        reason = f"its head is a {kind}, and not a torch.nn.Linear"
         way_out = 'leave "loss" out of memory, or merge what changes the head into its weight'
         raise ValueError(f'memory must not include "loss": {reason}; {way_out}')
     if "forward" in vars(head):

@@ -182,6 +182,18 @@ def test_calls_without_labels_and_disabled_models_have_logits():
             torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
 
 
+def test_disabling_between_the_passes_is_refused():
+    def run(comm):
+        model = hf.tiny("LlamaForCausalLM")
+        sp = huggingface.enable(model, comm, memory="lean")
+        loss = model(**sp.shard(hf.batch("whole"))).loss
+        sp.disable()
+        return hf.refused(loss.backward)
+
+    for text in virtual(2, run):
+        assert text.startswith("sp.disable() must not come between forward and backward"), text
+
+
 class Own(transformers.LlamaForCausalLM):
     """A class of the user's, whose forward runs on samples of tokens too, to find mixed tokens."""
 
@@ -265,6 +277,27 @@ def with_head(model):
     model.lm_head = nn.Sequential(model.lm_head)
 
 
+class Linear(nn.Module):
+    """A linear module with LoRA, whose class has the name of PEFT's."""
+
+    def __init__(self, base_layer, rank=2):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def with_lora(model):
+    model.lm_head = Linear(model.lm_head)
+
+
 def with_checkpoints(model):
     model.gradient_checkpointing_enable()
 
@@ -274,7 +307,8 @@ def with_checkpoints(model):
     ("change", "options", "said"),
     [
         (with_loss, {}, "loss_function must be the model's default"),
-        (with_head, {}, 'must not include "loss": its head is a Sequential'),
+        (with_head, {}, "its head is a torch.nn.modules.container.Sequential, and not a torch.nn"),
+        (with_lora, {}, f"its head is a {__name__}.Linear, and not a torch.nn.Linear; leave"),
         (with_checkpoints, {}, 'must not include "checkpoints": the model checkpoints its'),
         (lambda _: None, {"memory": "much"}, "memory must be None, 'lean' or a list of parts"),
         (lambda _: None, {"memory": ["loss", "speed"]}, "memory must be None, 'lean' or a list"),
