@@ -2,8 +2,7 @@
 
 Two ranks of this machine run forward and backward of a strategy. The measured peak is the most
 resident memory during a step, minus the resident memory before it. The simulated peak is that of
-`simulate.record`, which counts held tensors and buffers of messages, but not the memory that a
-kernel uses inside a call.
+`simulate.record`.
 """
 
 from __future__ import annotations

@@ -74,6 +74,9 @@ class Hooks:
         skip_messages: whether exchanges send nothing. Received tensors are then arbitrary.
         replace_compute: a function that is called with the area of each computation, instead of the
             computation. Results are then arbitrary. With None, computations run.
+        dry_run: a function that returns the context in which computations run although
+            `replace_compute` replaces them. They run on tensors of the meta device, so that their
+            memory can be counted. With None, replaced computations do not run.
         beside: a function that is called with work that should overlap a rank's computation. It
             returns a function that waits for the end of this work. With None, the work runs in a
             thread or a stream.
@@ -82,6 +85,7 @@ class Hooks:
     traces: tuple[Recorder, ...] = ()
     skip_messages: bool = False
     replace_compute: Callable[[int], None] | None = None
+    dry_run: Callable[[], AbstractContextManager[None]] | None = None
     beside: Callable[[Callable[[], None]], Callable[[], None]] | None = None
 
     @property
@@ -108,7 +112,8 @@ class Hooks:
         start, instead = moment(device), self.replace_compute
         if instead is not None:
             instead(work().area)
-        yield instead is None
+        with nullcontext() if self.dry_run is None else self.dry_run():
+            yield instead is None or self.dry_run is not None
         if self.trace is not None:
             self.trace.compute(start, moment(device), work())
 

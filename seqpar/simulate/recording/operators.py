@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqpar.attention.operators import IMPLEMENTATIONS
-from seqpar.core.torch_private import dispatch_mode, is_any_true, memory_of, unsafe_view
+from seqpar.core.torch_private import (
+    cpu_attention,
+    cpu_attention_backward,
+    dispatch_mode,
+    is_any_true,
+    memory_of,
+    unsafe_view,
+)
 from seqpar.simulate.recording.program import Compute, Operators
+from seqpar.softmax.backends.aten import backward_buffer_bytes, forward_buffer_bytes
 
 Arguments = tuple[object, ...]
 _aten = torch.ops.aten
@@ -41,13 +50,21 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         peak: the most bytes held at once by tensors created in this context.
     """
 
-    def __init__(self, add: Callable[[Compute], None], counts: bool) -> None:
-        """Without `counts`, nothing is passed to `add`: the context only runs the code of seqpar's
-        operators instead of their fake rules.
+    def __init__(self, add: Callable[[Compute], None], counts: bool, on_cpu: bool = False) -> None:
+        """Make the context.
+
+        Args:
+            add: gets the costs.
+            counts: whether to count. Otherwise nothing is passed to `add`: the context only runs
+                the code of seqpar's operators instead of their fake rules.
+            on_cpu: whether the meta device stands for a CPU, where an operator may need memory for
+                more than its results.
         """
         super().__init__()
         self._add = add
         self._counts = counts
+        self._on_cpu = on_cpu
+        self._costs = counts  # whether the cost of operators is counted in addition to memory
         self.peak = 0
         self._held = 0
         self._bytes = self._new_bytes = self._calls = 0  # since the last flush
@@ -75,7 +92,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         known = _known.get(form)
         if known is None:
             return self._run(operator, args, kwargs, tensors, form)
-        returned, cost = known
+        returned, cost, temporary = known
         if isinstance(returned, int):
             result: object = tensors[returned]
         elif returned is None:
@@ -85,6 +102,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             result = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if self._counts:
                 self._hold((result,), ())
+        self._need(temporary)
         self._count(cost)
         return result
 
@@ -110,8 +128,10 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         # Below autograd, a cast is marked as a view operator although it can copy.
         views = operator.is_view and memory.issuperset(map(memory_of, results))
         cost = None if views else operator_cost(operator, args, kwargs, result, inputs, results)
+        temporary = 0 if views else temporary_bytes(operator, args, results)
         if self._counts:
             self._hold(results, memory)
+        self._need(temporary)
         self._count(cost)
         returned = None if views else _result_of(result, tensors)
         again: list[Tensor] = []
@@ -120,8 +140,17 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         if same and len(inputs) == len(tensors) and (views or returned is not None):
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
-            _known[form] = returned, cost
+            _known[form] = returned, cost, temporary
         return result
+
+    @contextmanager
+    def memory_only(self) -> Iterator[None]:
+        """Count the memory of the operators in this context, but not their cost."""
+        self._costs, before = False, self._costs
+        try:
+            yield
+        finally:
+            self._costs = before
 
     def flush(self) -> None:
         """Pass on the sums of the operators since the last flush."""
@@ -130,13 +159,18 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             self._bytes = self._new_bytes = self._calls = 0
 
     def _count(self, cost: Operators | None) -> None:
-        if cost is None or not self._counts:
+        if cost is None or not self._costs:
             return
         self._calls += 1
         if cost.flops:
             self.flush()
             self._add(Compute(Operators(cost.flops, 0)))
         self._bytes += cost.bytes
+
+    def _need(self, temporary: int) -> None:
+        """Count memory that an operator on a CPU frees at its end."""
+        if self._on_cpu and self._counts:
+            self.peak = max(self.peak, self._held + temporary)
 
     def _hold(self, results: Iterable[Tensor], input_memory: Collection[int]) -> None:
         """Track the memory of results that are not views of inputs."""
@@ -153,16 +187,17 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
 
             self._known[key] = weakref.ref(storage, freed)
             self._held += size
-            self._new_bytes += size
+            self._new_bytes += size if self._costs else 0
             self.peak = max(self.peak, self._held)
 
 
 # For many operators on meta tensors, torch computes the result in Python, which takes 0.1 to 1 ms.
 # A recording often calls the same operators with arguments of the same form, so results and costs
 # are cached by operator and form of the arguments. A cached result is the form of a new tensor, the
-# index of the input that is returned, or None for a view of an input, whose cost is None too.
+# index of the input that is returned, or None for a view of an input, whose cost is None too. The
+# third cached value is the result of `temporary_bytes`.
 _NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_known: dict[object, tuple[_NewTensor | int | None, Operators | None]] = {}
+_known: dict[object, tuple[_NewTensor | int | None, Operators | None, int]] = {}
 _MAX_KNOWN = 2**14
 
 
@@ -204,6 +239,29 @@ def operator_cost(
     if packet is _aten.copy_:  # a copy does not read the tensor that it overwrites
         return Operators(0, sum(map(_nbytes, inputs[1:])) + sum(map(_nbytes, results)))
     return Operators(0, 0 if packet in _UNTOUCHED else sum(map(_nbytes, (*inputs, *results))))
+
+
+def temporary_bytes(operator: Any, args: Arguments, results: list[Tensor]) -> int:
+    """Return the bytes that an operator on a CPU allocates and frees, in addition to its results.
+
+    ATen's attention kernels have buffers. A pointwise operator computes in one dtype: before it, an
+    operand with another floating dtype is copied to this dtype, and after it, a result with another
+    dtype is copied from this dtype.
+    """
+    tensors = [x for x in _tensors(args) if x.is_meta]
+    packet = operator.overloadpacket
+    if packet is cpu_attention():
+        return forward_buffer_bytes(tensors[0], tensors[1])
+    if packet is cpu_attention_backward():
+        return backward_buffer_bytes(tensors[0], tensors[1], tensors[2])
+    if torch.Tag.pointwise not in operator.tags:
+        return 0
+    converted = [x for x in (*tensors, *results) if x.is_floating_point() and x.dim()]
+    dtypes = {x.dtype for x in converted}
+    if len(dtypes) < 2:
+        return 0
+    common = reduce(torch.promote_types, dtypes)
+    return sum(x.numel() for x in converted if x.dtype != common) * common.itemsize
 
 
 def _result_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None:

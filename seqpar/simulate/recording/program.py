@@ -154,7 +154,8 @@ class Program:
         actions: the actions, in order.
         ordered: whether the exchanges of a communicator run one after another, as on NCCL. On gloo,
             only messages from the same sender to the same receiver run one after another.
-        peak_bytes: the most bytes held at once by tensors that the program creates.
+        peak_bytes: the most bytes held at once by tensors that the program creates. A message
+            counts until its exchange has been waited for.
     """
 
     actions: list[Action] = field(default_factory=list)

@@ -65,10 +65,12 @@ def record(
         mesh: the shape of a mesh, (rows, ranks per row), for `MeshAttention` and `USPAttention`.
         only: the ranks whose programs are returned. None stands for all ranks.
         ordered: whether the ranks use NCCL, which runs the exchanges of a communicator one after
-            another. Otherwise the ranks use gloo.
+            another. Otherwise the ranks use gloo, and their devices are CPUs with one thread.
         operators: whether to record torch's operators in addition to attention's kernels: the FLOPs
             of matrix products, the bytes that other operators read and write, and the memory that
-            is held. Recording operators takes about a third of the recording time.
+            is held. On CPUs, the memory within attention's kernels is included. On GPUs, only the
+            sums to which kernels add their results are included. Recording operators takes about a
+            third of the recording time.
 
     Raises:
         ValueError: if a call in the step is refused; if the step sends tensors with data, as
@@ -100,6 +102,7 @@ def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
             traces=(recorder,),
             skip_messages=False,
             replace_compute=lambda area: None,
+            dry_run=recorder.dry_run,
             beside=recorder.beside,
         ),
         recorder.operations,
@@ -115,7 +118,11 @@ class ProgramRecorder:
 
     def __init__(self, ordered: bool, counts: bool) -> None:
         self.program = Program(ordered=ordered)
-        self.operations = Operations(lambda x: self.program.actions.append(x), counts)
+        # Ranks on gloo are taken to be on CPUs. On the meta device, attention runs the code for
+        # CPUs. The memory of this code is counted only for CPUs, because GPUs use other kernels.
+        on_cpu = not ordered
+        self.operations = Operations(lambda x: self.program.actions.append(x), counts, on_cpu)
+        self.dry_run = self.operations.memory_only if counts and on_cpu else None
         self._label, self._posted, self._computes = "", count(), count()
 
     def add(self, action: Action) -> None:
@@ -195,12 +202,14 @@ class RecordingComm(Comm):
                 )
         sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
         number = self._recorder.post(self._through, sent, received, label, exchange.step)
-        return _RecordedExchange(self._recorder, number)
+        return _RecordedExchange(self._recorder, number, [sends, recvs])
 
 
 class _RecordedExchange(Pending):
-    def __init__(self, recorder: ProgramRecorder, number: int) -> None:
-        super().__init__([], [])
+    def __init__(
+        self, recorder: ProgramRecorder, number: int, messages: list[list[Message]]
+    ) -> None:
+        super().__init__([], messages)
         self._recorder: ProgramRecorder | None = recorder
         self._number = number
 
@@ -208,3 +217,4 @@ class _RecordedExchange(Pending):
         if self._recorder is not None:
             self._recorder.add(Wait(self._number))
             self._recorder = None
+        super().wait()

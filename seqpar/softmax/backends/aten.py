@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.device_tables import is_on_cuda
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.torch_private import (
     cpu_attention,
     cpu_attention_backward,
@@ -59,6 +60,12 @@ _MAX_QUERIES_ROUNDED_ONCE = 1536
 _MAX_ROUNDED_LSE = 16
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
+
+
+# The number of queries of a block in ATen's CPU kernel, by the smallest number of query rows for
+# which the kernel uses such blocks.
+_BLOCK_QUERIES = {768: 256, 192: 64, 0: 32}
+_BLOCK_KEYS = 512
 
 
 class _BackwardRows(NamedTuple):
@@ -270,6 +277,45 @@ def _backward(
         dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
     )
     return tuple(x.transpose(1, 2) for x in gradients)
+
+
+def forward_buffer_bytes(q: Tensor, k: Tensor, threads: int = 1) -> int:
+    """Return the bytes of the buffers of ATen's CPU kernel, which exist during a forward.
+
+    q is (B, Hq, n, D), and k is (B, Hkv, m, D). Each of the threads has the scores of a block, its
+    result, and two numbers per query. In half precision, the scores are stored a second time in
+    half precision.
+
+    Buffers of oneDNN for products in half precision are not counted. The same holds for copies of k
+    and v that the kernel packs for matrix units.
+    """
+    rows, scores = _block(q, k)
+    width = 2 + q.shape[3]
+    itemsize = accumulator_dtype(q.dtype).itemsize
+    half = scores * q.itemsize if q.dtype in _HALF else 0
+    return threads * ((scores + rows * width) * itemsize + half)
+
+
+def backward_buffer_bytes(dout: Tensor, q: Tensor, k: Tensor, threads: int = 1) -> int:
+    """Return the bytes of the buffers of ATen's CPU kernel, which exist during a backward.
+
+    Operands are as in `forward_buffer_bytes`. Each of the threads has the scores of a block, the
+    gradients of these scores, and a number per query. In half precision, scores and gradients are
+    stored a second time in half precision. The kernel copies dout if dout (B, n, Hq, D) is not
+    contiguous.
+    """
+    rows, scores = _block(q, k)
+    itemsize = accumulator_dtype(q.dtype).itemsize
+    half = 2 * scores * q.itemsize if q.dtype in _HALF else 0
+    copied = 0 if dout.transpose(1, 2).is_contiguous() else dout.nbytes
+    return threads * ((2 * scores + rows) * itemsize + half) + copied
+
+
+def _block(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Return the number of queries and the number of scores of a block."""
+    rows = next(count for least, count in _BLOCK_QUERIES.items() if q.shape[2] >= least)
+    rows = min(rows, q.shape[2])
+    return rows, rows * min(_BLOCK_KEYS, k.shape[2])
 
 
 def half_is_faster_in_forward(dtype: torch.dtype) -> bool:
