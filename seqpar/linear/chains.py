@@ -26,11 +26,12 @@ from seqpar.linear.routes import StateRoutes
 
 
 class Hop(NamedTuple):
-    """The links that one rank sends to another rank, or to itself, in one message, as arrays.
+    """The links that one rank sends to another rank, or to itself, in one message.
 
-    The state of a link is λ^rows · (the sum at the station `carries_from`) + (the state
-    `own_states`). A link may also begin or end at the end of a document instead of a span. Links
-    that pass on a sum come first in a hop.
+    The state that a link sends is λ^rows · (the sum at the station `carries_from`) + (the state
+    `own_states`). In forward with final states, some links lead to the end of a document instead of
+    a span. In backward, some links begin there. Within a hop, all links with a station
+    `carries_from` come before the links without one.
 
     A hop contains the links of all documents, because separate messages would be too many: 5,000
     short documents on 64 ranks took 40,000 messages per rank. All ranks process their hops in the
@@ -41,7 +42,7 @@ class Hop(NamedTuple):
     depth: int
     source: int  # the rank that sends
     target: int  # the rank that receives
-    own_states: Ints  # (links,): the slot of the state that the source adds, or −1
+    own_states: Ints  # (links,): the slot of the state that the source rank adds, or −1
     carries_from: Ints  # (links,): the slot of the source's station whose sum is passed on, or −1
     rows: Ints  # (links,): over how many rows this sum decays
     # (links,): the slot of the target's station. Higher slots are sums between runs.
@@ -49,7 +50,8 @@ class Hop(NamedTuple):
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
-    """Return the hops to and from a rank, sorted by depth, source and target.
+    """Return the hops that a rank sends or receives, sorted by depth, then by source, then by
+    target.
 
     The hops are stored with the routes. The sender and the receiver of a hop have its links in the
     same order. With `ends=False`, links that begin or end at the end of a document are left out.
@@ -71,17 +73,21 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
 
 
 class Chain(NamedTuple):
-    """The spans of all ranks as arrays (spans,), document by document, in the order of a pass.
+    """The chains of all documents in one pass. Each field is an array with one entry for each span.
 
-    Without causality, the arrays have runs instead of spans. In forward, the last run of a document
-    is the run with the last token, and all other runs are in the order of their ranks. In backward,
-    the order is reversed.
+    In forward, the documents are in ascending order, and the spans of a document are in the order
+    of their tokens. In backward, all entries are in the reverse order, because gradients are sent
+    from later spans to earlier spans.
+
+    Without causality, an entry is a run instead of a span. In forward, the last run of a document
+    is the run that contains the last token of the document. All other runs are in the order of
+    their ranks.
     """
 
     holder: Ints  # the rank that holds the span
-    number: Ints  # how many spans of the document come earlier in the pass
-    behind: Ints  # how many spans of the document come later in the pass
-    maps: Ints  # the slot of the span's map or state on its rank, or −1
+    number: Ints  # how many spans of the document come before this span in the pass
+    behind: Ints  # how many spans of the document come after this span in the pass
+    maps: Ints  # the slot of the map or state that the span sends, or −1
     stations: Ints  # the slot of the state that enters the span in the pass, or −1
     documents: Ints
     rows: Ints
@@ -108,14 +114,17 @@ class Chain(NamedTuple):
 
     @property
     def heads(self) -> Ints:
-        """For each span, the index of the first span of its document, (spans,)."""
+        """For each entry, the index of the first span of the document to which the entry
+        belongs.
+        """
         return np.arange(self.number.size) - self.number
 
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
-        """Return the spans whose links begin or end on a rank, and the last spans of documents on
-        the rank.
+        """Return two arrays of spans, as indices in the chain.
 
-        The spans are indices in the chain. A span sends its state to the span with the next index.
+        The first array has the spans whose link to the next span begins or ends on `rank`. The
+        second array has the spans of `rank` that are the last spans of their documents in this
+        pass.
         """
         here, last = self.holder == rank, self.behind == 0
         to_here = np.r_[here[1:], False]
@@ -131,14 +140,13 @@ class Chain(NamedTuple):
         carries: Ints,
         rows: Ints | int,
     ) -> Ints:
-        """Return (8, links): depth, source, target and document of each link, and the last fields
-        of `Hop`.
+        """Return links as an array (8, links).
 
-        Args:
-            source, target: the spans at which the links begin and end, as indices in the chain.
-            slots: the slot of each link on its target rank.
-            depth, states, carries, rows: a value for each span of the chain. A link has the value
-                of the span at which it begins.
+        The rows of the array are depth, source rank, target rank, document, and the four fields of
+        `Hop` from `own_states` to `target_slots`. Link i leads from the span source[i] to the span
+        target[i], which are indices in the chain, and ends at the slot slots[i] of the target rank.
+        `depth`, `states`, `carries` and `rows` have a value for each span of the chain. A link has
+        the value of the span at which it begins.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -159,10 +167,11 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 
 
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
-    """Yield the links of a rank without causality.
+    """Yield the links that begin or end on a rank, for a call without causality.
 
-    In each document, sums are sent from run to run. The last run then sends the sum of all runs
-    back to all other runs. No state decays.
+    Each run of a document sends the sum of its own state and of the states of all earlier runs to
+    the next run. The last run then has the sum of all runs. This sum is sent back from each run to
+    the run before it. No state decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
@@ -186,7 +195,10 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterato
 
 
 def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *columns: Any) -> Ints:
-    """Return the links of forward from the last spans on a rank to the ends of their documents."""
+    """Return the links of forward from the spans `last` to the ends of their documents.
+
+    If the call returns no final states, there are no such links.
+    """
     ended = last[: last.size * routes.returns_final_state]
     slots = routes.held(rank).states.states_in + np.arange(ended.size)
     return chain.links(ended, ended, slots, *columns)
@@ -195,11 +207,12 @@ def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *co
 def _links_from_ends(
     routes: StateRoutes, chain: Chain, rank: int, last: Ints, depth: int, slots: Ints
 ) -> Iterator[Ints]:
-    """Yield the links of a rank in backward that begin at the ends of documents.
+    """Yield the links of backward that begin at the ends of documents, and that `rank` sends or
+    receives.
 
-    All ranks have the gradients of final states, which belong to the ends of documents. The links
-    lead from the ends to the `last` spans of the documents. `slots` (spans,) has the slot of each
-    span on its rank.
+    These links send the gradients of final states. Every rank has such gradients for every
+    document. Every rank therefore sends a link to the rank of each span in `last`. `slots` (spans,)
+    has the slot at which a link to each span ends.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

@@ -1,7 +1,8 @@
-"""The routes of states: which rank sends which states to which rank, so that each span gets the
-state that enters it.
+"""Which rank sends which states to which rank, so that each span gets the state that enters it.
 
 * A *span* is a range of consecutive tokens of a document on one rank.
+* A *run* is all tokens of a document on one rank. Without causality, runs are used instead of
+  spans.
 * A *source* is a position at which a rank has a state. In forward, each end of a span is a source,
   with the state of the span. In backward, each start of a span is a source, with the gradient of a
   state.
@@ -33,11 +34,10 @@ from seqpar.layout.geometry import Geometry
 
 @dataclass(frozen=True, eq=False)
 class SpanStates:
-    """The spans of a rank, and the states that enter and leave them.
+    """The spans of a rank, or its runs without causality, and the states that enter and leave them.
 
     Tensors of states contain only the states that are needed. Each span therefore has an index into
-    these tensors. Without causality, runs take the place of spans. A run is all tokens of a
-    document on one rank.
+    these tensors.
     """
 
     edges: Ints  # (spans + 1,): span i has the rows edges[i] … edges[i + 1] − 1
@@ -62,7 +62,7 @@ class StatePoints(NamedTuple):
     """The sources or the stations of a rank, sorted by document, then by position.
 
     `slots` has the slot of each source or station. In a tensor of states (n, B, Hkv, D, Dv), the
-    states of spans come first, in the order of the spans. The states of the ends of documents
+    states of spans come first, in the order of the spans. The states at the ends of documents
     follow.
     """
 
@@ -72,9 +72,7 @@ class StatePoints(NamedTuple):
 
 
 class HeldSpans(NamedTuple):
-    """The spans of a rank, or its runs without causality, and the states that enter and leave
-    them.
-    """
+    """The spans of a rank, or its runs without causality, with their positions and states."""
 
     documents: Ints
     starts: Ints
@@ -106,13 +104,10 @@ class StateSums(NamedTuple):
 
     @classmethod
     def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:
-        """Return `count` sums.
+        """Return `count` weighted sums of states.
 
-        Args:
-            groups: (n,). For each state, the sum to which it belongs, in any order.
-            members: (n,). The slot of each state.
-            rows: (n,). Over how many rows each state decays.
-            count: the number of sums.
+        The state in the slot members[i] decays over rows[i] rows, and is added to the sum with the
+        index groups[i]. A sum without states is 0.
         """
         order = np.argsort(groups, kind="stable")
         return cls(np.bincount(groups, minlength=count), members[order], rows[order])
@@ -145,7 +140,7 @@ class StateRoutes:
         return self.derived(("held", rank), lambda: self._held(rank))
 
     def ended(self, rank: int) -> Ints:
-        """Return the documents whose final states a rank sends to all ranks, ascending."""
+        """Return the documents whose final states a rank sends to all ranks, in ascending order."""
 
         held = self.held(rank)
         return self.derived(
@@ -163,14 +158,21 @@ class StateRoutes:
         return self.derived(key, lambda: self._route(source, target, backward))
 
     def of_initial(self, rank: int) -> StateSums:
-        """Return the sums of initial states that are added at a rank's stations, ordered by
-        slot.
+        """Return, for each station of a rank, the initial state of the document, decayed over the
+        rows before the station.
+
+        Each state is given as a sum with one term. The sums are ordered by the slots of the
+        stations.
         """
         documents, positions, slots = self.stations(rank, backward=False)
         return StateSums.of(slots, documents, positions, slots.size)
 
     def of_dinitial(self, rank: int) -> StateSums:
-        """Return the gradients of initial states, as sums over a rank's sources in backward."""
+        """Return, for each document, the sum that is a rank's part of the gradient of the initial
+        state.
+
+        The terms of the sum are the gradients of states at the rank's sources in backward.
+        """
         documents, positions, slots = self.sources(rank, backward=True)
         # The initial state decays over the rows before the position.
         before = self.lengths[documents] * self.causal - positions
@@ -226,8 +228,10 @@ class StateRoutes:
     def _points_at(
         self, documents: Ints, positions: Ints, slots: Ints, ended: Ints, backward: bool
     ) -> StatePoints:
-        """Return the sources or stations of spans, and those at the ends of the documents
+        """Return the sources or stations at `positions`, and those at the ends of the documents
         `ended`.
+
+        Positions with the slot −1 are left out.
         """
         has_slot = slots >= 0
         positions = np.r_[positions[has_slot], self.lengths[ended] * self.causal]

@@ -31,7 +31,7 @@ def as_table(numbers: Ints) -> Tensor:
 
 
 def index_of(numbers: Ints) -> Index:
-    """Return consecutive numbers as a slice, and other numbers as a table."""
+    """Return the numbers as a slice if they are consecutive, and otherwise as a tensor."""
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
@@ -39,7 +39,7 @@ def index_of(numbers: Ints) -> Index:
 
 
 class Carrying(NamedTuple):
-    """The arrived sums that are added to the links of a message, which passes them on."""
+    """The sums that one outgoing message passes on, after they have arrived."""
 
     message: int
     # The number of links, at the start of the message, that pass on a sum. None means all links.
@@ -48,7 +48,7 @@ class Carrying(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The operations of a rank in one round, in this order.
+    """What a rank does in one round. The order of the fields is the order of the operations.
 
     Outgoing messages are numbered: all messages with the first block of states come first, then all
     messages with the second block, and so on. Incoming messages are numbered in the same way.
@@ -68,9 +68,10 @@ class Round(NamedTuple):
 class Rounds(TableHolder):
     """All rounds of one rank in one pass.
 
-    A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are
-    numbered block by block. `sources` and `stations` are how many sources and stations the rank
-    has.
+    A state has `rows` rows, which are cut into blocks of equal size. An *arrival* is one block of
+    the state that a link sends to this rank. Arrivals are numbered block by block: the first block
+    of every link comes first, then the second block of every link, and so on. `sources` and
+    `stations` are the numbers of sources and stations of the rank.
     """
 
     def __init__(
@@ -151,10 +152,10 @@ def joined(parts: list[Ints]) -> Ints:
 
 
 def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
-    """Begin to run a function that uses some tensors. Return a second function, which waits for its
-    end.
+    """Call `run`. Return a function that waits until `run` has returned.
 
-    With `aside`, the first function runs in a thread. On a GPU, the thread uses a separate stream.
+    With `aside`, a thread calls `run`. On a GPU, this thread uses a separate stream. `used` are the
+    tensors that `run` reads or writes.
     """
     if aside:
         return run_async(run, *used)
@@ -163,12 +164,13 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 
 
 class ScannedStates:
-    """An exchange that passes states on. It returns the sums of states at a rank's stations.
+    """An exchange that sends states along the chains. It returns the sums of states at a rank's
+    stations.
 
-    A thread passes the states on, so that the rank can compute while it waits for states. On a GPU,
-    the thread uses a separate stream. On gloo, the thread is necessary, because gloo reports the
-    arrival of a message only to a thread that waits for the message. A subclass decides how a sum
-    changes from station to station.
+    If the exchange has messages between ranks, a thread runs it, so that the rank can compute while
+    it waits for states. On a GPU, the thread uses a separate stream. On gloo, the thread is
+    necessary, because gloo reports the arrival of a message only to a thread that waits for the
+    message. A subclass decides how a sum changes from one station to the next station.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:
@@ -176,11 +178,15 @@ class ScannedStates:
         self.travels = plan.travels
 
     def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
-        """Add the sums that have arrived to the links of the message that pass them on."""
+        """Add sums that have arrived to the links that pass these sums on.
+
+        `number` is the number of the outgoing message. `message` has those links of the message
+        that pass on a sum, and `carried` has the sum for each of these links.
+        """
         raise NotImplementedError
 
     def _begin(self, states: Tensor, used: Sequence[Tensor]) -> None:
-        """Begin to pass states on. The second-to-last dimension of the states is cut into blocks.
+        """Begin to send `states`, whose second-to-last dimension is cut into blocks.
 
         `used` are the tensors that `_carry` reads.
         """
@@ -189,7 +195,7 @@ class ScannedStates:
         self._join = start(self.travels, self._run, states, self._sums, *used)
 
     def wait(self) -> Tensor:
-        """Return the sums. They have the shape of the states, and are ordered by slot."""
+        """Return the sums of states at the rank's stations, ordered by slot."""
         self._join()
         return self._sums
 

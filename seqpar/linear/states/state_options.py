@@ -54,8 +54,9 @@ class StateOptions(Options[Tensor]):
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def once(self, device: torch.device, plan: object, compute: Callable[[StateOptions], T]) -> T:
-        """Return `compute(self)`, the weights of a plan on a device. It is called once for each
-        stream.
+        """Return `compute(self)`, the weights of a plan on a device.
+
+        The weights are stored, so that `compute` is called only once for each stream of the device.
         """
         return on_stream(device, self.derived, (plan,), lambda: compute(self))
 
@@ -77,10 +78,10 @@ class StateOptions(Options[Tensor]):
         return inputs.q.new_zeros((count, *inputs.state_shape), dtype=dtype)
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of steps, which follows from the number of matrix products in each step.
+        """Return the work of steps, computed from the number of matrix products in each step.
 
-        Each step multiplies rows with states. `local` also multiplies the rows of a chunk with each
-        other.
+        Each step multiplies rows with states. The step `local` also multiplies the rows of a chunk
+        with each other.
         """
         batch, rows, heads, dim = inputs.q.shape
         value_dim = inputs.v.shape[3]

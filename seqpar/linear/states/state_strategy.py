@@ -43,8 +43,9 @@ class StateCall(LinearCall):
     options: StateOptions
 
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
-        """Return a function that computes the sum `sums(rank)` of states. It is cached under
-        `name`.
+        """Return a function that computes the sums `sums(rank)` from states.
+
+        The tables of the sums are stored under `name`, so that later calls reuse them.
         """
         tables = self.once_on(device, (name,), lambda: WeightedSums([sums(self.rank)], self.shape))
         return self.options.once(device, tables, tables.weigh)[0]

@@ -54,7 +54,9 @@ class WeightedSums(TableHolder):
         self._rows, self._heads = map(torch.from_numpy, columns)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Compute the weights, and return one function of states for each sum."""
+        """Compute the weights. Return, for each of the `StateSums`, a function from states to their
+        sums.
+        """
         weights: Sequence[Tensor | None] = [None] * len(self._sums)
         if options.log_decay is not None:
             powers = torch.exp(self._rows * options.log_decay[self._heads])
@@ -93,8 +95,9 @@ class Gathering(TableHolder):
         stations, rest = (
             np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
         )
-        # The combined states are divided into parts, which are sent to different ranks. These are
-        # the number of states in each part, and the index of the part for each rank.
+        # A part is the combined states that this rank sends to one rank, or to several ranks that
+        # need the same states. `sizes` has the number of states in each part, and `parts` has the
+        # index of each rank's part.
         self._compose, self.sizes, parts = _composed(
             outgoing, routes.sources(rank, backward).slots.size
         )
@@ -126,11 +129,12 @@ class Gathering(TableHolder):
 
 
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
-    """Return the sums of states that are sent.
+    """Return the sums that combine the states of this rank into the states that it sends.
 
-    The states for one rank are a *part*. Routes that send the same states share a part. Returns the
-    sums, the number of states in each part, and the index of the part of each route. If the rank's
-    states are sent unchanged, the sums are None.
+    `outgoing` has the route to each rank. The combined states for one rank are called a *part*.
+    Ranks that need the same combined states use the same part. The results are the sums of all
+    parts, the number of states in each part, and, for each rank, the index of its part. If this
+    rank sends its states unchanged, the sums are None.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -150,9 +154,11 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 
 
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
-    """Return the steps in which the sums of earlier stations are added to each station of a rank.
+    """Return the steps that add to the sum at each station the sums at all earlier stations of its
+    document.
 
-    Step i adds the sum of the station that is 2ⁱ stations earlier.
+    Step i adds to each station the sum at the station that is 2ⁱ stations earlier. ⌈log₂ n⌉ steps
+    are enough for n stations of a document.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

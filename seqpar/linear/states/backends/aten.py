@@ -3,21 +3,21 @@
 The backend runs on every device that torch supports. As in Qin et al., "Lightning Attention-2"
 (2024), section 3, spans are cut into chunks of C rows. The output of a row has two parts. Rows of
 its own chunk contribute (QKᵀ ⊙ Λ) V. Earlier rows of the span contribute through the state that
-enters the chunk. Each product is over all heads of one chunk, and reads the chunk without a copy.
-States pass from chunk to chunk in fp64, because rounding errors of λ^C would add up. Half precision
-is computed in fp32.
+enters the chunk. Each batched product computes all heads of one chunk, and reads the chunk without
+a copy. States are passed from chunk to chunk in fp64, because rounding errors of λ^C would add up.
+Half precision is computed in fp32.
 
-No product has rows of two documents or of two chunks. A NaN or an infinity in a token therefore
-reaches only two kinds of rows: rows that attend to the token, and earlier rows of its chunk,
-because 0 · NaN is NaN. In the reference backend, it reaches the earlier rows of the whole span. To
-keep all earlier rows exact, each row would need a separate product. The kernels of softmax
-attention spread a NaN in the same way, to the earlier rows of a tile. A product for each chunk
-takes no longer than a product for 16 chunks.
+A matrix product never combines rows of two documents or rows of two chunks. A NaN or an infinity in
+a token therefore reaches only two kinds of rows: rows that attend to the token, and earlier rows of
+its chunk, because 0 · NaN is NaN. In the reference backend, it reaches the earlier rows of the
+whole span. To keep all earlier rows exact, each row would need a separate product. The kernels of
+softmax attention spread a NaN in the same way, to the earlier rows of a tile.
 
-The tensors of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. G query heads
-share a KV head. They follow one another, with C rows each, so that a product over rows also adds up
-these heads. States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within this
-file.
+The queries of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. G query heads
+share a KV head. The second dimension has the C rows of the first query head, then the C rows of the
+second query head, and so on. A product that sums over this dimension therefore sums over the query
+heads of a KV head too. Keys and values have only one head per KV head, so they are (N, C, D).
+States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within this file.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(spans: SpanStates, size: int) -> list[Chunk]:
-    """Return the chunks of `size` rows of all spans. They are stored with the spans."""
+    """Return the chunks of all spans, with at most `size` rows each. The chunks are stored with the
+    spans.
+    """
     return spans.derived(("aten chunks", size), lambda: _chunks(spans, size))
 
 
 def rows_of_chunks(spans: SpanStates, size: int, device: torch.device) -> Tensor:
-    """Return the length, `since` and `until` of each chunk, (3, chunks), on the device."""
+    """Return a tensor (3, chunks) with the fields `length`, `since` and `until` of each chunk."""
 
     def build() -> Tensor:
         rows = [(x.length, x.since, x.until) for x in chunks_of(spans, size)]
@@ -86,7 +88,7 @@ def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
 
 
 class _Work:
-    """The base of forward and backward: chunks, powers of λ, and the states that enter chunks."""
+    """What forward and backward share: chunks, powers of λ, and the states that enter chunks."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.q, self.k, self.v = inputs[:3]
@@ -110,9 +112,9 @@ class _Work:
     def power(self, exponents: Tensor) -> Tensor:
         """Return λ^exponent, (N, …), and 0 for negative exponents.
 
-        Powers below about 1e-31 are also set to 0. Products with such powers would be subnormal. On
-        a CPU, a matrix product with subnormal numbers takes twenty times as long as with normal
-        numbers.
+        Powers below about 1e-31 in fp32 are also set to 0, because products with such powers would
+        be subnormal. On a CPU, a matrix product of subnormal numbers takes twenty times as long as
+        a product of normal numbers.
         """
         powers = self.options.power(exponents, self.heads).movedim(-1, 0).to(self.accumulator)
         limits = torch.finfo(self.accumulator)
@@ -121,7 +123,8 @@ class _Work:
         )
 
     def head(self, length: int) -> Tensor:
-        """Return the factors of query rows for the state that enters a chunk, (N, G·C, 1).
+        """Return the factors of query rows, (N, G·C, 1), when queries read the state that enters
+        their chunk.
 
         The factor of row i is scale · λ^{i+1}.
         """
@@ -133,15 +136,17 @@ class _Work:
         )
 
     def tail(self, length: int) -> Tensor:
-        """Return the factors of key rows for the state that leaves a chunk, (N, C, 1).
+        """Return the factors of key rows, (N, C, 1), when keys are added to the state that leaves
+        their chunk.
 
         The factor of row i is λ^{C−1−i}.
         """
         return self._derived(("tail", length), lambda: self._powers[:, :length].flip(1)[..., None])
 
     def mask(self, length: int) -> Tensor:
-        """Return the factors between rows of a chunk, (N, G·C, C): scale · λ^{i−j}, and 0 for j >
-        i.
+        """Return the factors of the scores within a chunk, (N, G·C, C).
+
+        The factor of query row i and key row j is scale · λ^{i−j}, or 0 if j > i.
         """
 
         def build() -> Tensor:
@@ -151,24 +156,32 @@ class _Work:
         return self._derived(("mask", length), build)
 
     def part(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return a chunk of x (B, T, H, D) as (N, G·C, D). The result is a view where possible."""
+        """Copy the rows of a chunk from x (B, T, H, D) to (N, G·C, D), or return a view if that is
+        possible.
+        """
         heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         return heads_first.flatten(0, 1).flatten(1, 2).to(self.accumulator)
 
     def put(self, target: Tensor, part: Tensor, chunk: Chunk, add: bool = False) -> None:
-        """Write a chunk to its rows of `target` (B, T, H, D). With `add`, add it to them."""
+        """Write the chunk `part` (N, G·C, D) to its rows of `target` (B, T, H, D).
+
+        With `add`, the chunk is added to these rows of `target`.
+        """
         view = target[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         rows = part.view(view.shape)
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Return two kinds of decayed sums Σ xᵀy: over the rows before each chunk, and over whole
-        spans.
+        """Add up decayed products xᵀy over rows. Return a sum for each chunk, and a sum for each
+        wanted span.
 
-        The sums before chunks are (chunks, N, D, Dv). `wanted` (spans,) has the index of each span
-        in the second result. Spans with the index −1 are left out. With `reverse`, the first result
-        has the sums after each chunk. The second result then has the sums that the rows of a span
-        add to the gradient of the state that enters the span.
+        The sum for a chunk, (N, D, Dv), is over the rows of its span that come before the chunk.
+        The sum for a span is over all rows of the span. `wanted` (spans,) has the index of each
+        span's sum in the second result, or −1 for spans whose sum is not wanted.
+
+        With `reverse`, the sum for a chunk is over the rows of its span that come after the chunk.
+        The sum for a span is then what the rows of the span add to the gradient of the state that
+        enters the span.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)
@@ -195,9 +208,10 @@ class _Work:
     ) -> Tensor:
         """Return the state that enters a chunk, (N, D, Dv).
 
-        The state is the sum of `inner`, which comes from rows of the span, and of the decayed
-        `outer`, the state that enters the span. With `reverse`, `outer` is the gradient of the
-        state that leaves the span.
+        This state is the sum of two states. The first state comes from earlier rows of the span,
+        and is in `inner`. The second state is the state that enters the span, from `outer`, decayed
+        over the rows before the chunk. With `reverse`, `inner` has the gradients that come from
+        later rows of the span, and `outer` has the gradients of the states that leave spans.
         """
         index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
         if outer is None or index < 0:
@@ -236,7 +250,9 @@ class Forward(_Work):
         return out.to(self.q.dtype)
 
     def within(self, chunk: Chunk) -> Tensor:
-        """Return what the rows of a chunk contribute to each other's outputs, (N, G·C, Dv)."""
+        """Return what keys and values of a chunk contribute to the outputs of the chunk, (N, G·C,
+        Dv).
+        """
         q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
         return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
 
@@ -277,7 +293,7 @@ class Backward(_Work):
         return dq, dk, dv
 
     def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq of a chunk, and the parts of dk and dv that come from rows of the chunk."""
+        """Return dq of a chunk, and what queries of the chunk contribute to its dk and dv."""
         q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
         state = self.entering(number, chunk, self.before, self.initial, reverse=False)
         dq = (dout * self.head(chunk.length)) @ state.mT
@@ -289,8 +305,8 @@ class Backward(_Work):
 
     @cached_property
     def before(self) -> Tensor:
-        """Return the state before each chunk in forward, as far as it comes from rows of the span,
-        (…, N, D, Dv).
+        """The state before each chunk in forward, without the contribution of the state that enters
+        the span.
         """
         if not self.causal:
             # Without causality, this is the sum over the whole document that entered.

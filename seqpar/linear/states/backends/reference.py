@@ -29,10 +29,11 @@ class _Work:
         """Do nothing: `finish` computes everything."""
 
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
-        """Yield for each span its rows, its entering and leaving state, and its rows of `tensors`.
+        """Yield, for each span, its rows, its entering state, its leaving state, and its rows of
+        `tensors`.
 
-        A state is given as its index, or −1. `tensors` are (B, T, H, D). Their rows of a span are
-        (B, Hkv, G or 1, L, D).
+        A state is given as its index, or as −1 if there is no such state. `tensors` are (B, T, H,
+        D). Their rows of a span are (B, Hkv, G or 1, L, D).
         """
         spans = self.spans
         columns = spans.edges[:-1], spans.edges[1:], spans.state_in, spans.state_out
@@ -43,10 +44,10 @@ class _Work:
             yield rows, enter, leave, list(heads_first)
 
     def powers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three tables: λ^{i−j} (Hkv, 1, L, L), with 0 for j > i; λ^{i+1}, and λ^{L−1−i}
-        (Hkv, 1, L, 1).
+        """Return the powers λ^{i−j} (0 for j > i), λ^{i+1} and λ^{L−1−i} for rows i and j of a span
+        of L rows.
 
-        Without causality all powers are 1.
+        Without causality, all powers are 1.
         """
         i = torch.arange(length, device=device)
         between, head, tail = i[:, None] - i, i + 1, length - 1 - i

@@ -140,11 +140,11 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
 
 
 class _Walk:
-    """The launches of kernels that go through spans in one direction.
+    """The kernel launches that process all spans in one direction, for operands of fixed shapes and
+    dtypes.
 
-    A walk is for operands of fixed shapes and dtypes. A *segment* is a range of rows of a span. A
-    walk has the tables of the segments. Launches are cached by the walk and by the name of the
-    result.
+    A *segment* is a range of rows of a span. The walk has the tables of the segments. It stores the
+    arguments of each kernel launch under the name of the result that the kernel computes.
     """
 
     def __init__(self, tables: kernels.SegmentTables, reverse: bool, k: Tensor, v: Tensor) -> None:
@@ -175,7 +175,9 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write the result `name` to `out`. `between` are the states that `states` returned."""
+        """Compute the result `name`, and write it to `out`. `between` has the states that `states`
+        returned.
+        """
         kernels.recurrence(
             *operands, self._tables, self._configs[1], out=out, between=between, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -192,7 +194,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write to `out` the sum of `before` and of the contributions of the entering states."""
+        """Write to `out` the sum of `before` and of what the states that enter spans contribute."""
         kernels.carry(
             x, self._tables, self._configs[2], before=before, out=out, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
