@@ -1,6 +1,7 @@
 """Scripts of recipes run in miniature: a tiny model of the same family on two processes."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -94,19 +95,23 @@ def run(folder, name, gpus, *words, trainer="plain"):
     return [json.loads(line) for line in shown.splitlines() if line.startswith('{"step"')]
 
 
-def expected_loss(folder):
-    """The mean loss of the first batch's labels in a plain model, one document at a time."""
+def expected(folder):
+    """The mean loss of the first batch's labels in a plain model, and the norm of its gradients.
+
+    The model computes one document at a time.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
     first, *others = (folder / "text").read_text().splitlines(keepends=True)
     left, total, count = TOKENS, 0.0, 0
     for text in [json.loads(first)["text"], *others]:
         ids = torch.tensor([tokenizer()(text).input_ids[:left]])
         if left > 0:
-            with torch.no_grad():
-                logits = model(ids).logits[0, :-1]
+            logits = model(ids).logits[0, :-1]
             loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+            loss.backward()
             left, total, count = left - ids.shape[1], total + loss.item(), count + ids.shape[1] - 1
-    return total / count
+    norms = [x.grad.norm() for x in model.parameters() if x.grad is not None]
+    return total / count, torch.stack(norms).norm().item() / count
 
 
 # On 8 H100, Mixtral and Qwen3-Next do not fit.
@@ -128,23 +133,30 @@ ROWS = [
 def test_a_script_begins_with_the_loss_of_a_plain_model(folder, name, gpus):
     made = folder(name)
     (line,) = run(made, name, gpus, "--steps=1")
-    assert line["loss"] == pytest.approx(expected_loss(made), rel=2 * ROUNDING)
+    loss, norm = expected(made)
+    assert line["loss"] == pytest.approx(loss, rel=2 * ROUNDING)
+    assert line["gradient norm"] == pytest.approx(norm, rel=0.05)  # a shard's norm is 0.7 of it
     assert line["tokens/s"] > 0 and 0 < line["MFU"] < 1 and line["peak GB"] > 0
 
 
 @pytest.mark.exhaustive
 def test_a_script_saves_and_continues(folder):
     made, training = folder("qwen3-8b"), ("qwen3-8b", "8xh100", "--learning-rate=1e-2")
-    *_, expected = run(made, *training, "--steps=3", "--accumulate=2")
-    run(made, *training, "--steps=2", "--accumulate=2")
-    assert adam_steps(made) == 2
-    (again,) = run(made, *training, "--steps=1", "--accumulate=2", "--resume")
-    assert again["step"] == 3 and again["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    training = *training, "--accumulate=2", "--save-every=2", "--clip=0.1"
+    *_, third = run(made, *training, "--steps=3")
+    assert adam_steps(made, 3) == 3
+    shutil.rmtree(made / "saved")
+    run(made, *training, "--steps=2")
+    assert adam_steps(made, 2) == 2
+    (again,) = run(made, *training, "--steps=1", "--resume")
+    assert again["step"] == 3 and again["loss"] == pytest.approx(third["loss"], rel=1e-4)
+    assert again["gradient norm"] == pytest.approx(third["gradient norm"], rel=1e-3)
 
 
-def adam_steps(folder):
-    """The number of steps of Adam in a checkpoint."""
-    saved = folder / "saved"
+def adam_steps(folder, step):
+    """The number of steps of Adam in the only checkpoint, which is that of this step."""
+    (saved,) = (folder / "saved").iterdir()
+    assert saved.name == f"step-{step}"
     names = FileSystemReader(saved).read_metadata().state_dict_metadata
     states = {next(x for x in names if x.endswith(".step")): torch.zeros(())}
     dcp.load(states, checkpoint_id=saved, no_dist=True)

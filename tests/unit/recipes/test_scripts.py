@@ -12,10 +12,16 @@ TEXT = 'abc\n{"text": "de"}\n\nfghijk\n'  # 4, 2, 1 and 7 bytes
 
 
 @pytest.fixture(scope="module")
-def next_batch():
+def defined():
+    """The names that the script defines."""
+    names = {"__name__": "train"}
+    exec(script(make_recipe("qwen3-8b", "8xh100", [2**12]), "plain"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def next_batch(defined):
     """A function that reads the next 5 bytes of a file as a batch, and returns lists."""
-    defined = {"__name__": "train"}
-    exec(script(make_recipe("qwen3-8b", "8xh100", [2**12]), "plain"), defined)
 
     def read(file):
         batch = defined["next_batch"](file, tokenized, 5)
@@ -55,3 +61,13 @@ def test_a_text_without_words_is_refused(tmp_path, next_batch, content):
     file.write_text(content)
     with file.open() as text, pytest.raises(SystemExit, match=r"--text: .* has no words"):
         next_batch(text)
+
+
+def test_an_incomplete_checkpoint_is_not_resumed(tmp_path, defined):
+    for name in ("step-9", "step-10"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    (tmp_path / "step-11").mkdir()
+    assert defined["last_checkpoint"](tmp_path).name == "step-10"
+    with pytest.raises(SystemExit, match=r"--resume: .* has no checkpoint"):
+        defined["last_checkpoint"](tmp_path / "step-11")
