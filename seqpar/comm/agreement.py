@@ -24,20 +24,22 @@ Described = dict[str, object]  # the arguments of a call as JSON values, by argu
 
 
 class Fault(NamedTuple):
-    """The type and the text of the error with which a rank refuses a call."""
+    """The type and the text of the error with which a rank refuses a call.
+
+    Unlike the error, a fault does not keep tensors alive.
+    """
 
     is_type_error: bool
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Return the fault of an error. Unlike the error, the fault does not keep tensors alive."""
         return cls(isinstance(error, TypeError), str(error))
 
 
 def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
-    """Return (`resolve()`, None). If `resolve` raises an error, return (None, the fault of the
-    error).
+    """Return the result of `resolve` and None or, if `resolve` raises an error, None and its
+    fault.
     """
     try:
         return resolve(), None
@@ -65,20 +67,21 @@ def compare_calls(
     shared: Callable[[bool], Described],
     hint: str = "",
 ) -> None:
-    """Raise the same error on all ranks if two ranks make different calls, or if a rank has a
-    fault.
+    """Raise the same error on all ranks if two ranks make different calls, or if a rank refuses its
+    call.
 
     Every rank must run this function in every call, even in a call that it has compared before.
     Otherwise a rank that makes a different call would wait for its messages forever.
 
-    Ranks first compare a digest of `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If the
-    digests differ, each rank receives the `shared(True)` of all ranks as text, in ⌈log₂ P⌉ further
-    messages. If these texts differ too, all ranks raise the same error. The error is the fault of a
-    rank if there is one, otherwise a ValueError that names an argument in which ranks differ.
+    The ranks first compare a digest of the strategy, the fault and `shared(False)`, in ⌈log₂ P⌉
+    messages of 64 bytes. If the digests differ, each rank receives the strategies, the faults and
+    the `shared(True)` of all ranks as text, in ⌈log₂ P⌉ further messages. If a rank has a fault,
+    all ranks raise the error of the first such rank. Otherwise, if the texts differ, all ranks
+    raise a ValueError that names an argument in which ranks differ.
 
     Args:
         comm: the ranks.
-        strategy: is compared, too. Its text must contain all options.
+        strategy: the strategy of the call. `str(strategy)` is compared, and must show all options.
         fault: the error with which this rank refuses the call, or None.
         shared: `shared(True)` returns the arguments that must be the same on all ranks, by argument
             name. `shared(False)` is faster, but its results may differ although the arguments are
@@ -152,8 +155,9 @@ def digest(x: Tensor) -> Tensor:
 
 
 def _explain(ranks: list[Described], hint: str) -> None:
-    """Raise the same error on all ranks. Return if the arguments are equal although digests
-    differed.
+    """Raise the error that all ranks raise, given the arguments of all ranks.
+
+    Return if the arguments are equal although their digests differed.
     """
     for described in ranks:
         if described["fault"]:

@@ -24,8 +24,8 @@ Columns = tuple[Ints, Ints, Ints]  # the documents, starts and stops of spans
 class Counts(NamedTuple):
     """The numbers of tokens, spans and runs on each rank, as arrays (ranks,).
 
-    A run is all tokens of one document on one rank. `continued` is the number of spans that do not
-    begin at the start of their document.
+    A *run* is all tokens of one document on one rank. `continued` is the number of spans that do
+    not begin at the start of their document.
     """
 
     tokens: Ints
@@ -124,8 +124,7 @@ class CountedCut:
 
 class TableCut(CountedCut):
     def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
-        """Return two things: the index of each rank's first span, (ranks + 1,), and the spans of
-        all ranks.
+        """Return the index of each rank's first span, (ranks + 1,), and the spans of all ranks.
 
         The last index is the number of spans.
         """

@@ -17,7 +17,7 @@ from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, pa
 
 
 class DealtBefore(NamedTuple):
-    """For some indices of the pack, how many tokens were dealt before each index."""
+    """For some indices of the pack, how many tokens were dealt before the token at each index."""
 
     dealt: Ints  # the number of tokens that each rank got in earlier rounds
     offset: Ints  # the number of tokens of this round before the index
@@ -47,8 +47,9 @@ class DealtBefore(NamedTuple):
 class Deal:
     """The rule by which T tokens are dealt to P ranks.
 
-    Each rank first gets `singles` tokens one by one, and then parts of `part` tokens. All methods
-    use formulas, without arrays of rounds or documents.
+    In the first `singles` rounds, each rank gets one token. In each later round, each rank gets a
+    part of `part` tokens. Parts of the last round may be smaller. All methods use formulas, without
+    arrays of rounds or documents.
     """
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
@@ -66,7 +67,7 @@ class Deal:
         self._first_number = np.array([0, singles, singles + rounds]) * ranks
 
     def before(self, index: Ints) -> DealtBefore:
-        """Return how many tokens are dealt before some indices of the pack. Indices are from 0 to
+        """Return how many tokens are dealt before some indices of the pack, which are between 0 and
         T.
         """
         kind = np.searchsorted(self._begin[1:] * self.ranks, index, side="right")
@@ -75,9 +76,7 @@ class Deal:
         return DealtBefore(begin + rounds * part, offset, part)
 
     def edge(self, number: Ints) -> Ints:
-        """Return the index of the pack at which each part begins. Part n is dealt to rank n mod
-        P.
-        """
+        """Return the index of the pack at which each part begins. Part n goes to rank n mod P."""
         kind = np.searchsorted(self._first_number[1:], number, side="right")
         begin = self._begin[kind] * self.ranks
         return begin + (number - self._first_number[kind]) * self._part[kind]

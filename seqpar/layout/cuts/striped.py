@@ -62,14 +62,14 @@ class Striped(CountedCut):
         return Counts(tokens, spans, runs, spans - begun)
 
     def _dealt(self, numbers: Ints) -> Ints:
-        """Return (ranks,): how many items each rank gets in total.
+        """Return how many items each rank gets in total, (ranks,).
 
-        For each n in `numbers`, n items are dealt in turn, beginning with rank 0.
+        For each n in `numbers`, n items are given to the ranks in turn, beginning with rank 0.
         """
         return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
 
     def _above(self, numbers: Ints) -> Ints:
-        """Return (ranks,): for each rank r, how many of `numbers` are larger than r."""
+        """Return, for each rank r, how many of `numbers` are larger than r, (ranks,)."""
         return numbers.size - np.cumsum(np.bincount(numbers, minlength=self.ranks))[: self.ranks]
 
 
@@ -117,9 +117,10 @@ class EvenStripes(CountedCut):
         return Counts(tokens, spans, runs, spans - begun)
 
     def _around(self, first: Ints, numbers: Ints) -> Ints:
-        """Return (ranks,): how many items each rank gets in total.
+        """Return how many items each rank gets in total, (ranks,).
 
-        For each n in `numbers`, n items are dealt in turn, beginning with the rank in `first`.
+        For each n in `numbers`, n items are given to the ranks in turn. `first` has, for each n,
+        the rank that gets the first item.
         """
         rest, size = numbers % self.ranks, 2 * self.ranks
         steps = np.bincount(first, minlength=size) - np.bincount(first + rest, minlength=size)

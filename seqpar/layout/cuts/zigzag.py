@@ -105,11 +105,11 @@ def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
 
 
 class _ChunkSizes(NamedTuple):
-    """The number of tokens of each document on each rank, and how many of them are in the low
-    chunk.
+    """How many tokens of each document each rank holds, and how many of them are in its low chunk.
 
     Rank c has n_c tokens of a document, and ⌊(n_c + up)/2⌋ of them are in its low chunk. `first`
-    and `last` are the states of the deal at the start and at the end of each document.
+    says how many tokens each rank gets before the first token of each document, and `last` how many
+    it gets before the end of each document.
     """
 
     lengths: Ints
@@ -128,10 +128,10 @@ class _ChunkSizes(NamedTuple):
         return _ChunkSizes(self.lengths[chosen], first, last, self.up[chosen])
 
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
-        """For each document, divide the ranks below `behind` into five groups in which all n_c are
-        equal.
+        """For each document, divide the ranks 0 … `behind` − 1 into five groups with equal n_c.
 
-        Returns the edges of the groups, (6, documents), and the n_c of each group, (5, documents).
+        A group consists of consecutive ranks. Return the edges of the groups, (6, documents), and
+        the n_c of each group, (5, documents).
         """
         # Five groups suffice: in a round, all ranks get the same number of tokens of a document,
         # except for two ranks, which are those whose turn it is when the document begins and when
@@ -144,7 +144,11 @@ class _ChunkSizes(NamedTuple):
         return borders, self.tokens(borders[:-1])
 
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
-        """Return the starts and the stops of one rank's low and high chunk, (documents, 2) each."""
+        """Return the starts and the stops of the low and the high chunk of a rank, (2 · documents,)
+        each.
+
+        The two chunks of a document follow one another, the low chunk first.
+        """
         borders, tokens = self.equal_ranks(rank)
         low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
         below = self.last.dealt_below(rank) - self.first.dealt_below(rank)
@@ -157,18 +161,21 @@ class _ChunkSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class EvenZigzag(CountedCut):
-    """Zigzag in which all ranks have the same number of tokens.
+    """A zigzag cut in which all ranks have the same number of tokens.
 
-    Tokens are dealt to ranks one by one. The deal decides only how many tokens of a document each
-    rank gets: rank c gets n_c tokens. A document then consists of the low chunks of the ranks 0 … P
-    − 1, followed by the high chunks of the ranks P − 1 … 0. Each chunk of rank c has n_c / 2
-    tokens. If n_c is odd, one of the two chunks has one more token: the high chunk in every second
-    document, and the low chunk in the other documents. Each rank therefore has the same fraction of
-    each document and of the document's causal work, up to one token.
+    The tokens of the pack are dealt to the ranks one by one (`dealing.py`). This determines only
+    the number n_c of tokens of a document that rank c holds. The document is then cut into 2P
+    chunks: first the low chunks of the ranks 0 … P − 1, then the high chunks of the ranks P − 1 …
+    0. Each of the two chunks of rank c has n_c / 2 tokens. If n_c is odd, one of them has one more
+    token: the high chunk in every second document, and the low chunk in all other documents. Each
+    rank therefore has the same fraction of each document and of the document's causal work, up to
+    one token.
 
-    Documents of fewer than 2P·min_chunk tokens are dealt after all longer documents, in parts of
-    2·min_chunk tokens, beginning with the longest document. Such a document is on one rank or on a
-    few ranks. Parts of the same round have about the same work.
+    A document of fewer than 2P·min_chunk tokens is *short*. Short documents are dealt after all
+    longer documents, sorted from the longest to the shortest. They are dealt in parts of
+    2·min_chunk tokens instead of single tokens, so that a short document is on one rank or on a few
+    ranks. In each round, every rank gets one part. The parts of a round come from documents of
+    similar length, and therefore have about the same work.
     """
 
     ranks: int
@@ -210,7 +217,7 @@ class EvenZigzag(CountedCut):
         tokens[borders[:-1] == borders[1:]] = 0  # groups without ranks
 
         def on_ranks(numbers: Ints) -> Ints:
-            """Return (ranks,): for each rank, the sum over documents of its group's number."""
+            """Return, for each rank, the sum of `numbers` over the groups that contain the rank."""
             begin, end = (
                 np.bincount(edges.ravel(), numbers.ravel(), self.ranks + 1)
                 for edges in (borders[:-1], borders[1:])

@@ -22,7 +22,7 @@ from seqpar.linear.scanning import as_table
 
 
 class Ends(TableHolder):
-    """The heads and tails of documents on one rank, in one pass."""
+    """The heads and tails of documents that are on one rank, in one pass."""
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
         chain = Chain.of(routes, backward)
@@ -44,9 +44,10 @@ class Ends(TableHolder):
         self._tail_stations = as_table(chain.stations[tails[carried]])
 
     def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
-        """Return the maps, with the leaving state in place of the state in the map of each head.
+        """Return `maps` in which the state of each head's map is replaced by the state that leaves
+        the head.
 
-        `entering` (heads, B, H, K, V) are the states that enter heads.
+        `entering` (heads, B, H, K, V) has the states that enter the heads.
         """
         if not self._entered.numel():
             return maps
@@ -55,13 +56,15 @@ class Ends(TableHolder):
         return maps._replace(state=maps.state.index_add(0, self._head_maps, left))
 
     def begin(self, sums: Tensor, entering: Tensor) -> None:
-        """Write the states that enter heads to the slots of their stations."""
+        """Write the states that enter the heads into `sums`, at the slots of the heads'
+        stations.
+        """
         sums.index_copy_(0, self._head_stations, entering)
 
     def leave(self, kind: Kind, maps: Maps, sums: Tensor) -> Tensor:
-        """Return the states that leave tails, ordered by document.
+        """Return the states that leave the tails, ordered by document.
 
-        `sums` are the states that enter all spans.
+        `sums` has the states that enter all spans of this rank, at the slots of their stations.
         """
         states = maps.state.index_select(0, self._tail_maps)
         if self._carried.numel():

@@ -35,9 +35,11 @@ from seqpar.linear.scanning import Index, as_table, index_of
 
 
 class Fold(NamedTuple):
-    """One step of a fold, which applies one map for each document that the rank needs.
+    """One step of all folds of a rank: one further map is applied for each document.
 
-    `running` has a state for each document. Documents with the longest chains come first.
+    A *running state* is the state of a document after the maps that were applied so far. There is
+    one running state for each document. Documents with the longest chains come first, so that the
+    documents with a further map are always the first ones.
     """
 
     stations: Tensor | None  # the slots of the states that enter the spans of this step
@@ -51,8 +53,8 @@ class Fold(NamedTuple):
 class Gathering(TableHolder):
     """The messages and folds of one rank in one pass.
 
-    One tensor has the states of heads, and a second tensor has the maps. In both tensors, the
-    rank's own entries come first.
+    One tensor has the states that leave heads, and a second tensor has the maps of all other spans.
+    In both tensors, the spans of this rank come first, and the spans of other ranks follow.
     """
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
@@ -112,7 +114,7 @@ class Gathering(TableHolder):
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
-    """Return, for each other rank, the spans whose maps `rank` sends to it, as indices in the
+    """Return the spans whose maps or states `rank` sends to each other rank, as indices in the
     chain.
     """
     used = np.flatnonzero((chain.holder == rank) & (chain.behind > 0))
@@ -163,7 +165,7 @@ class AllGather(MapStrategy):
 
 
 class GatheredMaps:
-    """The exchange of maps. It returns the states that enter a rank's spans."""
+    """The exchange of maps. `wait` returns the states that enter the spans of this rank."""
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
         rank, routes = comm.rank, call.routes

@@ -49,7 +49,8 @@ class Scan(MapStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The exchange that passes states on. It returns the states that enter a rank's spans.
+    """The exchange of the transport "scan". `wait` returns the states that enter the spans of this
+    rank.
 
     In this class, states are transposed, (n, B, H, V, K), so that a block is some rows of K
     elements.

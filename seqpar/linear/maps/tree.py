@@ -37,7 +37,9 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
-    """The windows that arrive at a rank in a step. Either all of them are complete, or none is."""
+    """The windows that arrive at a rank in one step. Either all of them are complete, or none of
+    them is.
+    """
 
     stations: Tensor  # (arrivals,): the slots of the spans at which they arrive
     # (rank, slice): the windows that come from each rank, ascending, including this rank.
@@ -58,10 +60,10 @@ class Step(NamedTuple):
 
 
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
-    """Yield the number of each step, and the spans of the rank whose windows are sent in the step.
+    """Yield each step's number, and the spans of `rank` whose windows are sent in this step.
 
-    Spans are indices in the chain, ascending. The windows of the first 2ᵈ spans of a document are
-    complete.
+    Spans are ascending indices in the chain. In step d, the windows of the first 2ᵈ spans of a
+    document are complete.
     """
     mine = np.flatnonzero(chain.holder == rank)
     for step in range(int(chain.number.max(initial=0)).bit_length()):
@@ -89,8 +91,10 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
-    """Return the windows that arrive at the spans `reached`. They come from `apart` spans
-    before.
+    """Return the windows that arrive at the spans `reached`.
+
+    The window that arrives at a span was sent by the rank of the span that is `apart` spans earlier
+    in the chain.
     """
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
@@ -134,7 +138,7 @@ class Tree(MapStrategy):
 
 
 class _Doubled:
-    """The exchange that combines maps. It returns the states that enter a rank's spans.
+    """The exchange that combines maps. `wait` returns the states that enter the spans of this rank.
 
     A thread combines maps while the rank computes. On a GPU, the thread uses a separate stream.
     """
@@ -181,8 +185,10 @@ class _Doubled:
             self._widen(step, unpack(call.options.kind, others, call.shape.dim), packed)
 
     def _exchange(self, step: Step, left: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the arrivals of a step: the states of complete windows, and the other windows,
-        packed.
+        """Exchange the windows of a step.
+
+        Return the states of the complete windows that arrive, and the packed maps of all other
+        windows that arrive.
         """
         arriving, recvs = [], []
         for x, arrivals in ((left, step.complete), (packed, step.others)):
@@ -205,8 +211,10 @@ class _Doubled:
         return arriving[0], arriving[1]
 
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
-        """Write the states that enter spans. Compute the states that leave spans, if they are
-        sent.
+        """Compute the states that enter spans from the complete windows that have arrived.
+
+        For spans whose windows are sent in a later step, also compute the states that leave these
+        spans, and write them to `left`.
         """
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):
@@ -221,7 +229,12 @@ class _Doubled:
             left.index_copy_(0, arrivals.maps, passed)
 
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
-        """Combine each window with the arrived window that ends directly before it."""
+        """Extend the window before each span by the incomplete window that has arrived for this
+        span.
+
+        For spans whose windows are sent in a later step, write the maps of the extended windows to
+        `packed`.
+        """
         arrivals, kind = step.others, self._call.options.kind
         if not len(arrivals.stations):
             return

@@ -25,7 +25,11 @@ from seqpar.linear.routes import SpanStates
 
 
 class Places(NamedTuple):
-    """The spans of a grid that have a state, and the index of this state in the call's states."""
+    """The spans of a grid that have a state, and the index of each such state in the tensor of
+    states.
+
+    The span with the index spans[i] has the state with the index states[i].
+    """
 
     spans: Tensor
     states: Tensor
@@ -40,8 +44,9 @@ class Places(NamedTuple):
         return self.spans.numel() > 0
 
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:
-        """Write the states of the call to their spans in `spans`, which contains zeros. Return
-        `spans`.
+        """Copy `states` to `spans`, which has an entry of zeros for each span, and return `spans`.
+
+        The entries of spans without a state stay 0.
         """
         if states is not None:
             found = states.index_select(0, self.states)
@@ -49,7 +54,7 @@ class Places(NamedTuple):
         return spans
 
     def put(self, states: Tensor, spans: Tensor) -> None:
-        """Write the states that leave spans to the call's `states`."""
+        """Copy the entries of `spans` for spans that have a state to `states`."""
         found = spans.index_select(0, self.spans)
         states.index_copy_(0, self.states, found.view(len(found), *states.shape[1:]))
 

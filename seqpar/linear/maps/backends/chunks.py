@@ -51,10 +51,11 @@ def sweep(
     keep: bool = True,
     least: float = 0.0,
 ) -> Swept:
-    """Pass states (spans, N, K, V) through the chunks, from the first to the last or in `reverse`.
+    """Pass states (spans, N, K, V) through the chunks, in order or, with `reverse`, in reverse
+    order.
 
-    Without `keep`, only the last states are returned. After each chunk, elements with an absolute
-    value of at most `least` are set to 0.
+    Without `keep`, only the last states are returned, and not the states before chunks. After each
+    chunk, elements with an absolute value of at most `least` are set to 0.
     """
     before = states.new_empty((grid.chunks if keep else 0, *states.shape[1:]))
     rows = None
@@ -81,7 +82,10 @@ def sweep(
 def _read(
     reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice, into: Tensor | None
 ) -> Tensor:
-    """Return rows + reads S of some chunks. If `into` is given, the result is written to `into`."""
+    """Return rows + reads · S for some chunks, where S is `state`.
+
+    Without `rows`, the result is reads · S. If `into` is given, the sum is written to `into`.
+    """
     if rows is None:
         return reads @ state
     if into is None:
@@ -142,10 +146,10 @@ class Chunks:
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
-        """Compute the scores between the rows of a chunk, and the factors with which rows read the
-        state.
+        """Compute the scores between rows of a chunk, and the queries that are multiplied with
+        states.
 
-        If this was already done, do nothing.
+        A second call does nothing.
         """
         if not self._has_read:
             self._has_read = True
@@ -259,9 +263,10 @@ class ChunkGradients(Chunks):
         )
 
     def local(self) -> None:
-        """Compute the gradient of q, and the part of dk that comes from rows that read k.
+        """Compute the gradient of q, and the part of dk that comes from the scores of rows of the
+        chunk.
 
-        If this was already done, do nothing.
+        A second call does nothing.
         """
         if not self._has_local:
             self._has_local = True

@@ -18,7 +18,7 @@ BLOCK = 1 << 16  # about how many elements the tensors of a block of chunks have
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return exp x for x ≤ 0. Tiny results are set to 0 (`flush_`)."""
+    """Return exp x for x ≤ 0, with very small results set to 0 (`flush_`)."""
     return flush_(torch.exp(x))
 
 
@@ -29,9 +29,11 @@ def flush_(powers: Tensor) -> Tensor:
 
 
 def lower_ones(size: int, like: Tensor) -> Tensor:
-    """Return a lower triangle of ones, (size, size).
+    """Return a matrix (size, size) with ones on and below the diagonal, and zeros above the
+    diagonal.
 
-    Its product with a matrix has the cumulative sums over the rows of the matrix.
+    The product of this matrix and a second matrix has the cumulative sums of the second matrix's
+    rows.
     """
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
@@ -51,11 +53,12 @@ class _Powers:
 
 
 class PerHead(_Powers):
-    """The powers of g (M, N, C), or of no decay if g is None.
+    """The decays of chunks with one log decay g (M, N, C) per head and row, or without decay if g
+    is None.
 
-    For each pair of rows, the sum of g over the rows between them is computed directly. If it was
-    computed as the difference of two sums from the start, digits would cancel, and g could not be
-    −∞.
+    For each pair of rows, the sum of g over the rows between them is computed directly. If this sum
+    was computed as the difference of two sums from the start of the chunk, digits would cancel, and
+    g could not be −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -81,7 +84,7 @@ class PerHead(_Powers):
 
 
 class PerHeadGradients:
-    """The backward of `PerHead`, which also adds up the gradient of g."""
+    """The gradients of the results of `PerHead`. The object also adds up the gradient of g."""
 
     def __init__(self, powers: PerHead) -> None:
         self.powers, g = powers, powers.log_decay
@@ -109,7 +112,10 @@ class PerHeadGradients:
     def scores(
         self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return dx and dk from the gradient of `scores(x, k)`, whose memory is overwritten."""
+        """Return dx and dk, given the gradient `dscores` of `scores(x, k)`.
+
+        The memory of `dscores` is overwritten.
+        """
         if self.powers.log_decay is None:
             products = dscores.tril_()
         else:
@@ -119,9 +125,9 @@ class PerHeadGradients:
         return (products @ k).view(x.shape), products.mT @ x.flatten(2, 3)
 
     def state(self, products: Tensor) -> None:
-        """Add the gradient of `total`.
+        """Add the gradient of `total`, the logarithm of the decay of states over a chunk.
 
-        `products` (M, N, K) are products of states and their gradients.
+        `products` (M, N, K) has the sums over V of the products of states and their gradients.
         """
         total = self.powers.total
         if total is not None:
@@ -139,7 +145,10 @@ class PerHeadGradients:
 
 
 class _Level(NamedTuple):
-    """The pairs of neighbouring blocks of s rows in each chunk: (M, N, C / 2s, s, K)."""
+    """The pairs of neighbouring blocks of `size` rows in each chunk.
+
+    Tensors of blocks are (M, N, C / 2s, s, K), where s is `size`.
+    """
 
     size: int
     since: Tensor  # powers in the later block of a pair, from the start of the block to each row
@@ -147,30 +156,31 @@ class _Level(NamedTuple):
     left: Tensor
 
     def later(self, x: Tensor) -> Tensor:
-        """Return the later block of each pair, of x (…, C, D): (…, C / 2s, s, D)."""
+        """Return the second block of each pair from x (…, C, D), as (…, C / 2s, s, D)."""
         return x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :]
 
     def earlier(self, x: Tensor) -> Tensor:
         return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
 
     def readers(self, x: Tensor) -> Tensor:
-        """Return rows x (M, N, X, C, K) of later blocks, decayed from the block's start.
+        """Return the rows of the second blocks from x (M, N, X, C, K), as (M, N, C / 2s, X · s, K).
 
-        The result is (M, N, C / 2s, X · s, K).
+        Each row is multiplied by the decay from the start of its block to the row.
         """
         blocks = self.later(x).movedim(2, 3)
         return (blocks * self.since[:, :, :, None]).flatten(3, 4)
 
     def writers(self, k: Tensor) -> Tensor:
-        """Return rows k (M, N, C, K) of earlier blocks, decayed to the block's end.
+        """Return the rows of the first blocks from k (M, N, C, K), as (M, N, C / 2s, s, K).
 
-        The result is (M, N, C / 2s, s, K).
+        Each row is multiplied by the decay from the row to the end of its block.
         """
         return self.earlier(k) * self.left
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Return the scores of these pairs, (M, N, C / 2s, X, s, s), from all scores (M, N, X, C,
-        C).
+        """Return the scores of second blocks with first blocks, from all scores (M, N, X, C, C).
+
+        The result is (M, N, C / 2s, X, s, s).
         """
         blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
         # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier rows

@@ -97,9 +97,11 @@ class _OnHost:
 
 
 class _Group(NamedTuple):
-    """Some spans with rows, as the sequences of one call of fla.
+    """Spans that one call of fla computes. Each span of each batch entry is one sequence of the
+    call.
 
-    All sequences of the first batch entry come first, then all sequences of the second, and so on.
+    All sequences of the first batch entry come first, then all sequences of the second batch entry,
+    and so on.
     """
 
     rows: Tensor | None  # (rows,): the indices of the rows in a batch entry; None means all rows
@@ -134,12 +136,14 @@ _Groups = tuple[list[_Group], tuple[Places, Places]]
 
 
 def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
-    """Divide the spans with rows into groups.
+    """Divide the spans that have rows into groups. Each group is one call of fla.
 
     There are at most three groups: spans without the state `first` ("state_in" or "state_out"),
     spans with both states, and spans that have only the state `first`. Empty groups are left out.
-    For spans without rows, which are in no group, this also returns the states that leave and enter
-    them.
+
+    Spans without rows are in no group. Their map is the identity, and is needed only if such a span
+    has both states. The second result has the places of the leaving states and of the entering
+    states of these spans.
     """
 
     def build() -> _Groups:
@@ -160,7 +164,9 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class _Mapped(NamedTuple):
-    """The results of a group before states enter its spans, and the factors for entering states."""
+    """The results of a group for entering states of 0, and the factors that add other entering
+    states.
+    """
 
     out: Tensor
     # (1, B · rows, heads, K): multiplied with an entering state, it is added to `out`
@@ -171,7 +177,9 @@ class _Mapped(NamedTuple):
 
 
 class _Work:
-    """The base of forward and backward: the inputs in fla's form, with max(Hq, H) heads."""
+    """What forward and backward share: the inputs in the form that fla reads, with max(Hq, H)
+    heads.
+    """
 
     first: str  # "state_in" or "state_out": groups without this state need not wait for an exchange
     # 0 if maps are those of the states that leave spans, 1 if they are those of the states that
@@ -203,7 +211,9 @@ class _Work:
         """Do nothing: fla's functions do all work in one call."""
 
     def rows(self, group: _Group, x: Tensor) -> Tensor:
-        """Return a group's rows of x (B, T, h, …) in fla's form, (1, B · rows, h, …)."""
+        """Return the rows of a group from x (B, T, h, …), in the form (1, B · rows, h, …) that fla
+        reads.
+        """
         x = x if group.rows is None else x.index_select(1, group.rows)
         return x.flatten(0, 1)[None].contiguous()
 
@@ -211,7 +221,10 @@ class _Work:
         return {name: self.rows(group, x) for name, x in self.operands.items()}
 
     def set_rows(self, target: Tensor, group: _Group, x: Tensor) -> Tensor:
-        """Write x to a group's rows of `target` (B, T, h, …). Return `target`."""
+        """Write x, the rows of a group, to `target` (B, T, h, …). Return `target`.
+
+        If the group has all rows, x itself is returned in the shape of `target`.
+        """
         x = x.view(self.batch, -1, *x.shape[2:])
         return x if group.rows is None else target.index_copy_(1, group.rows, x)
 
@@ -228,7 +241,11 @@ class _Work:
         )
 
     def call_with_map(self, group: _Group, operands: dict[str, Tensor], dims: int) -> _Mapped:
-        """Return the maps of a group, and out and last states of the first `dims` columns of v."""
+        """Call fla with K additional columns of v, from which it computes the transitions of the
+        spans.
+
+        Results are computed for the first `dims` columns of v.
+        """
         dim, values = self.inputs.k.shape[3], operands["v"][..., :dims]
         eye = torch.eye(dim, dtype=torch.float32, device=values.device)
         sequences = len(group.cu_seqlens) - 1
@@ -237,8 +254,8 @@ class _Work:
         return _Mapped(*out.split([dims, dim], -1), *last.split([dims, dim], -1))
 
     def starts(self, group: _Group, states: Tensor | None, places: Places) -> Tensor:
-        """Return the state that enters each sequence, (B · spans, heads, K, V). It is 0 if no state
-        enters.
+        """Return the state that enters each sequence, (B · spans, heads, K, V), or 0 if there is no
+        such state.
         """
         shape = group.edges.size - 1, *self.inputs.state_shape
         zeros = self.inputs.k.new_zeros(shape, dtype=torch.float32)
@@ -246,12 +263,12 @@ class _Work:
         return repeated(filled, self.heads).flatten(0, 1).contiguous()
 
     def by_span(self, group: _Group, states: Tensor) -> Tensor:
-        """Return the states of sequences as (spans, B, H, queries of a state, …)."""
+        """Return the states of sequences as (spans, B, H, G, …). G heads of fla share a state."""
         entries = states.unflatten(0, (self.batch, group.edges.size - 1)).transpose(0, 1)
         return entries.unflatten(2, (-1, self.group))
 
     def set_map(self, group: _Group, state: Tensor, transition: Tensor | None) -> None:
-        """Set the maps of the spans of a group.
+        """Write the maps of a group's spans to `outgoing`.
 
         `state` is (spans, B, H, K, V). `transition` has one entry for each sequence.
         """
@@ -274,8 +291,8 @@ class Forward(_Work):
         self.outs: list[Callable[[Tensor | None], Tensor]] = [self._begin(x) for x in self.groups]
 
     def _begin(self, group: _Group) -> Callable[[Tensor | None], Tensor]:
-        """Return a function that computes the out of a group from the states that enter its
-        spans.
+        """Compute what does not depend on entering states. Return a function from entering states
+        to out.
         """
         operands = self.of(group)
         if not group.leaving and group.entering:
@@ -327,7 +344,9 @@ class Backward(_Work):
                 self._set_map(group)
 
     def _set_map(self, group: _Group) -> None:
-        """Set the maps of the spans of a group. They map gradients of leaving states."""
+        """Compute the maps of a group from gradients of leaving states to gradients of entering
+        states.
+        """
         mapped = self.call_with_map(group, self.of(group), 0)
         rows = zip(group.each(mapped.readers), group.each(self.rows(group, self.dout)), strict=True)
         states = torch.stack([readers.float().mT @ dout.float() for readers, dout in rows], 1)
