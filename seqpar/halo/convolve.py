@@ -92,7 +92,9 @@ def _consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) 
 
 
 def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[Tensor]:
-    """Return the windows of the edges, token by token, in the dtype of sums."""
+    """Return the windows of the edges, as one tensor for each token of a window, in the dtype of
+    sums.
+    """
     windows = x.new_zeros((halo.edges.numel() * (reach + 1), *x.shape[1:]))
     windows.index_copy_(0, halo.held_places, x.index_select(0, halo.held_rows))
     windows.index_copy_(0, halo.halo_places, received.index_select(0, halo.halo_rows))
@@ -101,8 +103,8 @@ def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[T
 
 
 def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
-    """Post rows to the ranks that need them. Return a function that waits for the rows (room, B,
-    C).
+    """Post the rows that other ranks need. Return a function that waits for the rows of other
+    ranks, (room, B, C).
 
     `room` is the number of rows that this rank receives.
     """
@@ -129,10 +131,10 @@ def convolve(
     finish: Finish | None = None,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Write the sums over the rows' windows to `out`. Return the received rows.
+    """Write the sums over the windows of all rows to `out`. Return the received rows.
 
-    If `finish` is given, `finish(sums, rows)` returns the values to write. Its arguments are the
-    sums, and the rows of `beside` (or of x).
+    If `finish` is given, `finish(sums, rows)` returns the values to write instead of the sums.
+    `rows` are the rows of `beside`, or of x if `beside` is None.
     """
     finish, beside = finish or _as_it_is, x if beside is None else beside
     if halo.edges.numel() < x.shape[0]:

@@ -55,7 +55,7 @@ class ConvolutionArguments(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A call whose arguments have been checked. The fields after `layout` are equal on all
+    """A call whose arguments have been checked. All fields after `layout` are equal on all
     ranks.
     """
 
@@ -212,7 +212,9 @@ class ConvolutionOperator(CallOperator[ConvolutionTensors, ConvolutionArguments,
         return 0 if tensors.weight is None else 2 * tensors.x.numel() * tensors.weight.shape[1]
 
     def backward_flops(self, arguments: ConvolutionArguments, saved: Saved) -> int:
-        """Count the gradients of x and of the taps, but not recomputed sums."""
+        """Return the FLOPs for the gradients of x and of the taps, without those for recomputed
+        sums.
+        """
         return 2 * self.flops(_saved_tensors(saved), arguments)
 
 

@@ -22,8 +22,8 @@ from seqpar.layout.geometry import Geometry
 
 
 class HaloRows(NamedTuple):
-    """What a rank sends and receives, and its edges. Rows are indices of local or received
-    tokens.
+    """The rows that a rank sends and receives, and its edges. A row is the index of a local or a
+    received token.
     """
 
     sent: Tensor  # (n,): the rows that other ranks need, sorted by rank
@@ -68,7 +68,9 @@ def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> lis
 def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
     """Return the spans of all ranks, and the tokens that each span lacks.
 
-    A span lacks the tokens of its windows that are not in the neighbouring span on the same rank.
+    These are the tokens of its windows that lie between the span and the neighbouring span of the
+    document on the same rank. If there is no neighbouring span on this rank, these are all tokens
+    of its windows outside the span.
     """
     columns = [np.stack(holding.columns) for holding in geometry.holdings]
     ranks = np.repeat(np.arange(geometry.ranks), [x.shape[1] for x in columns])
@@ -86,8 +88,8 @@ def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
 
 
 def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return the rows that a rank sends, by peer, then by position, and the number of rows per
-    peer.
+    """Return the rows that a rank sends, and the number of rows for each peer. Rows are sorted by
+    peer, then by position.
     """
     holding = geometry.holdings[rank]
     others = np.flatnonzero((spans.ranks != rank) & (spans.last > spans.first))

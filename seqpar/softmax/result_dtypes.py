@@ -36,7 +36,9 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 
 class ResultDtypes(NamedTuple):
-    """The dtype of a result of a single kernel call, and of a sum over several kernel calls."""
+    """The dtype of the result of a single kernel call, and the dtype of a sum of several kernel
+    calls.
+    """
 
     of_one_call: torch.dtype
     of_several: torch.dtype
@@ -74,13 +76,15 @@ def result_dtypes(
 
 
 def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
-    """Return whether kernels that return half precision are the same on all ranks.
+    """Return whether the kernels that return half precision are the same on all ranks.
 
-    If they are not, results are sent in the accumulator's dtype. The ranks compare their kernels in
-    their first forward, and send no messages for the comparison in later passes. Every forward
-    calls this function, even if the user has chosen a dtype, so that the comparison is always in
-    the first forward. This matters for CUDA graphs: a captured pass cannot contain the comparison,
-    because the CPU reads its result.
+    If they are not the same, results are sent in the accumulator's dtype. The ranks compare their
+    kernels in their first forward. No later pass sends messages for the comparison.
+
+    Every forward calls this function, even if the user has chosen a dtype and the result does not
+    matter. Otherwise the first comparison could be in a forward or backward that a CUDA graph
+    captures. A captured pass cannot contain the comparison, because the CPU reads the result of the
+    comparison.
     """
     dtype = call.shape.dtype
     # Our Triton kernels compute layouts with `most_documents`, and do not return half precision.
@@ -112,9 +116,9 @@ def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
     """Return whether `is_one_call` is certain for the slices between any two different ranks.
 
     If it is certain, a rank need not build the slices of other ranks to know the dtypes of their
-    results. It is certain under a full mask, because all queries of a document then attend to all
-    of its keys. It is also certain under a causal mask on contiguous and zigzag layouts: all
-    queries of a document that attend to any keys of a given other rank attend to the same, adjacent
+    results. A full mask makes it certain, because all queries of a document then attend to all keys
+    of the document. A causal mask makes it certain on contiguous and zigzag layouts. There, all
+    queries of a document that attend to any keys of another given rank attend to the same adjacent
     keys.
     """
     has_others = mask.prefix is not None or mask.ranges is not None

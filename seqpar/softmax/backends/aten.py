@@ -170,8 +170,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece.
 
-    `merges` says whether they will be merged with results of other keys. If they will, and if fp32
-    is not accurate enough for some lse, lse is in fp64.
+    `merges` says whether out and lse will be merged with the results of other keys. In this case,
+    lse is in fp64 if fp32 is not accurate enough for the lse of some row.
     """
     exact = merges and q.is_cpu and q.dtype == torch.float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -202,10 +202,12 @@ def _exact_lse(
     mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    """Return the lse (B, Hq, n) of a kernel call in fp64, with the digits that fp32 rounded off.
+    """Return the lse (B, Hq, n) of a kernel call in fp64, including the digits that fp32 rounded
+    off.
 
-    The kernel computes the call again, after the rounded lse of each row was subtracted from its
-    scores. The lse of this second call is the error of the first lse, and close to 0.
+    The kernel runs a second time. In this second call, the rounded lse of each row is subtracted
+    from the scores of the row. The lse of the second call is then the rounding error of the first
+    lse, which is close to 0.
     """
     rounded = lse.nan_to_num(0.0, 0.0, 0.0)[..., None]
     if mask is None:
@@ -312,7 +314,7 @@ def backward_buffer_bytes(dout: Tensor, q: Tensor, k: Tensor, threads: int = 1) 
 
 
 def _block(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Return the number of queries and the number of scores of a block."""
+    """Return the number of queries in a block, and the number of scores in a block."""
     rows = next(count for least, count in _BLOCK_QUERIES.items() if q.shape[2] >= least)
     rows = min(rows, q.shape[2])
     return rows, rows * min(_BLOCK_KEYS, k.shape[2])

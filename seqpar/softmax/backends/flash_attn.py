@@ -80,11 +80,12 @@ def _is_causal(tables: VarlenTables) -> bool:
 def _filling_gradients(
     forward_name: str, backward_name: str, causal: str, deterministic: bool, **unused: object
 ) -> Callable[[ModuleType, int], VarlenKernel]:
-    """Return a function that makes a kernel whose backward writes to tensors that it is given.
+    """Return a function that makes a kernel whose backward writes into tensors that the caller
+    passes.
 
     Args:
         forward_name, backward_name: the names of the package's functions.
-        causal: the name of backward's argument for a causal mask.
+        causal: the name of the argument of backward for a causal mask.
         deterministic: whether backward can have the same bits in each run.
         unused: further arguments for both functions.
     """
@@ -224,12 +225,12 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 
 
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
-    """Return the rows and the keys of each segment, if FlashAttention-4 receives the segments as a
-    batch.
+    """Return the number of rows and of keys of each segment if FlashAttention-4 receives the
+    segments as a batch.
 
-    Calls of a batch are faster. FlashAttention-4 compiles a separate variant for them. Segments
-    that are not larger than one tile are not passed as a batch, because they would need a third
-    variant.
+    FlashAttention-4 is faster with a batch than with segments of a packed tensor. It compiles a
+    separate variant for batches. Segments that are not larger than one tile are not passed as a
+    batch, because they would need a third variant.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None

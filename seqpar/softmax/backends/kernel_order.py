@@ -27,7 +27,7 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """The order of kernels for one generation of GPUs, the preferred kernel first."""
+    """The kernels for one generation of GPUs, in the order of preference."""
 
     gpus: str  # the architectures
     # "cuDNN", "aten" (FlashAttention-2 in ATen), "triton", or keys of `PACKAGES`. Users choose a
@@ -151,9 +151,9 @@ def _first_kernel(
 
 
 def described_kernels(device: torch.device) -> str:
-    """Return a text that ranks compare.
+    """Return a text that describes this rank's kernels.
 
-    If the texts are equal, `preferred_kernel` returns equal kernels on all ranks.
+    If the texts of two ranks are equal, `preferred_kernel` returns equal kernels on both ranks.
     """
     major = gpu_major(device)
     described: dict[str, object] = {"major": major, "hip": torch.version.hip}

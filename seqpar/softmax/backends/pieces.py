@@ -92,7 +92,9 @@ def _build_pieces(slices: Slices) -> list[Piece]:
 
 
 def _in_order(pieces: list[Piece], slices: Slices) -> list[Piece]:
-    """Set `first` and `query_end` of pieces, which are given in the order of their computation."""
+    """Set `first` and `query_end` of `pieces`, which are in the order in which they are
+    computed.
+    """
     begun, result = np.zeros(slices.query_rows, dtype=bool), list[Piece]()
     for piece in pieces:
         first, end = not begun[piece.rows].any(), int(slices.q_positions[piece.q_stop - 1]) + 1
@@ -116,11 +118,11 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
 
 
 def key_runs(start: Ints, stop: Ints) -> Ints | None:
-    """Return the range of rows and the range of keys of each run of rows with the same keys, (r,
-    4).
+    """Return the runs of rows with the same keys, as row ranges and key ranges (r, 4).
 
-    Row i attends to the keys start[i] … stop[i] − 1. The result is None if runs have on average
-    fewer than `_MIN_RUN_ROWS` rows. Runs without keys are left out.
+    A *run* is consecutive rows that attend to the same keys. Row i attends to the keys start[i] …
+    stop[i] − 1. The result is None if runs have on average fewer than `_MIN_RUN_ROWS` rows. Runs
+    without keys are left out.
     """
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
     if stop.size < (edges.size + 1) * _MIN_RUN_ROWS:
@@ -131,9 +133,10 @@ def key_runs(start: Ints, stop: Ints) -> Ints | None:
 
 
 def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
-    """Cut a slice whose first row attends to `base` + 1 keys, and each further row to one key more.
+    """Cut a slice in which the first row attends to `base` + 1 keys, and each row to one key more
+    than the row before.
 
-    The number of keys has a limit. From the row that reaches it on, all rows attend to all keys.
+    A row that would attend to more keys than there are attends to all keys.
     """
     side = min(q1 - q0, k1 - k0 - base)
     if side == 1:  # a causal square with one row and one key is full
@@ -217,8 +220,8 @@ def with_bias(
 
 
 def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
-    """Cut a slice into tiles of query rows, and each tile into keys before and keys after its
-    queries.
+    """Cut a slice into tiles of query rows. Cut each tile into keys before its queries and keys
+    after them.
     """
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
     start, stop = slices.key_intervals(i)

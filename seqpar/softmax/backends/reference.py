@@ -85,7 +85,8 @@ def attention_of_rows(
 
 
 def weighted_sum(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weights (…, n, m) @ values (…, m, d), where each row uses only its visible values.
+    """Return weights (…, n, m) @ values (…, m, d). The sum of a row includes only values that are
+    visible to the row.
 
     The sum is NaN if a visible value is NaN, or if a visible value is infinite and has weight 0.
     """

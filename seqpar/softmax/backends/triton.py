@@ -113,7 +113,8 @@ def _slopes(options: CallOptions) -> Tensor | None:
 
 
 class _Backward(NamedTuple):
-    """The queries and the kernels of a backward, which the launches over all blocks of keys share.
+    """The queries and the kernel configurations of a backward. All blocks of keys use the same
+    ones.
 
     There are one or two kernels. A single kernel adds to dq, dk and dv. Of two kernels, the first
     adds to dk and dv, and the second adds to dq.
@@ -150,10 +151,12 @@ def _forward_launches(
     continued: bool = False,
     splits: bool = True,
 ) -> tuple[list[kernels.Launches], bool]:
-    """Return the launches over each block of keys, and whether a tile needs a partial result.
+    """Return the launches for each block of keys, and whether some undivided tile reads or writes a
+    partial result.
 
-    The launches are stored in `derived`. With `splits`, tiles are divided by keys if there are too
-    few tiles to use all of the device.
+    A partial result is the result over only some of the blocks. The launches are stored in
+    `derived`. If there are too few tiles to use the whole device, `splits` allows that several
+    programs compute one tile, each with a part of the keys. Such a tile is called divided.
     """
     heads, device = q.shape[0] * q.shape[2], device_of(q)
     key = config, device, continued, heads, splits
@@ -181,9 +184,10 @@ def _forward_launches(
 def _backward_launches(
     slices: Slices, configs: tuple[kernels.Config, ...], device: torch.device
 ) -> tuple[kernels.Launches | kernels.Config, ...]:
-    """Return the launches and the configuration of each kernel.
+    """Return the launches of each kernel, each followed by the configuration of the kernel.
 
-    The first kernel is transposed: its tiles are key rows, and it loops over queries.
+    The tiles of the first kernel are key rows, and the kernel loops over queries. The tiles of the
+    second kernel, if there is one, are query rows.
     """
 
     def build() -> list[kernels.Launches]:

@@ -126,7 +126,9 @@ class VarlenCall:
         self._tables = Memo()
 
     def tables(self, batch: int, device: torch.device) -> VarlenTables:
-        """Return the segments of all batch entries, whose rows follow one another."""
+        """Return the segments of all batch entries as tensors. The rows of one batch entry follow
+        those of the preceding entry.
+        """
 
         def build() -> VarlenTables:
             edges = (np.r_[0, np.tile(x, batch).cumsum()].astype(np.int32) for x in self._lengths)
@@ -240,7 +242,8 @@ def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
 def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment]]:
     """Group segments by the window under which they are computed.
 
-    If several windows give a segment the same pairs, it joins the group of the first of them.
+    If a segment has the same pairs under several windows, it joins the group of the first of these
+    windows.
     """
     groups: dict[Window, list[VarlenSegment]] = {}
     for x in sorted(segments, key=lambda x: (x.left < 0) + (x.right < 0)):
@@ -250,7 +253,10 @@ def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment
 
 
 def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
-    """Divide segments into lists in which no two segments share a row, ordered by query rows."""
+    """Divide segments into lists so that no two segments of a list share a row.
+
+    Each list is ordered by query rows.
+    """
     layers: list[list[VarlenSegment]] = []
     taken: list[list[KeyRange]] = []  # the key rows of each list, ascending
     for x in sorted(segments, key=lambda x: (x.q_start, x.keys)):
@@ -268,7 +274,7 @@ def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
 
 
 def _is_free(pair: KeyRange, ranges: list[KeyRange]) -> bool:
-    """Return whether a range has no row in common with `ranges`, which ascend and do not
+    """Return whether a range has no row in common with `ranges`, which are ascending and do not
     overlap.
     """
     i = bisect(ranges, pair)
@@ -282,9 +288,9 @@ _MOST_READS = 2
 
 
 def _with_repeated_keys(segments: list[VarlenSegment], window: Window) -> list[VarlenCall] | None:
-    """Return one call in which each query row is in one segment, with all keys of the row.
+    """Return a single call in which one segment has each query row, with all keys of this row.
 
-    Return None if some segment is not full, or if the call would read too many key rows.
+    Return None if some segment has no full mask, or if the call would read too many key rows.
     """
     if not all(x.is_full for x in segments):
         return None
@@ -592,7 +598,7 @@ class VarlenBlock:
 
 
 class _ScaledQueries(NamedTuple):
-    """The query rows of a call in forward. They are kept for the next call with the same rows."""
+    """The query rows of a call in forward, which the next call reuses if it has the same rows."""
 
     # The tensor and the key from which the rows were made.
     q: Tensor
@@ -615,7 +621,7 @@ _QueryRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 class _Queries(NamedTuple):
-    """The query rows of a call in backward. They are kept for the next call with the same rows."""
+    """The query rows of a call in backward, which the next call reuses if it has the same rows."""
 
     # The tensor and the key from which the rows were made.
     q: Tensor
@@ -658,7 +664,7 @@ class _Queries(NamedTuple):
 
 
 def _scaled(q: Tensor, launch: _Launch) -> Tensor:
-    """Return the query rows of a launch, with the sign for `positive_scale`."""
+    """Return the query rows of a launch, multiplied by the sign that `positive_scale` returns."""
     rows = _flat(q, launch.queries)
     return rows if launch.sign == 1 else rows * launch.sign
 
@@ -678,5 +684,5 @@ def _batched(x: Tensor, batch: int) -> Tensor:
 
 
 def _columns(x: Tensor, count: int) -> Tensor:
-    """Return the first `count` columns of x, without columns that were added for a kernel."""
+    """Return the first `count` columns of x. The other columns were added for a kernel."""
     return x if x.shape[-1] == count else x[..., :count]

@@ -33,7 +33,9 @@ class MaxLogits:
         return cls(q.new_full((q.shape[2],), -torch.inf, dtype=dtype))
 
     def of_heads(self, heads: slice) -> MaxLogits:
-        """Return a view of some heads. Updating the view also updates this object."""
+        """Return an object for some heads, which is a view of this object. Updates of the view
+        change this object too.
+        """
         return MaxLogits(self.values[heads])
 
     def update(self, scores: Tensor) -> None:

@@ -368,7 +368,7 @@ class OutputGradient:
     def received(
         self, dout: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None
     ) -> OutputGradient:
-        """Return the object for rows that came from another rank during the same backward."""
+        """Return the object for rows that another rank sent during the same backward."""
         return OutputGradient(dout, None, lse, dlse, delta, zeros=self.zeros)
 
     def ensure_delta(self) -> Tensor:
@@ -388,12 +388,12 @@ class OutputGradient:
         return self.delta
 
     def ensure_out(self) -> Tensor:
-        """Return out or, if it is None, a tensor that kernels can read instead.
+        """Return out. If out is None, return a tensor that kernels can read instead.
 
-        Kernels read out only to compute out·dout. The substitute is the multiple of dout that has
-        the same product with dout. To compute it, dout is first divided by its largest element,
-        because squares can leave the range of fp32: the square of a number below 1e-23 is 0, and
-        the square of a number above 1e19 is infinite.
+        Kernels read out only to compute out·dout. The returned tensor is the multiple of dout whose
+        product with dout equals out·dout. To compute this tensor, dout is first divided by its
+        largest element, because squares can leave the range of fp32: the square of a number below
+        1e-23 is 0, and the square of a number above 1e19 is infinite.
         """
         if self.out is None:
             assert self.delta is not None
@@ -585,8 +585,8 @@ class PackedGradients(PartialGradients):
         """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv) of this dtype, to be sent.
 
         If a single kernel call returned dk and dv in this dtype, they are only joined, and are not
-        converted to fp32 first. The receiver adds the same bits, because fp32 can represent each
-        number of bf16 and fp16.
+        converted to fp32 first. The conversion would not change what the receiver adds, because
+        fp32 can represent each number of bf16 and fp16.
         """
         dk, dv, *sums = self.keys.results
         if sums or dk.dtype != dtype:
@@ -594,7 +594,9 @@ class PackedGradients(PartialGradients):
         return torch.cat([dk.transpose(0, 1), dv.transpose(0, 1)], -1)
 
     def of_block(self, k: Tensor, v: Tensor) -> PackedGradients:
-        """Return gradients for another block k, v: the same dq, with new dk and dv of 0."""
+        """Return an object for another block k, v, with the same dq, and with new sums dk and dv of
+        0.
+        """
         return PackedGradients(self.queries, _sums_like(k, v))
 
 

@@ -78,7 +78,7 @@ class WaitingResults:
 
     @property
     def waits(self) -> bool:
-        """Whether a result is stored until the kernel sums it."""
+        """Whether results are stored until the Triton kernel sums them."""
         return self._by_kernel and self._may_wait
 
     def make_room(
@@ -139,7 +139,9 @@ class WaitingResults:
             self._sum_up()
 
     def _keep(self, result: Result) -> bool:
-        """Store a result if it is the first one and has all rows. Return whether it was stored."""
+        """Store a result if it is the first result and has all rows. Return whether it was
+        stored.
+        """
         kept = not self._has_sums and not self._waiting and self._is_whole(result)
         if kept:
             self._waiting.append(result)

@@ -100,7 +100,7 @@ class HeadGroups:
         self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
 
     def group(self, number: int) -> list[HeadGroup]:
-        """Return the group with this number of each rank. It is empty for ranks with fewer
+        """Return the group with this number on each rank. The group is empty on ranks with fewer
         groups.
         """
         return [rank[number] for rank in self._ranks]

@@ -56,7 +56,7 @@ class MergedRows:
         return layout.derived(("merged rows", ranks), lambda: cls(layout, ranks))
 
     def merge(self, x: Tensor) -> Tensor:
-        """Bring x (total, …), the rows of one rank after another, into the order of documents."""
+        """Reorder x (total, …) from one rank after another to the order of documents."""
         return x if self.in_order else x.index_select(0, self._index("merge", x.device))
 
     def split(self, merged: Tensor) -> Tensor:
@@ -100,12 +100,12 @@ class Operand(NamedTuple):
         return self.heads[rank].stop - self.heads[rank].start
 
     def width(self, rank: int) -> int:
-        """Return the number of elements per token that a rank gets."""
+        """Return the number of elements per token that are sent to, or come from, a rank."""
         return self.count(rank) * (self.dim or 1)
 
 
 class _Run(NamedTuple):
-    """The heads of one or more consecutive ranks, which one strided copy can pack.
+    """Heads of consecutive ranks that one strided copy can pack.
 
     The ranks have the same number of heads, and their heads are evenly spaced.
     """
@@ -127,8 +127,8 @@ class _Run(NamedTuple):
         return x.as_strided(self.shape, strides, x.storage_offset() + self.head * head_stride)
 
     def followed_by(self, other: _Run) -> _Run | None:
-        """Join this run with `other`, a run of one rank. Return None if one copy cannot pack
-        both.
+        """Join this run with `other`, the run of the next rank. Return None if one copy cannot pack
+        both runs.
         """
         last = self.shape[0] - 1
         step = other.head - (self.head + last * self.step)
@@ -248,7 +248,7 @@ class MessageBlock:
         return self._reordered(flat, MergedRows.split)
 
     def merge(self, flat: Tensor) -> Tensor:
-        """Bring the rows of a buffer in head form into the order of documents."""
+        """Reorder the rows of a buffer in head form to the order of documents."""
         return self._reordered(flat, MergedRows.merge)
 
     def _reordered(self, flat: Tensor, order: Callable[[MergedRows, Tensor], Tensor]) -> Tensor:

@@ -40,7 +40,7 @@ Distances = Sequence[Sequence[int]]  # the distances of each step
 
 @dataclass(eq=False)
 class KeyStep:
-    """One step, as one rank takes part in it."""
+    """What one rank sends, receives and computes in one step."""
 
     number: int  # the step's number in errors, traces and traffic
     receivers: list[int]  # the ranks to which this rank sends rows
@@ -70,8 +70,8 @@ class KeyStep:
 
     @cached_property
     def to(self) -> list[tuple[int, Rows]]:
-        """The ranks to which this rank sends rows. Each rank has the rows to which its queries
-        attend.
+        """The ranks to which this rank sends rows, each with the rows to which the queries of that
+        rank attend.
         """
         return [(peer, self.rows_for(peer)) for peer in self.receivers]
 
@@ -81,7 +81,9 @@ class KeyStep:
         return self.build_slices()
 
     def sends_last_rows_of(self, step: KeyStep) -> bool:
-        """Return whether this step first sends the rows that `step` sends last."""
+        """Return whether the first message of this step has the rows of the last message of
+        `step`.
+        """
         return bool(step.receivers and self.receivers) and step.to[-1][1] is self.to[0][1]
 
 
@@ -203,7 +205,7 @@ class KeyTables:
         return slices_over(queries, self._rank, keys, tuple(owners), self._mask)
 
     def are_one_call(self, pairs: list[tuple[int, int]]) -> bool:
-        """Return whether a single kernel call computes the gradients of each pair's keys.
+        """Return whether the gradients of the keys of each pair come from a single kernel call.
 
         A pair is the rank of the queries and the rank of the keys. The result is False if there are
         no pairs.
@@ -228,7 +230,6 @@ def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
 
 
 def with_rows(ranks: list[int], counts: list[int]) -> tuple[list[int], list[int]]:
-    """Return the ranks that have rows, and the number of their rows."""
     used = [i for i, count in enumerate(counts) if count]
     return [ranks[i] for i in used], [counts[i] for i in used]
 

@@ -60,19 +60,17 @@ class QueryHop:
 
     @cached_property
     def blocks(self) -> Blocks | None:
-        """The slices of the arriving queries over each block of keys, or None if no queries
-        arrive.
-        """
+        """For each block of keys, the slices of the arriving queries. None if no queries arrive."""
         return Blocks([build() for build in self.build_slices]) if self.received_count else None
 
     def leave_of_one_call(self, backward: bool) -> bool:
-        """Return whether a single kernel call computes the results that this rank sends."""
+        """Return whether the results that this rank sends come from a single kernel call."""
         if self.known_calls is not None:
             return self.known_calls
         return self.blocks is not None and is_one_call(self.blocks.slices[0], backward)
 
     def return_of_one_call(self, backward: bool) -> bool:
-        """Return whether a single kernel call computes the results that this rank receives."""
+        """Return whether the results that this rank receives come from a single kernel call."""
         if self.known_calls is not None:
             return self.known_calls
         return self.sent_count > 0 and is_one_call(self.build_returning(), backward)
@@ -118,8 +116,8 @@ class HopMessages(NamedTuple):
     returning: Packing  # results of this rank's queries, from the receiver
 
     def packs_rows(self, rows: Rows) -> bool:
-        """Return whether the tensors share one message. Otherwise each tensor has a separate
-        message.
+        """Return whether the tensors of these rows share one message. If not, each tensor is a
+        separate message.
         """
         return self.packs or not rows.is_range
 
@@ -179,10 +177,9 @@ def query_groups(call: ResolvedCall) -> list[HeadSlices]:
 
 
 def packs_all_rows(call: ResolvedCall) -> bool:
-    """Return whether all tensors that are sent to a rank share one message, whatever their rows
-    are.
+    """Return whether all tensors that are sent to a rank share one message, for any rows.
 
-    Otherwise, tensors whose rows are a single range are sent one by one, which needs no copy.
+    If not, tensors whose rows are a single range are sent one by one, which needs no copy.
     """
     return call.shape.batch > 1 or len(query_groups(call)) > 1
 
@@ -216,7 +213,9 @@ class _KeptResults:
 
 
 class _Packed(NamedTuple):
-    """A message with queries, which is sent again in the next hop if that hop has the same rows."""
+    """A packed message with queries. The next hop sends it again if that hop needs the same
+    rows.
+    """
 
     rows: Rows
     group: int  # the index of the group of heads

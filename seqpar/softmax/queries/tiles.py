@@ -82,16 +82,18 @@ class Tiles:
         return rows
 
     def sent_queries(self, rank: int) -> ReachedRows:
-        """Return the queries that a rank sends to each mesh column, to the rank of its own row
-        there.
+        """Return the queries that a rank sends to each column of the mesh.
+
+        The receiver is the rank where this column crosses the row of the sender.
         """
         queries, groups = self._geometry[0], np.arange(self._ranks) % self._columns
         groups_of_ranks = groups if self._columns < self._ranks else None
         return self._side_of_queries.own_rows(queries.holdings[rank], groups_of_ranks)
 
     def sent_keys(self, rank: int) -> ReachedRows:
-        """Return the keys that a rank sends to each mesh row, to the rank of its own column
-        there.
+        """Return the keys that a rank sends to each row of the mesh.
+
+        The receiver is the rank where this row crosses the column of the sender.
         """
         keys, groups = self._geometry[1], np.arange(self._ranks) // self._columns
         groups_of_ranks = groups if self._columns > 1 else None
@@ -115,9 +117,9 @@ class Tiles:
         """Return the slices of the queries of `q_rank` over the keys of `k_rank`, which `at`
         computes.
 
-        `q_rank` is in the row of `at`, and `k_rank` is in the column of `at`. The slices count the
-        rows that are on the rank `at`: all rows of its own tensors, and those rows of other ranks
-        that were sent to it.
+        `q_rank` is in the row of `at`, and `k_rank` is in the column of `at`. The slices refer to
+        the tensors of the rank `at`: all rows of its own tensors, and the rows that other ranks
+        have sent to it.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:
@@ -141,7 +143,9 @@ class Tiles:
         return is_one_call(self.slices(q_rank, at, at), backward) if known is None else known
 
     def area(self, q_rank: int, k_rank: int) -> int:
-        """Return how many (query, key) pairs one rank's queries form with another rank's keys."""
+        """Return the number of (query, key) pairs of one rank's queries with another rank's
+        keys.
+        """
         return self._slices(q_rank, k_rank).area
 
     @property
@@ -195,11 +199,11 @@ class Tile:
 
     @cached_property
     def last(self) -> tuple[int, Slices]:
-        """The work that forward leaves for the end: the index of a block of keys, and slices over
-        it.
+        """The work that forward does at the end: the index of a block of keys, and slices over this
+        block.
 
-        For the rank's own keys, these are half of the slices of the block. For other blocks, they
-        are all slices.
+        If the block has the rank's own keys, these are half of the slices of the block. Otherwise
+        they are all slices of the block.
         """
         last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
         return last, self.blocks[last] if last else self.own[0][1]
@@ -228,7 +232,7 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
 
 
 def _are_one_call() -> bool:
-    """Return False: a rank computes with its keys in several calls."""
+    """Return False, because a rank computes with its own keys in several calls."""
     return False
 
 

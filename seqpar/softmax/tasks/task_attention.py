@@ -56,7 +56,7 @@ Packed = dict[tuple[int, int], Tensor]  # (id of the rows, id of the tensors) ->
 
 
 class Returning:
-    """The results of this rank's rows, which other ranks send to this rank."""
+    """The results of this rank's rows, which other ranks send back to this rank."""
 
     def __init__(self, parts: list[tuple[Rows, Tensor]], pending: Pending) -> None:
         self._parts, self._pending = parts, pending
@@ -238,7 +238,7 @@ def _sent_rows(shipments: Sequence[Shipment]) -> int:
 
 
 def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tensor:
-    """Return memory (rows, B, H, ΣD) for rows of tensors (B, T, H, D) that are joined along D."""
+    """Return memory (rows, B, H, ΣD) for `rows` rows of the tensors, which are joined along D."""
     x, (batch, _, heads, _) = tensors[0], tensors[0].shape
     shape = rows, batch, heads, sum(x.shape[3] for x in tensors)
     return memory.take(shape, x.dtype, x.device)
