@@ -214,7 +214,9 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def like(local: Tensor, x: Tensor) -> Tensor:
-    """If `x` is a DTensor, return `local` as a DTensor with the placements of `x`."""
+    """If `x` is a DTensor, return `local` as a DTensor with the placements of `x`. Otherwise return
+    `local`.
+    """
     if not isinstance(x, DTensor):
         return local
     return DTensor.from_local(

@@ -49,7 +49,9 @@ def place() -> LaunchedProcess | None:
 
 
 def on_a_host() -> int:
-    """Return how many processes the launcher starts on each host, or 0 if the number is not set."""
+    """Return how many processes the launcher starts on each host, or 0 if the launcher does not set
+    this number.
+    """
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     number = re.match(r"\d+", text)  # Slurm writes 8(x2) for 8 tasks on each of two hosts
     return int(number[0]) if number else 0
@@ -116,7 +118,9 @@ def join(
 
 
 def leave(failed: bool = False) -> None:
-    """Destroy the default group, if there is one. After a failure, first end other ranks' waits."""
+    """Destroy the default group, if there is one. If this process has failed, first make the waits
+    of other ranks raise an error.
+    """
     if dist.is_initialized():
         if failed:
             close_connections(dist.group.WORLD)

@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Logs at intervals how long some work has taken. `doing` describes the work and may be
-    changed.
+    """Logs at intervals how long some work has taken. `doing` describes the work, and may be
+    changed while the work runs.
     """
 
     def __init__(self, doing: str, limit: float | None = None) -> None:

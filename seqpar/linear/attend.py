@@ -36,7 +36,7 @@ O_co = TypeVar("O_co", covariant=True)
 
 
 class LinearWork(NamedTuple):
-    """The work of one or more steps of a pass, for hooks."""
+    """The work of one or more steps of a pass, as hooks receive it."""
 
     # The number of (query, key) pairs for which softmax attention would take the same time.
     area: int
@@ -48,7 +48,7 @@ class LinearWork(NamedTuple):
 
 
 class Options(ABC, Generic[O]):
-    """The options of a call that change its arithmetic."""
+    """Those options of a call that its arithmetic depends on."""
 
     family: ClassVar[str]  # the backends that can compute it, a key of `BACKENDS`
     backend: str
@@ -113,9 +113,9 @@ def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> Hoo
 def begin_backward(
     inputs: Inputs, dout: Tensor, spans: SpanStates, options: Options[O], states_in: Tensor | None
 ) -> HookedSteps[O, Any]:
-    """Begin a backward, and compute its `outgoing`.
+    """Begin the backward of a backend: compute its `outgoing`.
 
-    `dout` has the shape of out. `states_in` are the states that entered spans in forward. `finish`
+    `dout` has the shape of out. `states_in` has the states that entered spans in forward. `finish`
     returns at least dq, dk and dv.
     """
     make = load_backend(options.family, options.backend).Backward
@@ -161,7 +161,7 @@ class HookedSteps(Generic[O, R]):
         return self._arbitrary() if result is None else result
 
     def _compute(self, step: Callable[[], T], *names: StepName) -> T | None:
-        """Run a step and return its result, or return None if a hook replaces the step."""
+        """Return the result of a step, or None if a hook replaces the step."""
         with hooks().computing(self._device, lambda: self._work(*names)) as computes:
             return step() if computes else None
 

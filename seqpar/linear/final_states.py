@@ -23,7 +23,7 @@ STEP = 1
 
 
 class FinalStates:
-    """The exchange of the final states of all documents.
+    """The exchange that sends the final state of each document to all ranks.
 
     `own` (ended, B, H, K, V) has the final states of the documents whose last token is on this
     rank.
@@ -51,7 +51,9 @@ class FinalStates:
 
 
 class ArrivalOrder(TableHolder):
-    """The order in which final states arrive: rank by rank. Documents without tokens come last."""
+    """The order in which final states arrive: rank by rank, and last those of documents without
+    tokens.
+    """
 
     def __init__(self, routes: StateRoutes, rank: int) -> None:
         ranks = range(routes.ranks)
@@ -94,9 +96,10 @@ def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[T
 
 
 class FinalGradients:
-    """The exchange of the gradients of final states, which are summed over the ranks.
+    """The exchange that sums the gradients of each document's final state over all ranks.
 
-    `own` (documents, B, H, K, V) are this rank's gradients.
+    `own` (documents, B, H, K, V) has this rank's gradients for all documents. The rank with the
+    last token of a document gets the sum.
     """
 
     def __init__(self, comm: Comm, call: LinearCall, own: Tensor, strategy: str) -> None:
@@ -110,9 +113,7 @@ class FinalGradients:
         self._rank = comm.rank
 
     def wait(self) -> Tensor:
-        """Return the sums for the documents whose last token is on this rank, (ended, B, H, K,
-        V).
-        """
+        """Return the sums for documents whose last token is on this rank, (ended, B, H, K, V)."""
         self._pending.wait()
         parts = [*self._arriving]
         parts.insert(self._rank, self._own)

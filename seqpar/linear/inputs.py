@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class CallTensors(NamedTuple):
-    """The tensors that torch's operator takes: the inputs, and the initial states or None."""
+    """The tensors that torch's operator receives: the inputs, and the initial states or None."""
 
     q: Tensor
     k: Tensor

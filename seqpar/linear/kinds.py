@@ -29,7 +29,7 @@ class Kind:
 
     @property
     def transition(self) -> Literal["head", "key", "matrix"]:
-        """The form of a span's transition: a number per head, a number per key channel, or a
+        """The form of a span's transition: one number per head, one number per key channel, or a
         matrix.
         """
         if self.uses_beta:

@@ -77,7 +77,7 @@ class InputForm(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A call after its arguments were checked, as strategies and exchanges read it.
+    """A call of which all arguments were checked. Strategies and exchanges read it.
 
     In `shape`, kv_heads is H, dim is K and value_dim is V.
     """
@@ -95,7 +95,7 @@ class LinearCall:
 
     @property
     def kept(self) -> Memo:
-        """A memo that all calls with the same routes share. It is stored in the layout."""
+        """A memo, stored in the layout, that all calls with the same routes share."""
         return self.routes.derived
 
     @property
@@ -138,9 +138,9 @@ def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
 def returned(
     out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out and the final states, if any, with the dimensions that the operands had.
+    """Return out and the final states, if there are any, in the form that the user receives.
 
-    This is the inverse of `batch_second`.
+    If the operands have a batch dimension, it becomes the first dimension of the final states.
     """
     out = heads.restore(out if batched else out[0], -2)
     if states is None:
@@ -204,7 +204,11 @@ def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> s
 
 
 def _runs_of_many_spans(layout: Geometry) -> Ints:
-    """Return rank, document, number of spans and tokens of each run with many spans, (4, n)."""
+    """Return an array (4, n) with the rank, document, number of spans and number of tokens of each
+    run.
+
+    A run is all tokens of a document on one rank. Runs of at most `_MANY_SPANS` spans are left out.
+    """
     most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
     for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
         documents, first, stop = held.runs

@@ -178,7 +178,7 @@ def _unit_strides(inputs: Inputs) -> Inputs:
 
 
 def _product_flops(inputs: Inputs) -> tuple[int, int]:
-    """Return the FLOPs of forward for outputs, and those for states."""
+    """Return the FLOPs of forward for outputs, and the FLOPs of forward for states."""
     batch, rows, heads, value_dim = inputs.out_shape
     per_head = 2 * batch * rows * inputs.q.shape[3] * value_dim
     return per_head * heads, per_head * inputs.heads * (1 if inputs.beta is None else 2)

@@ -48,27 +48,27 @@ class BackwardResult(NamedTuple):
 
 
 class Exchange(Protocol[O_contra]):
-    """The exchange of states or maps in one pass. It returns the states at the stations of a rank.
+    """The exchange of states or maps in one pass. `wait` returns the states at the stations of a
+    rank.
 
     A *station* is a position at which a rank needs a state, such as the start of a span
     (`routes.py`). An exchange can be made before the states are known, so that its weights are
     ready when sending begins. In a backward with maps, the exchange sends gradients of states back.
-    `travels` says whether the exchange sends or receives anything. If it does, the caller computes
-    something else before it waits.
+    `travels` says whether this rank sends or receives any message. If it does, the caller computes
+    something else before it calls `wait`.
     """
 
     travels: bool
 
     def post(self, outgoing: O_contra) -> None:
-        """Begin to send this rank's states or maps, which are ordered by the slots of their
+        """Begin to send the states or maps of this rank, which are ordered by the slots of their
         sources.
 
         Of the map of the first span of a document (`maps/ends.py`), only the state is used.
         """
 
     def wait(self) -> Tensor:
-        """Return the sums of states, or the states that enter spans, (stations, B, H, K, V), by
-        slot.
+        """Return the states at the rank's stations, (stations, B, H, K, V), ordered by slot.
 
         If maps are exchanged, the states that enter the first spans of documents are not set.
         `Ends.begin` writes them.
@@ -76,7 +76,7 @@ class Exchange(Protocol[O_contra]):
 
 
 def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) -> Tensor:
-    """Return the states of an exchange. During the exchange, run `Steps.local`."""
+    """Run an exchange and return its result. While messages are sent, run `Steps.local`."""
     exchange.post(outgoing)
     if exchange.travels:
         steps.local()
@@ -128,7 +128,9 @@ class LinearStrategy(Generic[C]):
         return call
 
     def with_backend(self, arguments: LinearArguments, inputs: Inputs) -> LinearArguments:
-        """Return the arguments with a backend that is not the default."""
+        """Return the arguments. If the user has not chosen a backend, they contain the default
+        backend.
+        """
         if arguments.backend != DEFAULT:
             return arguments
         return arguments._replace(backend=self.default_backend(inputs))

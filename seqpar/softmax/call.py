@@ -38,7 +38,7 @@ Causal = bool | EllipsisType  # `...` means that the call has no argument `causa
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, in the order in which the operators take them."""
+    """The tensors of a call, in the order of the operators' arguments."""
 
     q: Tensor  # (B, T_local, Hq, D)
     k: Tensor  # (B, Tkv_local, Hkv, D)

@@ -92,7 +92,10 @@ def layout_of_queries(
 def on_all_ranks(
     found: Tensor | tuple[Tensor, ...], layout: Layout, comm: Comm, dim: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return results of the queries that each rank holds, on every rank."""
+    """Return the results of all queries on every rank.
+
+    `found` has the results of those queries that this rank holds.
+    """
     if isinstance(found, Tensor):
         return layout.unshard(found, comm, dim)
     return tuple(layout.unshard(x, comm, dim) for x in found)

@@ -126,8 +126,8 @@ class Strategy:
         raise NotImplementedError
 
     def merged_size(self, ranks: int) -> int:
-        """Return how many consecutive ranks exchange heads, so that each has the tokens of all of
-        them.
+        """Return how many consecutive ranks exchange heads. After the exchange, each of them has
+        the tokens of all of them.
 
         It is 1 for strategies that do not exchange heads.
         """

@@ -49,8 +49,8 @@ class Communicators:
         return self._devices.get("cuda", group.bound_device_id)
 
     def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
-        """Return None if the group can send from `device`. Otherwise describe the devices from
-        which it can send.
+        """Return None if the group can send from `device`. Otherwise return a text that names the
+        devices from which the group can send.
         """
         if group.size() == 1 or device.type == "meta":
             return None  # a call on this device sends nothing
@@ -134,7 +134,9 @@ def _nccl_of(group: ProcessGroup, device: torch.device) -> dist.ProcessGroupNCCL
 
 
 def _use(group: ProcessGroup, device: torch.device) -> None:
-    """Make a group's communicator for a device. It is made when all ranks first use it."""
+    """Make the communicator of a group for a device. It is made when all ranks have first used
+    it.
+    """
     group.allreduce([torch.zeros(1, device=device)]).wait()
 
 

@@ -88,7 +88,9 @@ class Arriving:
         self._tensors, self._pending = tensors, pending
 
     def wait(self) -> list[Tensor]:
-        """Wait for the messages, return the tensors, and drop the references to them."""
+        """Wait for the messages and return the tensors. Drop this object's references to the
+        tensors.
+        """
         self._pending.wait()
         arrived, self._tensors = self._tensors, []
         return arrived
@@ -151,7 +153,7 @@ class Comm:
 
     @classmethod
     def _of(cls, group: ProcessGroup, order: tuple[int, ...], shape: tuple[int, ...]) -> Comm:
-        """Return the Comm whose ranks are the ranks `order` of the process group."""
+        """Return the Comm for the given ranks of a process group, in this order."""
         known, ascending = _comms.setdefault(group, {}), tuple(range(group.size()))
         if (order, shape) not in known:
             name = "x".join([group.group_name, *map(str, shape[1:])])
@@ -333,7 +335,9 @@ class Comm:
         self._sent["messages"] += messages
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        """Post messages, none of which is empty. Errors of the wait name the rank at fault."""
+        """Post messages, of which none is empty. An error during the wait names the rank at
+        fault.
+        """
         group, device = self.process_group, (sends or recvs)[0][1].device
         if (heartbeat := self._heartbeat_for(device)) is None:
             coalesced = self._communicators.coalesces(group, device)

@@ -187,7 +187,7 @@ NO_DIGEST = CallDigest(bytes(DIGEST_BYTES), {})
 
 
 class Exchange(NamedTuple):
-    """The name of an exchange."""
+    """The name of an exchange, as headers and errors show it."""
 
     call: int  # the number of its call, or 0 outside calls
     label: str  # the strategy and the pass, such as "ring backward"
@@ -213,9 +213,7 @@ class Header:
         )
 
     def tag(self, index: int) -> int:
-        """Return the tag of the message with this index, among those that the header's sender
-        sends.
-        """
+        """Return the tag of message `index` of the sender of this header."""
         return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
 
 
@@ -329,9 +327,10 @@ def hint_at(arguments: Collection[str]) -> str:
 
 
 def _fields(header: bytearray) -> list[str]:
-    """Return the name of the exchange, and the lists of sent and of received messages.
+    """Return three texts: the name of the exchange, the list of sent messages, and the list of
+    received messages.
 
-    The result is empty if the header was cut.
+    If the header was cut, a missing list is replaced by "(…)".
     """
     text = header[_TEXT:].decode(errors="replace").replace("torch.", "").rstrip()
     fields = [*text.split("|"), "…", "…"]

@@ -87,7 +87,9 @@ class Relays:
 
 
 class _Pass:
-    """One pass. If this rank already knows an exchange, it does not ask the other ranks again."""
+    """One pass. If this rank already knows the messages of an exchange, it does not ask the other
+    ranks again.
+    """
 
     def __init__(self, relays: Relays, device: torch.device, known: list[Relaying]) -> None:
         self._relays, self._device, self._known = relays, device, known

@@ -140,7 +140,8 @@ def divided(
 
     If messages load the NICs nearly evenly, they are not cut, and are sent directly. Otherwise they
     are cut into pieces, so that no NIC carries more than an equal share of the bytes. A piece uses
-    NICs with the same index in both nodes. Pieces use the NICs of their sender and receiver first.
+    NICs with the same index in both nodes. Pieces first use the NICs of their sender and of their
+    receiver.
 
     Args:
         sizes: the size of each message.
@@ -259,10 +260,10 @@ class _Message(NamedTuple):
 def _pieces(
     nodes: Nodes, messages: Iterable[_Message]
 ) -> Iterator[tuple[_Message, tuple[int, int], int, int, int]]:
-    """Yield the chunks of all pieces, in an order on which both nodes of a message agree.
+    """Yield the chunks of all pieces, in an order that is the same on both nodes of each message.
 
     A chunk is (message, indices of the two NICs, index of the chunk in its piece, start, stop). The
-    last two are the range of elements in the message.
+    chunk has the elements start … stop − 1 of the message.
     """
     by_nodes: dict[tuple[int, int], list[_Message]] = {}
     for message in messages:
@@ -297,5 +298,5 @@ def _routed(known: dict[int, Ends]) -> Iterator[_Message]:
 
 
 def _last(held: list[tuple[int, torch.dtype]]) -> PieceLocation:
-    """Return the location of the piece that the rank has received last, in order to relay it."""
+    """Return the location of the piece that the rank has received last and will relay."""
     return PieceLocation(HELD, len(held) - 1, 0, held[-1][0])

@@ -37,7 +37,7 @@ class MapOptions(Options[Maps]):
         return Maps(transition, zeros((count, batch, heads, dim, value_dim)))
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of steps.
+        """Return the work of the given steps.
 
         Each step counts as a third of the pass, because the actual fractions depend on the backend.
         """

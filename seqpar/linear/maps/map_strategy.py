@@ -59,7 +59,9 @@ class MapCall(LinearCall):
 
 @dataclass(frozen=True)
 class MapStrategy(LinearStrategy[MapCall]):
-    """A strategy that exchanges maps, because ranks do not know each other's transitions."""
+    """A strategy that exchanges maps, because a rank does not know the transitions of other
+    ranks.
+    """
 
     name: ClassVar[str] = "recurrent"
     family = "recurrent"
@@ -164,9 +166,9 @@ def _pass(
     steps: HookedSteps[Maps, Any],
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
-    """Return the maps of a pass, and the states that enter all spans.
+    """Return the maps of a pass after its exchange, and the states that enter all spans.
 
-    `entering` are the states that enter heads.
+    `entering` has the states that enter heads.
     """
     maps = steps.outgoing
     if entering is not None:

@@ -105,7 +105,6 @@ class TileCall:
         pool, parts = self._pool(k, v), self._parts(q, k)
 
         def compute(unit: Unit, part: HeadTile) -> tuple[HeadTile, MaxLogits | None]:
-            """Compute some heads of a tile, and write them to out and lse."""
             keys, values = pool.of_unit(unit, part)
             queries = part.rows_of(q, unit.rows)
             partial = Partial.nothing(queries, values, rank_invariant=True, single=True)
@@ -246,7 +245,7 @@ class TileCall:
         """Send rows (B, T_local, …) from the ranks that hold them to the ranks that compute their
         tiles.
 
-        With `back`, send them in the opposite direction.
+        With `back`, send rows from the ranks that compute tiles to the ranks that hold the rows.
         """
         if self._plan.moved is None:
             return x
@@ -271,8 +270,8 @@ class TileCall:
 
 
 class Pool:
-    """The keys and values to which a rank's tiles attend, (B, Hkv, rows, D) and (B, Hkv, rows,
-    Dv).
+    """The keys (B, Hkv, rows, D) and values (B, Hkv, rows, Dv) to which the tiles of a rank
+    attend.
     """
 
     def __init__(
@@ -289,7 +288,9 @@ class Pool:
         self._blocks, self._remaining, self._arrived = blocks, iter(plan.arrivals), 0
 
     def fill(self, count: int | None = None) -> None:
-        """Wait until the first `count` blocks have arrived, or all blocks."""
+        """Wait until the first `count` blocks have arrived. Without `count`, wait for all
+        blocks.
+        """
         while count is None or self._arrived < count:
             if (places := next(self._remaining, None)) is None:
                 return
@@ -319,7 +320,7 @@ class Pool:
 
 
 def _rows_of(block: SumBlock, places: Rows) -> Tensor:
-    """Return the rows of a block that are at `places` of the sum."""
+    """Return the rows of a block that are at the indices `places` of the sum."""
     where = places.local(block.rows.device)
     if isinstance(where, slice):
         return block.rows[where.start - block.start : where.stop - block.start]

@@ -184,7 +184,9 @@ class Unit(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A subtree of the sum over a document's tiles. One rank computes all tiles of the subtree."""
+    """A subtree of the tree that sums gradients over the tiles of a document. One rank computes all
+    tiles of the subtree.
+    """
 
     document: int
     number: int  # the index of the subtree's first tile in its document
@@ -193,7 +195,7 @@ class Node(NamedTuple):
 
 
 class KeyGradientShare(NamedTuple):
-    """The gradients of a node for the keys of one rank, which are sent to this rank."""
+    """The gradients that a node adds to the keys of one rank, and that are sent to this rank."""
 
     node: int  # the index of the node among the nodes of the rank that computes it
     document: int
@@ -268,10 +270,10 @@ def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
     nodes = list[Node]()
 
     def cover(first: int, start: int, size: int, stop: int) -> None:
-        """Add the nodes among tiles `start` … `start + size − 1`, as far as they belong to the
-        document.
+        """Add the nodes of the subtree that begins with the tile `start` and has up to `size`
+        tiles.
 
-        The document has the tiles `first` … `stop − 1`.
+        The document has the tiles `first` … `stop − 1`. The subtree ends where the document ends.
         """
         end = min(start + size, stop)
         if start >= end or own[end] == own[start]:
@@ -291,7 +293,7 @@ def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
 
 
 def tile_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return the area that a rank computes, as a single step."""
+    """Return the area that a rank computes, as a list with one step."""
     tiles = tiles_of(call)
     return [int(tiles.areas[tiles.owners == rank].sum()) * call.shape.heads]
 
@@ -329,8 +331,8 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
 
 
 def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
-    """Return the keys that `owner` sends to `computer`. If both are the same rank, return all of
-    its keys.
+    """Return the keys that `owner` sends to `computer`, or all keys of `owner` if both are the same
+    rank.
     """
     held = tiled.kv_layout.token_indices(owner)
     if owner == computer:
@@ -339,10 +341,10 @@ def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
-    """Return the gradients of each node for these keys. Nodes without gradients for them are left
-    out.
+    """Return the gradients of each node for these keys. Nodes that have no gradients for these keys
+    are left out.
 
-    `keys` and `index` ascend. The rows of a share are counted in `index`.
+    `keys` and `index` are ascending. The rows of a share are counted in `index`.
     """
     shares = []
     for i, node in enumerate(nodes):

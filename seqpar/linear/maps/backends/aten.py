@@ -41,7 +41,9 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class Forward:
-    """For a span that no state enters, the constructor does all work except the products with
+    """The steps of a forward (`Steps` in `linear/attend.py`).
+
+    If no state enters a span, the constructor does all work of the span except the products with
     states.
     """
 
@@ -75,8 +77,10 @@ class Forward:
 
 
 class Backward:
-    """If no gradient reaches the state that leaves a span, the constructor does all work of the
-    span that depends on states.
+    """The steps of a backward (`Steps` in `linear/attend.py`).
+
+    If no gradient reaches the state that leaves a span, the constructor does all work of the span
+    that depends on states.
     """
 
     def __init__(
