@@ -290,7 +290,8 @@ class CallOperator(ABC, Generic[T, A, C]):
 
     @abstractmethod
     def agreed(self, bound: BoundStrategy[Any], call: C, arguments: A, exact: bool) -> Described:
-        """Return what must be the same on all ranks, as JSON values, by argument name.
+        """Return the values that must be equal on all ranks, as a dict from argument names to JSON
+        values.
 
         With `exact`, equal layouts have equal descriptions even if they were made in different
         ways. Without `exact`, these descriptions may differ, but are made in less time.

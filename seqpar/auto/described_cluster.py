@@ -40,8 +40,8 @@ _log = logging.getLogger("seqpar")
 def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
     """Return rank 0's `Cluster.here()` on all ranks, or raise rank 0's error on all ranks.
 
-    If rank 0 takes longer than `seconds`, it logs a warning and uses `Cluster.assumed()`. All other
-    ranks wait at the group's store.
+    If rank 0 takes longer than `seconds`, it logs a warning and uses `Cluster.assumed()`.
+    Meanwhile, the other ranks wait for rank 0.
     """
     hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
     if len(hosts) > 1:

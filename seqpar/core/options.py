@@ -26,8 +26,8 @@ _NAMES_OF_TORCH = {str(dtype).removeprefix("torch."): name for name, dtype in DT
 def read_lengths(name: str, text: str, most: int = MAX_DOCUMENTS) -> list[int]:
     """Return the lengths in a text, which are separated by commas or white space.
 
-    Raises a ValueError that starts with `name` if a word is not a length, or if the text has no
-    length or more than `most` lengths.
+    Raises a ValueError that starts with `name` if a word is not a length, if there is no word, or
+    if the text has more than `most` lengths.
     """
     lengths: list[int] = []
     for word in text.replace(",", " ").split():

@@ -113,10 +113,10 @@ class Cluster:
         that plan together should read the same file.
 
         If several processes use the same folder, one process measures, and all other processes wait
-        and then read the result. A default file that is damaged or describes a different device is
-        replaced by a new measurement. If the default folder is not writable, the profile is not
-        saved. In both cases, a warning is logged. If `path` is given, a damaged file raises a
-        ValueError, and a file that cannot be written raises an OSError.
+        and then read the result. If the default file is damaged or describes a different device, a
+        warning is logged, and a new measurement replaces the file. If the default folder is not
+        writable, a warning is logged, and the profile is not saved. If `path` is given, a damaged
+        file raises a ValueError, and a file that cannot be written raises an OSError.
         """
         # Imported here, because it imports kernels, which presets do not need.
         from seqpar.costs.profile import machine

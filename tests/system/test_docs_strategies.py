@@ -73,7 +73,7 @@ def test_tables_match_the_existing_results(tmp_path):
         "| --- | --- | --- | --- | --- |\n"
         "| speed, relative to one process | 2 ranks, kda, tree | 0.88 | 0.75 | recurrent-ranks |\n"
         "\n"
-        "Not measured: speed on one core; steps on links; host time.\n"
+        "The following has not been measured: speed on one core; steps on links; host time.\n"
     )
     assert measured.settings(tmp_path) == (
         "| result | machine | date | setting |\n"

@@ -82,7 +82,7 @@ HOST = Source(
 BITS = Source(
     "same-bits",
     figures.same_bits,
-    "messages in 8 bits, and the same bits on any number of ranks",
+    'the cost of messages in 8 bits, and of deterministic="ranks"',
     "../internals/numerics.md",
     f"{{tokens:,}} tokens, {SHAPE}, causal, ranks with one thread. The linked page has the errors "
     "of messages in 8 bits.",
@@ -168,7 +168,8 @@ def tables(strategy, results=RESULTS):
             missing.append(source.subject)
     parts = [table(HEAD, rows)] if rows else []
     if missing:
-        parts.append(textwrap.fill(f"Not measured: {'; '.join(missing)}.", 100))
+        line = f"The following has not been measured: {'; '.join(missing)}."
+        parts.append(textwrap.fill(line, 100))
     return "\n\n".join(parts) + "\n"
 
 

@@ -120,10 +120,11 @@ def disaggregate_stages(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> list[TaskRectangles]:
-    """Return the tasks of each stage, for several stages that the same servers compute together.
+    """Return the tasks of each stage, for several stages that run on the same servers at the same
+    time.
 
-    The stages are finished when the slowest server is, so the work of a server is summed over all
-    stages. Arguments and errors are as in `disaggregate`.
+    Work is balanced over all stages together: every server should finish the sum of its tasks of
+    all stages at about the same time. Arguments and errors are as in `disaggregate`.
     """
     servers, tile = as_ranks("servers", servers), as_int("tile", tile, 1)
     row_bytes = check_row_bytes(row_bytes)

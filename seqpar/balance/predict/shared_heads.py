@@ -1,4 +1,5 @@
-"""Costs for groups of ranks that divide the heads of attention. A group is planned as one rank.
+"""Costs for groups of ranks that divide the heads of attention. The planner treats each group as a
+single rank.
 
 Fang and Zhao, "USP" (2024). Heads are exchanged within a group of ranks of one node. A ring
 connects the groups. In the ring, a rank sends only the keys and values of the heads that it

@@ -93,8 +93,8 @@ def pack_step(
     """Pack a decoding step. It writes k and v after the first `start` rows of a cache, and computes
     attention.
 
-    `cache` is the number of the cache, and `writes` is the number of its earlier steps. `operands`
-    are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
+    `cache` identifies the cache. `writes` says how many steps the server has already computed for
+    this cache. `operands` are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
     """
     parts = bytes_of(operands)
     fields: dict[str, Any] = {

@@ -137,7 +137,8 @@ class Serve:
     which their exchanges end.
 
     Attributes:
-        programs: the programs, by the number of the exchange for which each program waits.
+        programs: a dict from the number of an exchange (`Post.number`) to the program that waits
+            for this exchange.
     """
 
     programs: dict[int, Program]
