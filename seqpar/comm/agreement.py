@@ -54,7 +54,6 @@ def check_on_all_ranks(
     shared: Callable[[bool], Described],
     hint: str = "",
 ) -> C:
-    """Run `resolve` on all ranks, compare the calls with `compare_calls`, and return the result."""
     call, fault = attempt(resolve)
     compare_calls(comm, strategy, fault, shared, hint)
     return call

@@ -83,7 +83,6 @@ class Averaging:
         return in_fsdp1 or id(x) in self._by_ddp or (id(module), name) in self._by_fsdp2
 
     def leaves(self) -> set[int]:
-        """Return the ids of all parameters whose gradients DDP or FSDP2 averages."""
         groups = [x for x in self.wrappers if not isinstance(x, nn.Module)]
         return self._by_ddp | {id(x) for group in groups for x in fsdp2_tensors(group)}
 
@@ -98,7 +97,6 @@ class Averaging:
             raise ValueError(f"loss.backward() must not be called again: {reason}; {way_out}")
 
     def check_averaged(self) -> None:
-        """Raise a ValueError if DDP has not averaged in the backward that ends now."""
         for ddp in self._ddps:
             try:
                 # With a static graph, DDP averages only after its first backward has ended.

@@ -33,7 +33,6 @@ class LaunchedProcess:
 
 
 def place() -> LaunchedProcess | None:
-    """Return this process as torchrun or Slurm's srun describes it, or None without a launcher."""
     environ = os.environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size, local = _int("RANK"), _int("WORLD_SIZE"), _int("LOCAL_RANK", 0)

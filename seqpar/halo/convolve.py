@@ -33,8 +33,6 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 class Taps(NamedTuple):
-    """The weights of the tokens of a window."""
-
     places: list[int]  # the indices in the window of the tokens that have a tap
     # for each such token, a tap (C,) in the dtype of sums; None means 1
     weights: list[Tensor | None]
@@ -71,7 +69,6 @@ class Taps(NamedTuple):
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the blocks of rows of x (T, B, C)."""
     rows, size = x.shape[0], max(x.shape[1] * x.shape[2], 1)
     step = max(8, _BLOCK // size) if x.device.type == "cpu" else max(rows, 1)
     for start in range(0, rows, step):

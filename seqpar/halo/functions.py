@@ -125,9 +125,6 @@ def halo_on(group: Group, check_ranks: bool = False) -> BoundStrategy[Halo]:
 
 @constant_in_graphs
 def _kept_on(group: Group, check_ranks: bool) -> tuple[int, str]:
-    """Return this process's rank, and the key of the strategy. The strategy lives as long as the
-    group.
-    """
     bound = halo_on(group, check_ranks)
     bound.keep()
     return bound.comm.rank, bound.key

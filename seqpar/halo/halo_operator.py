@@ -82,7 +82,7 @@ class Convolution(NamedTuple):
         return Halo.name if self.has_weight else "token_shift"
 
     def rows(self, rank: int, device: torch.device, following: bool) -> HaloRows:
-        """Return a rank's rows in forward or, with `following`, in backward."""
+        """Return what a rank sends and receives in forward or, with `following`, in backward."""
         return halo_rows(self.layout, rank, self.reach, following, device)
 
 

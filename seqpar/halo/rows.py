@@ -88,9 +88,6 @@ def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
 
 
 def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return the rows that a rank sends, and the number of rows for each peer. Rows are sorted by
-    peer, then by position.
-    """
     holding = geometry.holdings[rank]
     others = np.flatnonzero((spans.ranks != rank) & (spans.last > spans.first))
     lacking = spans.documents[others], spans.first[others], spans.last[others]
@@ -121,7 +118,6 @@ def _received(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[
 
 
 def _counted(peers: Ints, counts: Ints) -> list[tuple[int, int]]:
-    """Return each of the ascending peers once, with the sum of its counts."""
     return [(peer, int(counts[peers == peer].sum())) for peer in np.unique(peers).tolist()]
 
 

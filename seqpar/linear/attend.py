@@ -161,7 +161,6 @@ class HookedSteps(Generic[O, R]):
         return self._arbitrary() if result is None else result
 
     def _compute(self, step: Callable[[], T], *names: StepName) -> T | None:
-        """Return the result of a step, or None if a hook replaces the step."""
         with hooks().computing(self._device, lambda: self._work(*names)) as computes:
             return step() if computes else None
 

@@ -41,7 +41,6 @@ class Inputs(NamedTuple):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """The shape of out: (B, T, max(Hq, H), V)."""
         batch, rows, heads, _ = self.q.shape
         return batch, rows, max(heads, self.heads), self.v.shape[3]
 
@@ -79,7 +78,6 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, make: Callable[[Tensor], Tensor]) -> Gradients:
-        """Return `make(x)` for each input x, and None for each input that is None."""
         made = [None if x is None else make(x) for x in inputs]
         return cls(*made)  # type: ignore[arg-type]  # None where an input is None
 

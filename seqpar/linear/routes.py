@@ -72,8 +72,6 @@ class StatePoints(NamedTuple):
 
 
 class HeldSpans(NamedTuple):
-    """The spans of a rank, or its runs without causality, with their positions and states."""
-
     documents: Ints
     starts: Ints
     stops: Ints

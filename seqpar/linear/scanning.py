@@ -39,7 +39,9 @@ def index_of(numbers: Ints) -> Index:
 
 
 class Carrying(NamedTuple):
-    """The sums that one outgoing message passes on, after they have arrived."""
+    """The sums that one outgoing message passes on to the next rank. They arrived in earlier
+    rounds.
+    """
 
     message: int
     # The number of links, at the start of the message, that pass on a sum. None means all links.

@@ -38,8 +38,6 @@ Causal = bool | EllipsisType  # `...` means that the call has no argument `causa
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, in the order of the operators' arguments."""
-
     q: Tensor  # (B, T_local, Hq, D)
     k: Tensor  # (B, Tkv_local, Hkv, D)
     v: Tensor  # (B, Tkv_local, Hkv, Dv)
@@ -202,7 +200,6 @@ _KNOWN = dict.fromkeys((*_OTHERS, *CARRIED.options))
 
 
 def _parse_mask(user: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, bool, int, int]:
-    """Return prefix_lens, ranges, causal, left and right. An error names a wrong argument."""
     causal, mask, prefix_lens = user.get("causal", ...), user.get("mask"), user.get("prefix_lens")
     left, right = parse_window(user.get("window_size", (-1, -1)))
     if mask is None:
@@ -224,8 +221,6 @@ def _parse_mask(user: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, boo
 
 
 class CallChanges(TypedDict, total=False):
-    """The fields of a `ResolvedCall` that `altered` can change."""
-
     rank: int
     layout: Geometry
     kv_layout: Geometry

@@ -108,7 +108,6 @@ def refuse_gradients(**tensors: object) -> None:
 
 
 def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
-    """Return the error for a layer for which `put` has stored no keys and values."""
     names = shown(list(known)) if known else "none yet"
     way_out = "call put(layer, k, v) for each layer after the prefill"
     return ValueError(

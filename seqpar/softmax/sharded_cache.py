@@ -41,7 +41,6 @@ class CacheRows:
     """
 
     def __init__(self, layout: Layout, free_rows: int) -> None:
-        """Begin with the documents of a layout, each with `free_rows` free rows."""
         self.lengths = np.diff(layout.cu_seqlens)  # (N,)
         self._spans: list[list[list[tuple[int, int]]]] = []
         for rank in range(layout.ranks):
@@ -138,7 +137,6 @@ class CacheRows:
         return Layout.from_spans(spans, np.r_[0, lengths.cumsum()])
 
     def rows_in_use(self, rank: int) -> int:
-        """Return the number of rows up to a rank's last token."""
         return int(self.capacities[rank, :-1].sum() + self.held[rank, -1])
 
     def last_rows(self, rank: int, tokens: int) -> Tensor:
@@ -156,8 +154,6 @@ class CacheRows:
 
 @dataclass
 class CacheLayer:
-    """The keys and values of one layer on this rank, (…, rows, Hkv, D) and (…, rows, Hkv, Dv)."""
-
     k: Tensor
     v: Tensor
     capacities: Ints  # (N,): the number of rows for each sequence
@@ -440,7 +436,9 @@ class ShardedCache:
         return self.attn.decode(q, k, v, layout, cu_seqlens=cu_seqlens, **options)
 
     def _layer_in_step(self, layer: Hashable) -> CacheLayer:
-        """Return a layer. Raise a ValueError if no step has begun or the layer left out a step."""
+        """Return a layer. Raise a ValueError if no step has begun, or if the layer left out a
+        step.
+        """
         stored = self._layers.get(layer)
         if stored is None:
             raise unknown_layer(layer, self._layers)
@@ -451,8 +449,8 @@ class ShardedCache:
         return stored
 
     def _drop_old_tokens(self) -> None:
-        """Drop tokens before the window, as soon as there are more than twice as many tokens as are
-        kept.
+        """Drop tokens before the window, once the cache has more than twice as many tokens as it
+        then keeps.
         """
         if self._window is None or self.length <= 2 * (self._window + SPARE):
             return

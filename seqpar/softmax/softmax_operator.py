@@ -125,7 +125,6 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
         return Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks), call
 
     def results(self, result: ForwardResult, comm: Comm, call: ResolvedCall) -> Results:
-        """Return the operator's results. If max logits were requested, ranks exchange them here."""
         max_logits = [] if call.max_logits is None else [call.max_logits.of_all_ranks(comm)]
         return Results([result.out, result.lse], [*max_logits, *result.residuals])
 
@@ -238,7 +237,9 @@ def _check_tensors(call: ResolvedCall, tensors: Operands) -> None:
 
 
 def check_most_documents(strategy: Strategy, max_logits: bool, routed: bool) -> None:
-    """Refuse calls whose messages depend on the documents of a layout with `most_documents`."""
+    """Raise a ValueError if messages of the call depend on the documents of a layout with
+    `most_documents`.
+    """
     if not strategy.takes_most_documents:
         name = 'deterministic="ranks"' if strategy.rank_invariant else repr(strategy.name)
         raise ValueError(f"layout must have no most_documents with {name}")

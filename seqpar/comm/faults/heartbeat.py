@@ -247,7 +247,6 @@ class Heartbeat:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Tell the other ranks that this rank leaves, and end the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -256,7 +255,6 @@ class Heartbeat:
             self._thread.join(1 + self._interval)
 
     def round(self) -> bool:
-        """Run one round. Return whether more rounds follow."""
         with self._changed:
             stopped, waits, error = self._stopped, list(self._waits), self._error
             self._urgent, self._round_began = False, self._clock.now()

@@ -59,7 +59,6 @@ class Witness:
         return self.watched
 
     def hear(self, beats: dict[int, str]) -> None:
-        """Record the beats that were just read. Ranks that have not begun have no beat."""
         changed = {peer for peer, text in beats.items() if text != self.beats.get(peer)}
         self._unchanged = {
             peer: 0 if peer in changed else self._unchanged.get(peer, 0) + 1

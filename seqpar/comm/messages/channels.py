@@ -81,7 +81,6 @@ class Communicators:
                 _use(group, device)
 
     def carrier(self, group: ProcessGroup, device: torch.device) -> ProcessGroup:
-        """Return the process group whose communicator sends messages from a device."""
         return self._urgent if self._urgent is not None and device.type == "cuda" else group
 
     def coalesces(self, group: ProcessGroup, device: torch.device) -> bool:
@@ -134,9 +133,6 @@ def _nccl_of(group: ProcessGroup, device: torch.device) -> dist.ProcessGroupNCCL
 
 
 def _use(group: ProcessGroup, device: torch.device) -> None:
-    """Make the communicator of a group for a device. It is made when all ranks have first used
-    it.
-    """
     group.allreduce([torch.zeros(1, device=device)]).wait()
 
 

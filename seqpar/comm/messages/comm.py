@@ -88,9 +88,6 @@ class Arriving:
         self._tensors, self._pending = tensors, pending
 
     def wait(self) -> list[Tensor]:
-        """Wait for the messages and return the tensors. Drop this object's references to the
-        tensors.
-        """
         self._pending.wait()
         arrived, self._tensors = self._tensors, []
         return arrived
@@ -153,7 +150,6 @@ class Comm:
 
     @classmethod
     def _of(cls, group: ProcessGroup, order: tuple[int, ...], shape: tuple[int, ...]) -> Comm:
-        """Return the Comm for the given ranks of a process group, in this order."""
         known, ascending = _comms.setdefault(group, {}), tuple(range(group.size()))
         if (order, shape) not in known:
             name = "x".join([group.group_name, *map(str, shape[1:])])
@@ -185,7 +181,6 @@ class Comm:
 
     @property
     def sent_messages(self) -> int:
-        """How many messages this rank has sent so far, without headers."""
         return self._sent["messages"]
 
     def call(self, numbers: Tensor | None = None) -> Comm:

@@ -187,8 +187,6 @@ NO_DIGEST = CallDigest(bytes(DIGEST_BYTES), {})
 
 
 class Exchange(NamedTuple):
-    """The name of an exchange, as headers and errors show it."""
-
     call: int  # the number of its call, or 0 outside calls
     label: str  # the strategy and the pass, such as "ring backward"
     step: int  # the step of the strategy that needs the messages
@@ -213,7 +211,6 @@ class Header:
         )
 
     def tag(self, index: int) -> int:
-        """Return the tag of message `index` of the sender of this header."""
         return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
 
 

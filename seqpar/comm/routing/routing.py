@@ -118,7 +118,6 @@ class Nodes:
         return self.members[self.of[rank]]
 
     def nic(self, rank: int) -> int:
-        """Return the index, within the node, of the NIC that a rank uses."""
         mates = self.mates(rank)
         return mates.index(rank) * self.nics // len(mates)
 
@@ -199,15 +198,11 @@ SENT, RECEIVED, HELD = range(3)
 
 
 class RelayHop(NamedTuple):
-    """The pieces that a rank posts together, as (peer, location)."""
-
     sends: list[tuple[int, PieceLocation]]
     recvs: list[tuple[int, PieceLocation]]
 
 
 class Relaying(NamedTuple):
-    """What one rank sends, receives and relays in one exchange."""
-
     own: Ends  # the messages that the rank itself sends and receives, in its order
     # The pieces of each hop. A hop is posted when the previous hop has arrived. Hop 0 sends the
     # first chunks on their first hop. Hop 1 sends the first chunks on their second hop and the
@@ -298,5 +293,4 @@ def _routed(known: dict[int, Ends]) -> Iterator[_Message]:
 
 
 def _last(held: list[tuple[int, torch.dtype]]) -> PieceLocation:
-    """Return the location of the piece that the rank has received last and will relay."""
     return PieceLocation(HELD, len(held) - 1, 0, held[-1][0])

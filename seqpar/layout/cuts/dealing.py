@@ -17,21 +17,21 @@ from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, pa
 
 
 class DealtBefore(NamedTuple):
-    """For some indices of the pack, how many tokens were dealt before the token at each index."""
+    """How many tokens were dealt before each of some indices of the pack."""
 
     dealt: Ints  # the number of tokens that each rank got in earlier rounds
     offset: Ints  # the number of tokens of this round before the index
     part: Ints  # the number of tokens that each rank gets in this round
 
     def dealt_to(self, rank: int | Ints) -> Ints:
-        """Return the number of tokens that a rank gets before each index."""
+        """Return the number of tokens before each index that `rank` gets."""
         in_round = np.maximum(self.offset - rank * self.part, 0)
         # np.clip would take several times as long
         return self.dealt + np.minimum(in_round, self.part)
 
     def dealt_below(self, rank: int | Ints) -> Ints:
-        """Return the number of tokens that the ranks 0 … `rank` − 1 together get before each
-        index.
+        """Return the number of tokens before each index that the ranks 0 … `rank` − 1 get
+        together.
         """
         return self.dealt * rank + np.minimum(self.offset, rank * self.part)
 

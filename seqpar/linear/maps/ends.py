@@ -56,9 +56,6 @@ class Ends(TableHolder):
         return maps._replace(state=maps.state.index_add(0, self._head_maps, left))
 
     def begin(self, sums: Tensor, entering: Tensor) -> None:
-        """Write the states that enter the heads into `sums`, at the slots of the heads'
-        stations.
-        """
         sums.index_copy_(0, self._head_stations, entering)
 
     def leave(self, kind: Kind, maps: Maps, sums: Tensor) -> Tensor:

@@ -48,7 +48,6 @@ class MapCall(LinearCall):
 
     @property
     def packed_shape(self) -> tuple[int, int, int]:
-        """The shape of a map in a message, (B, H, e)."""
         s = self.shape
         return s.batch, s.kv_heads, elements(self.options.kind, s.dim, s.value_dim)
 

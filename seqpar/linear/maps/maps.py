@@ -53,14 +53,12 @@ def elements(kind: Kind, dim: int, value_dim: int) -> int:
 
 
 def pack(maps: Maps, packed: Tensor) -> None:
-    """Write maps to `packed`, (n, B, H, e)."""
     size = packed.shape[3] - math.prod(maps.state.shape[3:])
     packed[..., :size] = maps.transition.reshape(*packed.shape[:3], size)
     packed[..., size:] = maps.state.flatten(3)
 
 
 def unpack(kind: Kind, packed: Tensor, dim: int) -> Maps:
-    """Return the maps in `packed` (n, B, H, e), as views of `packed`."""
     shape = transition_shape(kind, dim)
     size = math.prod(shape)
     transition, state = packed.split([size, packed.shape[3] - size], 3)

@@ -314,7 +314,6 @@ def backward_buffer_bytes(dout: Tensor, q: Tensor, k: Tensor, threads: int = 1) 
 
 
 def _block(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Return the number of queries in a block, and the number of scores in a block."""
     rows = next(count for least, count in _BLOCK_QUERIES.items() if q.shape[2] >= least)
     rows = min(rows, q.shape[2])
     return rows, rows * min(_BLOCK_KEYS, k.shape[2])
@@ -348,7 +347,6 @@ def _backward_is_faster() -> bool:
 
 
 def _cpu_vendor() -> str:
-    """Return the CPU's vendor as Linux reports it, or "" on other systems."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")

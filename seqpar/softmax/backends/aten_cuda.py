@@ -42,7 +42,6 @@ def computes(q: Tensor) -> bool:
 
 
 def is_recent(device: torch.device) -> bool:
-    """Return whether a GPU has the compute capability of sm_80 or a higher one."""
     return gpu_major(device) >= 8
 
 
@@ -136,7 +135,6 @@ def _rows(x: Tensor) -> Tensor:
 
 @cache
 def cudnn_kernel(major: int) -> VarlenKernel:
-    """Return cuDNN's kernel for GPUs with this first number of the compute capability."""
     max_head_dim = 256 if major == 9 else 128
     prepare = _prepare(_cudnn_forward), _prepare(_cudnn_backward)
     return VarlenKernel(*prepare, max_head_dim, only_dense=True)

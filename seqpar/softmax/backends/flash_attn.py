@@ -237,12 +237,10 @@ def _dense(tables: VarlenTables) -> tuple[int, int] | None:
 
 
 def _by_segments(x: Tensor, length: int) -> Tensor:
-    """Return the rows (S · length, H, D) of S segments as a view (S, length, H, D)."""
     return x.view(-1, length, *x.shape[1:])
 
 
 def _by_heads(x: Tensor, length: int) -> Tensor:
-    """Return lse or its gradient (H, S · length) as a contiguous tensor (S, H, length)."""
     return x.view(x.shape[0], -1, length).transpose(0, 1).contiguous()
 
 
@@ -331,7 +329,6 @@ def load_package(name: str, major: int) -> VarlenKernel | str:
 
 
 def _module(package: Package) -> ModuleType | str:
-    """Return the module of an installed or cached package, or the reason why there is none."""
     for path in package.modules:
         try:
             return importlib.import_module(path)
@@ -388,7 +385,6 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock:
-    """Return the backend of one block with these slices, for tensors like q and v."""
     device = device_of(q)
     kernels = {x: kernel_for(HeadDims.of(q, v), options, x, device) for x in (False, True)}
     return VarlenBlock(kernels, q, v, slices)

@@ -31,7 +31,6 @@ def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions
 
 
 def positive_options(options: CallOptions) -> tuple[CallOptions, int]:
-    """Return the options and the sign that `positive_scale` returns."""
     if options.scale > 0:
         return options, 1
     return options._replace(scale=-options.scale or 1.0), -1 if options.scale else 0
@@ -80,7 +79,6 @@ def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def with_lse_columns(v: Tensor) -> Tensor:
-    """Return v (…, Dv) with the columns of `lse_columns`."""
     columns = [v.new_full((*v.shape[:-1], 1), x) for x in lse_columns(v.dtype)]
     return torch.cat([v, *columns], -1)
 

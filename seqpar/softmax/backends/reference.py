@@ -175,7 +175,6 @@ def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[i
 
 
 def _scores(q: Tensor, k: Tensor, options: CallOptions, dtype: torch.dtype) -> Tensor:
-    """Return the scores (B, Hkv, G, n, m) of q (B, n, Hq, D) with k (B, m, Hkv, D)."""
     q_grouped = rearrange(q.to(dtype), "b n (h g) d -> b n h g d", h=k.shape[2])
     scores = torch.einsum("bnhgd,bmhd->bhgnm", q_grouped, k.to(dtype)) * options.scale
     return options.softcap * torch.tanh(scores / options.softcap) if options.softcap else scores

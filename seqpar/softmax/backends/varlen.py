@@ -87,8 +87,6 @@ class VarlenSegment(NamedTuple):
 
 
 class VarlenTables(NamedTuple):
-    """The segments of a call as tensors on a device, for kernels."""
-
     # int32 (n + 1,): the row of the call at which each of the n segments begins.
     cu_q: Tensor
     cu_k: Tensor
@@ -274,9 +272,6 @@ def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
 
 
 def _is_free(pair: KeyRange, ranges: list[KeyRange]) -> bool:
-    """Return whether a range has no row in common with `ranges`, which are ascending and do not
-    overlap.
-    """
     i = bisect(ranges, pair)
     starts_after = i == 0 or ranges[i - 1][1] <= pair[0]
     return starts_after and (i == len(ranges) or pair[1] <= ranges[i][0])
@@ -419,8 +414,6 @@ class VarlenKernel(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A prepared call of a kernel, without its tensors."""
-
     call: VarlenCall
     queries: Rows | None  # None means all rows
     keys: Rows | None  # None means all rows
@@ -462,8 +455,6 @@ class VarlenBlock:
         k: Tensor,
         options: CallOptions,
     ) -> list[_Launch]:
-        """Return the launches of these calls; `prepare` is a kernel's forward or backward."""
-
         def build() -> list[_Launch]:
             positive, sign = positive_options(options)
             launches = []
@@ -664,7 +655,6 @@ class _Queries(NamedTuple):
 
 
 def _scaled(q: Tensor, launch: _Launch) -> Tensor:
-    """Return the query rows of a launch, multiplied by the sign that `positive_scale` returns."""
     rows = _flat(q, launch.queries)
     return rows if launch.sign == 1 else rows * launch.sign
 
@@ -684,5 +674,4 @@ def _batched(x: Tensor, batch: int) -> Tensor:
 
 
 def _columns(x: Tensor, count: int) -> Tensor:
-    """Return the first `count` columns of x. The other columns were added for a kernel."""
     return x if x.shape[-1] == count else x[..., :count]

@@ -93,7 +93,6 @@ def parse_slopes(slopes: Tensor | None) -> Tensor | None:
 
 
 def check_slopes(slopes: Tensor, shape: OperandShape) -> Tensor:
-    """Return slopes in the form of `CallOptions.slopes`."""
     heads, batch = shape.heads, shape.batch
     if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype not in _SLOPE_DTYPES:
         expected = f"({heads},) or ({batch}, {heads}), one per query head, of fp32 or fp64"

@@ -28,7 +28,6 @@ class MaxLogits:
 
     @classmethod
     def nothing(cls, q: Tensor) -> MaxLogits:
-        """Return −∞ for each head of q (B, T, Hq, D)."""
         dtype = accumulator_dtype(q.dtype)
         return cls(q.new_full((q.shape[2],), -torch.inf, dtype=dtype))
 

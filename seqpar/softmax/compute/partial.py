@@ -57,12 +57,12 @@ class Sums:
 
     @property
     def results(self) -> Sequence[Tensor]:
-        """The results of the only call, or the sums."""
+        """The results of the kernel call if there was only one, and otherwise the sums."""
         return self._kept or self.tensors
 
     def keep(self, *results: Tensor) -> bool:
-        """Store the results of a first call that has all rows. Return False if there was an earlier
-        call.
+        """Store the results of the first kernel call, which has all rows. Return False if there was
+        an earlier call.
         """
         if self._kept or self._made is not None:
             return False
@@ -177,7 +177,9 @@ class Partial(WaitingResults):
         _ = self.sums
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Set rows that have no keys yet. The partial owns the two tensors from now on."""
+        """Set the results of rows that have no results yet. The partial owns `out` and `lse` from
+        now on.
+        """
         if not self._keep(Result(rows, out, lse, is_owned=True)):
             self.out[:, rows], self.lse[:, rows] = out, lse
 
@@ -311,7 +313,7 @@ class Partial(WaitingResults):
 
 
 class Zeros:
-    """Zeros that several kernel calls read one after another, in one allocation."""
+    """A tensor of zeros, allocated once, which several kernel calls read one after another."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -390,10 +392,10 @@ class OutputGradient:
     def ensure_out(self) -> Tensor:
         """Return out. If out is None, return a tensor that kernels can read instead.
 
-        Kernels read out only to compute out·dout. The returned tensor is the multiple of dout whose
-        product with dout equals out·dout. To compute this tensor, dout is first divided by its
-        largest element, because squares can leave the range of fp32: the square of a number below
-        1e-23 is 0, and the square of a number above 1e19 is infinite.
+        Kernels read out only to compute out·dout. The returned tensor is the multiple of dout that
+        gives the same product. To compute this tensor, dout is first divided by its largest
+        element, because squares can leave the range of fp32: the square of a number below 1e-23 is
+        0, and the square of a number above 1e19 is infinite.
         """
         if self.out is None:
             assert self.delta is not None
@@ -572,13 +574,15 @@ class PackedGradients(PartialGradients):
 
     @classmethod
     def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
-        """Return this dq, with dk and dv of 0. `shape` is (Tk, B, Hkv), and `dims` are D and Dv."""
+        """Return an object with this dq, and with dk and dv of 0.
+
+        `shape` is (Tk, B, Hkv), and `dims` are the head dims D and Dv.
+        """
         packed = dq.new_zeros((*shape, sum(dims)))
         return cls(QuerySums.of(dq), Sums.of(*_split(packed, dims), packed))
 
     @property
     def packed(self) -> Tensor:
-        """dk and dv as one tensor (Tk, B, Hkv, D + Dv)."""
         return self.keys.tensors[2]
 
     def message(self, dtype: torch.dtype) -> Tensor:

@@ -73,7 +73,7 @@ class WaitingResults:
         return self._elements
 
     def divide(self, groups: Sequence[slice | None]) -> None:
-        """Allow later results that have only the heads of one of these groups."""
+        """Allow results that have only the heads of one of `groups`."""
         self._groups = groups
 
     @property
@@ -104,7 +104,6 @@ class WaitingResults:
         self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
-        """Send to the device the table that the kernel reads to sum results of these rows."""
         if self._by_kernel:
             self._place(rows)
         elif isinstance(rows, Rows):
@@ -127,7 +126,6 @@ class WaitingResults:
         self._most_held = (self.most_bytes - self.dtype.itemsize) * self._elements
 
     def _wait(self, result: Result) -> None:
-        """Store a result. If results may no longer be stored, sum it immediately."""
         needed = _held_bytes(result)
         if self._waiting and not (
             self._fits(needed, result.heads) and _have_equal_dtypes(self._waiting[0], result)
@@ -139,9 +137,6 @@ class WaitingResults:
             self._sum_up()
 
     def _keep(self, result: Result) -> bool:
-        """Store a result if it is the first result and has all rows. Return whether it was
-        stored.
-        """
         kept = not self._has_sums and not self._waiting and self._is_whole(result)
         if kept:
             self._waiting.append(result)
@@ -160,9 +155,6 @@ class WaitingResults:
         return not self._has_sums and len(waiting) == 1 and self._is_whole(waiting[0])
 
     def _fits(self, needed: int, heads: slice | None) -> bool:
-        """Return whether a result of these heads, of `needed` bytes, can be stored with the
-        others.
-        """
         if self._held + needed > self._most_held:
             return False
         if len(self._waiting) < _most_hops():

@@ -155,7 +155,6 @@ class GroupPlan:
         return None if sinks is None else sinks[self.own.q]
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
-        """Return k and v of these heads, which arrived with this group or with an earlier group."""
         if self.own.first or not self.own.kv_count:
             return [heads["k"], heads["v"]]
         return before
@@ -254,7 +253,6 @@ def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
 
 
 def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
-    """Return the tensors (B, T_merged, h, D) of messages that have arrived, by name."""
     return {
         name: x
         for block, flat in zip(blocks, merged, strict=True)
@@ -326,7 +324,6 @@ class HeadExchange:
         return self._results
 
     def _collect(self) -> None:
-        """Wait for the results of the preceding group, and write them to the result tensors."""
         if self._returning is None:
             return
         blocks, arriving = self._returning

@@ -117,11 +117,9 @@ class _Run(NamedTuple):
     step: int  # the number of heads from one rank's first head to the next rank's first head
 
     def in_messages(self, flat: Tensor) -> Tensor:
-        """Return a view of these heads in a buffer in token form."""
         return flat.as_strided(self.shape, self.strides, self.offset)
 
     def in_tensor(self, x: Tensor) -> Tensor:
-        """Return a view of these heads in x (B, T_local, H, D)."""
         batch_stride, token_stride, head_stride = x.stride()[:3]
         strides = self.step * head_stride, token_stride, batch_stride, head_stride, 1
         return x.as_strided(self.shape, strides, x.storage_offset() + self.head * head_stride)
@@ -212,7 +210,6 @@ class MessageBlock:
             offset += x.width(index)
 
     def pack_tokens(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Pack these tensors (B, T_local, H, D) into a buffer in token form."""
         flat = tensors[0].new_empty(self.token_elements, dtype=self.dtype)
         for x, part in zip(tensors, self._parts, strict=True):
             for run in part.runs:

@@ -114,8 +114,6 @@ def travelling_keys(
 
 
 class PassBuffers(NamedTuple):
-    """The memory in which a backward receives keys and gradients."""
-
     keys: MessageBuffers
     gradients: MessageBuffers
 
@@ -204,7 +202,6 @@ class GradientReturn:
         self._arriving, self._step = recvs, step
 
     def add_to(self, total: PackedGradients) -> None:
-        """Wait for the gradients of this rank's keys, and add them to dk and dv."""
         self._pending.wait()
         arrived, self._arriving = self._arriving, []
         for (_, rows), (_, part) in zip(self._step.to, arrived, strict=True):
@@ -212,7 +209,6 @@ class GradientReturn:
 
 
 def _messages(peers: list[int], block: Tensor, counts: list[int]) -> list[Message]:
-    """Split a block into one message for each peer, with the number of rows in `counts`."""
     if len(peers) == 1:
         return [(peers[0], block)]
     return list(zip(peers, block.split_with_sizes(counts), strict=True)) if peers else []

@@ -57,7 +57,6 @@ class KeyStep:
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows that arrive from all ranks."""
         return sum(self.counts)
 
     @cached_property

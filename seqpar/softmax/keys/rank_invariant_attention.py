@@ -139,7 +139,9 @@ class TileCall:
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
     ) -> list[SumBlock]:
-        """Write dq. Return the sums of dk and dv for each *node*, which is a subtree of tiles."""
+        """Compute and write dq. Return the sums of dk and dv for each *node*, which is a subtree of
+        tiles.
+        """
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
 
@@ -256,7 +258,6 @@ class TileCall:
         return moved.transpose(0, 1)
 
     def _output_to_tiles(self, output: OutputGradient, q: Tensor) -> tuple[OutputGradient, Tensor]:
-        """Return the gradient of the output and the queries, for the tiles of this rank."""
         assert output.out is not None
         dlse = self._call.dlse_on_all_ranks(output.dlse, output.dout)
         if self._plan.moved is None:
@@ -328,7 +329,9 @@ def _rows_of(block: SumBlock, places: Rows) -> Tensor:
 
 
 def _at(places: Rows, rows: Tensor) -> SumBlock:
-    """Return a block that has `rows` at these ascending places, and 0 between them."""
+    """Return a block that has `rows` at these ascending indices, and 0 at the indices between
+    them.
+    """
     (start, stop), where = places.reach, places.local(rows.device)
     if isinstance(where, slice):
         return SumBlock(start, rows)
@@ -338,7 +341,7 @@ def _at(places: Rows, rows: Tensor) -> SumBlock:
 
 
 def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
-    """Return a block that has `rows` in these ascending ranges, and 0 between them."""
+    """Return a block that has `rows` in these ascending ranges, and 0 between the ranges."""
     start, stop = keys[0].start, keys[-1].stop
     if len(keys) == 1:
         return SumBlock(start, rows)

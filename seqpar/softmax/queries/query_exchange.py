@@ -172,7 +172,6 @@ class QuerySchedule(NamedTuple):
 
 
 def query_groups(call: ResolvedCall) -> list[HeadSlices]:
-    """Return the groups of heads. All ranks have the same groups."""
     return head_groups(call.shape, call.layout, call.mask)
 
 
@@ -338,7 +337,9 @@ class QueryExchange:
     def _returned(
         self, messages: HopMessages, results: Arriving
     ) -> tuple[int, Rows, list[Tensor], bool] | None:
-        """Wait for the results of a hop. Return None if this rank sent no queries in the hop."""
+        """Wait for the results that this rank receives in a hop. Return None if this rank sent no
+        queries in the hop.
+        """
         tensors, hop = results.wait(), messages.hop
         if not hop.sent_count:
             return None

@@ -87,8 +87,8 @@ class TileStrategy(Strategy):
 
     @property
     def partial_code(self) -> torch.dtype | None:
-        """The 8-bit dtype in which outputs return, or None if they return in a dtype with more
-        bits.
+        """The 8-bit dtype in which outputs are sent back, or None if they are sent back in a dtype
+        with more bits.
         """
         return self.partial_dtype if self.partial_dtype in CODES else None
 
@@ -331,12 +331,13 @@ def _kept_bytes(total: WaitingResults) -> int:
 
 
 def _parts(groups: Sequence[HeadSlices]) -> list[slice | None]:
-    """Return the query heads of each group, or None if there is only one group."""
     return [None] if len(groups) == 1 else [heads.queries for heads in groups]
 
 
 def partial_bytes(shape: OperandShape, partial_dtype: torch.dtype | None) -> int:
-    """Return how many bytes of an output return per row and head, without lse."""
+    """Return the number of bytes that are sent back for each row and head of an output, without
+    lse.
+    """
     if partial_dtype in CODES:
         return encoded_width([shape.value_dim])
     return shape.value_dim * (partial_dtype or accumulator_dtype(shape.dtype)).itemsize

@@ -38,15 +38,15 @@ class Tiles:
         self._key_rows: dict[tuple[int, int], Ints] = {}
 
     def row(self, rank: int) -> list[int]:
-        """Return the other ranks in a rank's row, in the order in which the rank sends queries to
-        them.
+        """Return the other ranks in the row of a rank, in the order in which it sends queries to
+        these ranks.
         """
         first = rank - rank % self._columns
         return [first + (rank + step) % self._columns for step in range(1, self._columns)]
 
     def column(self, rank: int) -> list[int]:
-        """Return the other ranks in a rank's column, in the order in which the rank sends keys to
-        them.
+        """Return the other ranks in the column of a rank, in the order in which it sends keys to
+        these ranks.
         """
         ranks, columns = self._ranks, self._columns
         return [other % ranks for other in range(rank + columns, rank + ranks, columns)]
@@ -100,14 +100,14 @@ class Tiles:
         return self._side_of_keys.own_rows(keys.holdings[rank], groups_of_ranks)
 
     def received_queries(self, rank: int) -> Ints:
-        """Return how many queries of each rank attend to some key in the column of `rank`,
-        (ranks,).
+        """Return, for each rank, how many of its queries attend to some key in the column of
+        `rank`, (ranks,).
         """
         column = self._geometry[1].merged_holding([rank, *self.column(rank)])
         return self._side_of_keys.their_rows(column)
 
     def received_keys(self, rank: int) -> Ints:
-        """Return to how many keys of each rank some query in the row of `rank` attends,
+        """Return, for each rank, how many of its keys some query in the row of `rank` attends to,
         (ranks,).
         """
         row = self._geometry[0].merged_holding([rank, *self.row(rank)])
@@ -143,9 +143,6 @@ class Tiles:
         return is_one_call(self.slices(q_rank, at, at), backward) if known is None else known
 
     def area(self, q_rank: int, k_rank: int) -> int:
-        """Return the number of (query, key) pairs of one rank's queries with another rank's
-        keys.
-        """
         return self._slices(q_rank, k_rank).area
 
     @property
@@ -237,7 +234,6 @@ def _are_one_call() -> bool:
 
 
 def _rows_for(ranges_for: Callable[[int], Ints], known: dict[bytes, Rows], receiver: int) -> Rows:
-    """Return the rows that are sent to a receiver. Equal rows are the same object."""
     rows = ranges_for(receiver)
     return known.setdefault(rows.tobytes(), Rows(rows))
 

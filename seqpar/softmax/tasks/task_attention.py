@@ -62,8 +62,10 @@ class Returning:
         self._parts, self._pending = parts, pending
 
     def arrive(self) -> None:
-        """Wait for all results of this rank's rows. Free the results that were sent in the same
-        exchange.
+        """Wait for the results of this rank's rows.
+
+        The same exchange sends results to other ranks. The memory of the sent results is then
+        freed.
         """
         self._pending.wait()
 
@@ -79,8 +81,6 @@ class Returning:
 
 
 class TaskBuffers(NamedTuple):
-    """The memory for foreign rows of one or more groups of heads, one group after another."""
-
     queries: list[MessageBuffers]  # one for each message of queries
     keys: MessageBuffers
 
@@ -180,7 +180,6 @@ class TaskExchange:
         return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
 
     def release(self) -> list[Tensor]:
-        """Return the foreign queries and keys, and drop this object's references to them."""
         blocks = [*self.foreign_queries, self.foreign_keys]
         del self.foreign_queries, self.foreign_keys
         return blocks
@@ -222,14 +221,10 @@ class GroupExchanges:
         self._posted.extend(map(post, islice(self._remaining, ahead)))
 
     def post_next(self) -> None:
-        """Post the exchange of the next group, if there is a next group and no exchange is
-        posted.
-        """
         if not self._posted and (heads := next(self._remaining, None)) is not None:
             self._posted.append(self._post(heads))
 
     def take(self) -> TaskExchange:
-        """Return the exchange of the next group, and drop this object's reference to it."""
         return self._posted.popleft()
 
 

@@ -66,8 +66,6 @@ class TaskStage(NamedTuple):
 
 
 class TaskPlan(NamedTuple):
-    """All messages and all work of one rank in a forward or backward."""
-
     # All stages, including stages in which this rank sends and receives no rows.
     stages: list[TaskStage]
     # The slices of this rank's queries over its own keys, in two halves. The first half is computed

@@ -51,7 +51,6 @@ class MessageBuffers:
         self._messages, self._taken, self._unit = len(sizes), 0, unit
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of this shape for the next message."""
         slot, elements = self._taken % self._count, math.prod(shape)
         buffer = self._blocks[slot]
         if buffer is None or buffer.dtype != dtype or buffer.numel() < elements:
@@ -63,7 +62,6 @@ class MessageBuffers:
         return buffer[:elements].view(shape)
 
     def _other(self, slot: int, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the buffer in another dtype or, if it is too small or missing, a new buffer."""
         buffer = self._blocks[slot]
         if buffer is not None:
             buffer = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize // buffer.itemsize]

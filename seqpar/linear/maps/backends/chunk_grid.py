@@ -40,7 +40,6 @@ class Places(NamedTuple):
         return cls(*map(torch.from_numpy, (spans, states[spans])))
 
     def __bool__(self) -> bool:
-        """Return whether any span has a state, without waiting for the device."""
         return self.spans.numel() > 0
 
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:

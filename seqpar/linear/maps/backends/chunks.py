@@ -184,7 +184,6 @@ class Chunks:
         self.written = self.rows if swept.rows is None else swept.rows
 
     def out(self) -> Tensor:
-        """Return out (M, N, G, C, V)."""
         out = self.scores.flatten(2, 3) @ self.written
         out += self.queries @ self.states
         return out.unflatten(2, self.scores.shape[2:4])

@@ -94,7 +94,6 @@ class PerHeadGradients:
             self.total = torch.zeros_like(g[..., :1])
 
     def read(self, x: Tensor, dread: Tensor) -> Tensor:
-        """Return dx from the gradient of `read(x)`."""
         if self.powers.log_decay is None:
             return dread
         dx = dread * self.powers.head[:, :, None]
@@ -102,7 +101,6 @@ class PerHeadGradients:
         return dx
 
     def write(self, k: Tensor, dwrite: Tensor) -> Tensor:
-        """Return dk from the gradient of `write(k)`."""
         if self.powers.log_decay is None:
             return dwrite
         dk = dwrite * self.powers.tail
@@ -134,7 +132,6 @@ class PerHeadGradients:
             self.total += products.sum(-1, keepdim=True) * exp(total).to(products.dtype)
 
     def log_decay(self) -> Tensor | None:
-        """Return the gradient of g (M, N, C)."""
         if self.powers.log_decay is None:
             return None
         inclusive = lower_ones(self.powers.size, self.head)
@@ -289,7 +286,6 @@ class PerKeyGradients:
         self.total += products * exp(self.powers.total).to(products.dtype)
 
     def log_decay(self) -> Tensor:
-        """Return the gradient of g (M, N, C, K)."""
         inclusive = lower_ones(self.powers.size, self.head)
         through = inclusive.mT @ self.head + inclusive.tril(-1) @ self.tail
         return self.between + through + self.total[:, :, None]

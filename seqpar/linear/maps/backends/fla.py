@@ -164,8 +164,8 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class _Mapped(NamedTuple):
-    """The results of a group for entering states of 0, and the factors that add other entering
-    states.
+    """The results of a group if all entering states are 0, and the factors of entering states in
+    these results.
     """
 
     out: Tensor

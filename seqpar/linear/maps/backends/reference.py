@@ -57,8 +57,10 @@ class _Work:
         return self.expanded.k.new_zeros(self.inputs.state_shape)
 
     def transition(self, span: _Span) -> Tensor:
-        """Return the transition of a span. It is computed by passing an identity matrix through the
-        span.
+        """Return the transition of a span.
+
+        With the delta rule, this is the state that leaves the span if the identity matrix enters it
+        and all values are 0. Otherwise it is the product of the decays.
         """
         if span.beta is not None:
             dim = span.k.shape[-1]
