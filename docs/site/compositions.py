@@ -18,11 +18,12 @@ PAGE = ROOT / "docs/reference/compositions.md"
 KINDS = {  # what the ranks of each kind divide
     "context": "the tokens of each document, by a [strategy](../strategies/index.md) of seqpar",
     "data": "the rows, or the documents, of a batch",
-    "FSDP": "parameters, gradients and the optimizer's state. FSDP shards them over ranks that "
-    "other kinds have, so a row says over how many ranks",
+    "FSDP": "parameters, gradients and the optimizer's state. FSDP adds no ranks: it shards over data "
+    "ranks, context ranks, or both. A row says over how many ranks",
     "tensor": "heads, and hidden units of MLPs",
     "pipeline": "layers",
-    "expert": "experts of mixture-of-experts layers. Their ranks are ranks of another kind too",
+    "expert": "experts of mixture-of-experts layers. Expert parallelism adds no ranks: each of its "
+    "ranks also belongs to a different kind",
     "servers": "attention: trainers send it to [attention servers](../guides/servers.md)",
 }
 DIMENSIONS = "pipeline", "data", "context", "tensor"
@@ -44,7 +45,7 @@ WITHOUT_TEST = {
         "expert": "each rank holds all experts in our tests",
     },
     "Trainer and TRL": {
-        "tensor": "our tests of trainers divide no heads",
+        "tensor": "our tests of trainers do not use tensor parallelism",
         "pipeline": "the Trainer has no pipelines",
         "expert": "each rank holds all experts in our tests",
         "servers": NO_POOL,
@@ -52,11 +53,11 @@ WITHOUT_TEST = {
     "accelerate": {
         "tensor": "our tests leave `tp_size` of `ParallelismConfig` at 1",
         "pipeline": "`ParallelismConfig` has no pipelines",
-        "expert": "`ParallelismConfig` has no experts",
+        "expert": "`ParallelismConfig` has no expert parallelism",
         "servers": NO_POOL,
     },
     "torchtitan": {
-        "FSDP": "it needs the later torch that torchtitan 0.3.0 requires",
+        "FSDP": "torchtitan 0.3.0 requires a later version of torch for FSDP",
         "pipeline": "our tests train without pipelines",
         "expert": "our tests train a model without experts",
         "servers": NO_POOL,
@@ -79,36 +80,40 @@ WITHOUT_TEST = {
 HEAD = """# Which parallelisms go together
 
 These tables show which kinds of parallelism train together with seqpar's attention, in which
-framework, and under which rule. The rows are made from marks of the tests: a row says **tested**
-only if a test runs this combination. [FSDP2, tensor parallelism,
+framework, and what you have to do in your program. The rows are made from marks of the tests: a row
+says **tested** only if a test runs this combination. The guide [FSDP2, tensor parallelism,
 pipelines](../guides/parallelism.md) shows a whole program.
 """
 MEANINGS = {
-    "tested": "the test runs the combination, and compares the named quantities with one process",
+    "tested": "a test runs the combination, and compares the quantities that the row names with the "
+    "quantities of one process",
     "not run": "there is a test, but it has not run yet, because it needs more GPUs than we had",
-    "refused": "an error with these words is raised before anything is computed. The rule says "
-    "what to do instead",
+    "refused": "seqpar raises an error before anything is computed. The row quotes words of this "
+    "error, and the rule says what to do instead",
     "no test": "nobody has checked the combination. It may be right, wrong or impossible. The rule "
     "says why there is no test",
 }
 BELOW = """
 "2 context × 2 tensor" means 4 ranks: the tokens of each document are divided among 2 ranks, and the
-heads of each token among 2 ranks. A strategy sees only its own group and the heads of its rank, so
-most rows are tested with one or two strategies. If a row says that the test needs a package or
-GPUs, the test is skipped where these are missing.
+heads of each token among 2 ranks. Most combinations are tested with only one or two strategies,
+because a strategy depends only on its own group and on the heads of its rank. Some rows name a
+package or GPUs that a test needs. The test is skipped on machines without this package or these
+GPUs.
 """
 PAIRS = """
 ## Pairs
 
-Each cell is the best result of all rows that have both kinds, in plain PyTorch or else in a
-framework. It links to the row.
+Each cell shows the best result of all combinations that contain both kinds. The results, from best
+to worst, are tested, not run, refused, and no test. The cell links to a row with this result, in
+plain PyTorch if there is such a row, and otherwise in a framework.
 
 """
 FRAMEWORKS = """
 ## Frameworks
 
-Each cell is the best result of the framework's rows that have the column's kind beside context
-parallelism. In the column "servers", servers replace context parallelism.
+Each cell shows the best result of all combinations that the framework has with context parallelism
+and the kind of the column. The column "servers" is an exception: its combinations need not contain
+context parallelism, because servers replace it.
 
 """
 
