@@ -18,8 +18,8 @@ PAGE = ROOT / "docs/reference/compositions.md"
 KINDS = {  # what the ranks of each kind divide
     "context": "the tokens of each document, by a [strategy](../strategies/index.md) of seqpar",
     "data": "the rows, or the documents, of a batch",
-    "FSDP": "parameters, gradients and the optimizer's state. FSDP adds no ranks: it shards over data "
-    "ranks, context ranks, or both. A row says over how many ranks",
+    "FSDP": "parameters, gradients and the optimizer's state. FSDP adds no ranks: it shards "
+    "over data ranks, context ranks, or both. A row says over how many ranks",
     "tensor": "heads, and hidden units of MLPs",
     "pipeline": "layers",
     "expert": "experts of mixture-of-experts layers. Expert parallelism adds no ranks: each of its "
@@ -85,8 +85,8 @@ says **tested** only if a test runs this combination. The guide [FSDP2, tensor p
 pipelines](../guides/parallelism.md) shows a whole program.
 """
 MEANINGS = {
-    "tested": "a test runs the combination, and compares the quantities that the row names with the "
-    "quantities of one process",
+    "tested": "a test runs the combination, and compares the quantities that the row names with "
+    "the quantities of one process",
     "not run": "there is a test, but it has not run yet, because it needs more GPUs than we had",
     "refused": "seqpar raises an error before anything is computed. The row quotes words of this "
     "error, and the rule says what to do instead",

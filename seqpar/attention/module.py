@@ -102,8 +102,8 @@ class BoundModule(nn.Module, Generic[S]):
     def sent_bytes(self) -> int:
         """The bytes that this rank has sent so far, in all calls on the group.
 
-        With a `routing`, they include relayed messages. They do not include the texts with which
-        ranks on GPUs compare their kernels in the first forward.
+        With `routing`, this number includes the bytes of messages that the rank relays. It does not
+        include the texts with which ranks on GPUs compare their kernels in the first forward.
         """
         return self._bound.comm.sent_bytes
 

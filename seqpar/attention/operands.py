@@ -22,7 +22,7 @@ Scale = TypeVar("Scale")
 class OperandShape(NamedTuple):
     """The dtype and the sizes of q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv).
 
-    They are the same on all ranks, so T is not among them.
+    T is left out, because all fields are equal on all ranks, and T differs between ranks.
     """
 
     dtype: torch.dtype

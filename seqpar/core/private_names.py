@@ -88,8 +88,8 @@ class PrivateNames:
     def read(self, x: object, *names: str) -> Any:
         """Return the first of these attributes that `x` has.
 
-        The further names are those of the attribute in other versions. Raises a RuntimeError if `x`
-        has none of them.
+        The further names are names that the attribute has in other versions of the library. Raises
+        a RuntimeError if `x` has none of them.
         """
         for name in names:
             try:

@@ -180,7 +180,7 @@ class Costs:
             nbytes: the bytes b of each message.
             link: "inside" a node, "between" nodes, or "host" (to or from host memory).
             senders: the number of devices of a node that send such a message to a different node at
-                the same time. They share the NICs of the node.
+                the same time. These devices share the NICs of the node.
             nics: the number x of NICs that each message uses. With x > 1, the message is divided
                 into x equal parts, and x − 1 further devices in each of the two nodes forward one
                 part each (Zeppelin's routing). The message then takes the sum of three times: for

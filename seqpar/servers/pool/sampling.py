@@ -38,8 +38,8 @@ def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) 
         16·((ε + (√n + s)·ε')·m + ε'·t)
 
     * m is the largest finite magnitude in the compared rows.
-    * ε is the machine epsilon of the request's dtype, and ε' the one of the dtype of sums: fp32, or
-      fp64 if the request is in fp64.
+    * ε is the machine epsilon of the request's dtype. ε' is the machine epsilon of the dtype of
+      sums, which is fp64 if the request is in fp64, and fp32 otherwise.
     * n is the number of query rows plus the number of key rows. The rounding errors of n terms add
       up like a random walk.
     * s is a bound of the scores. A score has an absolute error of up to s·ε'. Its exponential, a

@@ -2,11 +2,12 @@
 
 A folder of keys holds these files, in PEM format. `authority.py` makes them.
 
-| file | what it is | needed by | |---|---|---| | `authorities/*.crt` | the authorities whose
-certificates are accepted | both sides | | `server.crt`, `server.key` | a server's certificate and
-its private key | the server | | `revoked/*.crt` | the certificates of clients that are no longer
-accepted | the server | | `client.crt`, `client.key` | a client's certificate and its private key |
-the client |
+| file | what it is | needed by |
+|---|---|---|
+| `authorities/*.crt` | the authorities whose certificates are accepted | both sides |
+| `server.crt`, `server.key` | a server's certificate and its private key | the server |
+| `revoked/*.crt` | the certificates of clients that are no longer accepted | the server |
+| `client.crt`, `client.key` | a client's certificate and its private key | the client |
 
 A *pair* is a certificate and its private key. An *identity* is an object with the files of one
 side, a server or a client. While a process runs, its identity reads files that have changed:

@@ -34,8 +34,8 @@ class Hardware:
 
     Each device has one link to the memory of its host. Copies in both directions share this link.
 
-    The costs of messages of cores come from profiles. These measure messages while the core
-    computes, because a message then takes 0.4 ms longer than on an idle core.
+    The costs of messages that cores send come from profiles. A profile measures a message while the
+    core computes, because the message then takes 0.4 ms longer than on an idle core.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:

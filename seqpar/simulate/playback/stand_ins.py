@@ -36,7 +36,7 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
     group is small, if the work of ranks is uneven, or in one of these cases:
 
     * The ranks of this strategy do not begin each exchange at the same time.
-    * There are few nodes, or the ranks do not fill all nodes.
+    * All nodes would be played anyway, or the ranks do not fill all nodes.
     * Cores send the messages.
     * Links between nodes also carry messages of other nodes: on a torus, with rails, and below
       oversubscribed leaf switches.

@@ -151,8 +151,9 @@ class DividedCosts:
 
             t/b·(1 − (1 − b/a)^S)
 
-        The first bound is the t for which this is the given total time. The second bound is the
-        time of the largest micro-batch, because its stages run one after another.
+        The first bound is the t for which this expression is equal to the given total time. The
+        second bound is the time of the largest micro-batch, because its stages run one after
+        another.
         """
         total, least, most = float(shares.sum()), float(shares.min()), float(shares.max())
         part = 1 - (1 - least / total) ** self.parallelism.pipeline

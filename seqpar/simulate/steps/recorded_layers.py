@@ -149,8 +149,9 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
     """Return the number of consecutive ranks whose programs differ only in their peers.
 
     These are ranks that exchange heads among them: they compute the same tokens for different
-    heads. Their programs are alike if all of them hold the same number of tokens and heads. They
-    are all ranks with Ulysses, and a row of the mesh with USP. Such ranks are called a *run* here.
+    heads. Their programs are alike if all of them hold the same number of tokens and heads. With
+    Ulysses, these are all ranks. With USP, these are the ranks of one row of the mesh. The
+    functions of this file call such ranks a *run*.
     """
     if candidate.strategy == "ulysses":
         length = layout.ranks

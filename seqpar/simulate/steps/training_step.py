@@ -124,10 +124,10 @@ def step(
         mesh: (rows, ranks per row), for "mesh" and "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
         sharding: how ranks exchange parameters and gradients while a layer computes. With "none",
-            they do not. With "gradients", each rank holds all parameters, and a layer's gradients
-            are all-reduced, as in DDP. With "full", parameters and gradients are sharded over all
-            ranks, as in FSDP: a layer's parameters are gathered twice, and its gradients are
-            reduced once. Servers hold no parameters.
+            ranks exchange neither parameters nor gradients. With "gradients", each rank holds all
+            parameters, and a layer's gradients are all-reduced, as in DDP. With "full", parameters
+            and gradients are sharded over all ranks, as in FSDP: a layer's parameters are gathered
+            twice, and its gradients are reduced once. Servers hold no parameters.
         offload: a number from 0 to 1. The fraction of the tensors kept for backward that is kept in
             host memory, as by `seqpar.offload`. These tensors are copied to the host during a
             layer's forward, and back during the layer's backward. `memory` does not take offloading
