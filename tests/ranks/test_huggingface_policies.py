@@ -10,7 +10,7 @@ import torch
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.ranks import device_mesh, hide_from_collector
-from tests.support.trl import EXPERTS, assert_trained_alike, logged, tokenizer
+from tests.support.trl import EXPERTS, assert_trained_alike, logged, lora, tokenizer, with_adapters
 
 # before trl is imported
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -48,14 +48,19 @@ def random_reward(completions, **_):
     return [float(x) for x in torch.rand(len(completions)) + os.getpid() % 7]
 
 
-def train(group, folder, name, rows, options, ranks=1, function=reward):
-    """(what was logged in each step, the weights)."""
+def train(group, folder, name, rows, options, ranks=1, function=reward, adapters=None):
+    """(what was logged in each step, the weights).
+
+    `adapters` are "the model's", or "TRL's", which TRL adds to the enabled model.
+    """
     import transformers
     import trl
     from datasets import Dataset
 
     base, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+    if adapters == "the model's":
+        model = with_adapters(model)
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
@@ -87,6 +92,7 @@ def train(group, folder, name, rows, options, ranks=1, function=reward):
             args=arguments,
             processing_class=tokenizer(),
             train_dataset=Dataset.from_dict({"prompt": texts}),
+            peft_config=lora() if adapters == "TRL's" else None,
         )
         trainer.train()
     return logged(trainer), {key: x.detach().clone() for key, x in model.named_parameters()}
@@ -117,6 +123,19 @@ def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
     hf.tiny(f"{[*family, 'Llama'][0]}ForCausalLM", **EXPERTS).save_pretrained(tmp_path / "model")
     expected = train(None, str(tmp_path), name, 4, options)
     for found in ready(4, train, str(tmp_path), name, 4, options, 4):
+        assert_trained_alike(found, expected)
+
+
+@pytest.mark.parametrize("adapters", ["the model's", "TRL's"])
+@pytest.mark.parametrize("case", ["GRPO", "RLOO"])
+def test_adapters_are_trained_as_on_one_process(ready, tmp_path, case, adapters):
+    """The reference is a copy of the model's adapters, or the model without TRL's adapters."""
+    pytest.importorskip("peft")
+    hf.tiny("LlamaForCausalLM").save_pretrained(tmp_path / "model")
+    given = str(tmp_path), case, 4, {"beta": 0.1}
+    expected = train(None, *given, 1, reward, adapters)
+    assert max(row.get("kl", 0) for row in expected[0]) > 1e-4
+    for found in ready(4, train, *given, 4, reward, adapters):
         assert_trained_alike(found, expected)
 
 

@@ -10,7 +10,7 @@ import torch
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.ranks import device_mesh, hide_from_collector
-from tests.support.trl import EXPERTS, curve, tokenizer
+from tests.support.trl import EXPERTS, curve, lora, tokenizer, with_adapters
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
 if importlib.util.find_spec("trl") is None:
@@ -74,11 +74,17 @@ def train(
     groups=2,
     samples=(60, 4),
     family="Llama",
+    adapters=None,
 ):
-    """(what was logged, the evaluation, the weights) of three steps."""
+    """(what was logged, the evaluation, the weights) of three steps.
+
+    `adapters` are "the model's", or "TRL's", which TRL adds to the enabled model.
+    """
     import trl
 
     model = hf.tiny(f"{family}ForCausalLM", **EXPERTS)
+    if adapters == "the model's":
+        model = with_adapters(model)
     if base is not trl.SFTTrainer:
         mesh = device_mesh(groups, 4 // groups, names=("dp", "sp"))
         huggingface.enable(model, mesh["sp"])
@@ -108,6 +114,7 @@ def train(
             train_dataset=dataset(samples[0], (9, 14, 3, 20)),
             eval_dataset=dataset(samples[1], (12, 9, 5)),
             compute_metrics=metrics,
+            peft_config=lora() if adapters == "TRL's" else None,
         )
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
         found = trainer.evaluate()
@@ -150,6 +157,18 @@ def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
     options = KINDS[kind]
     expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options)
     for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, options):
+        assert_trained_alike(found, expected)
+
+
+@pytest.mark.parametrize("adapters", ["the model's", "TRL's"])
+def test_adapters_are_trained_as_on_one_process(ready, tmp_path, adapters):
+    import trl
+
+    pytest.importorskip("peft")
+    given = KINDS["bfd"], None, False, 2, (60, 4), "Llama", adapters
+    expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, *given)
+    assert any("lora" in name for name in expected[1])
+    for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, *given):
         assert_trained_alike(found, expected)
 
 

@@ -11,7 +11,7 @@ import torch
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.ranks import device_mesh, hide_from_collector
-from tests.support.trl import EXPERTS, assert_trained_alike, curve, logged, tokenizer
+from tests.support.trl import EXPERTS, assert_trained_alike, curve, logged, lora, tokenizer
 
 # before trl is imported
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -106,10 +106,21 @@ def settings(folder, rows, options):
     return common | options
 
 
-def train(group, folder, name, rows, options, ranks=1, family="Llama", reference_enabled=True):
+def train(
+    group,
+    folder,
+    name,
+    rows,
+    options,
+    ranks=1,
+    family="Llama",
+    reference_enabled=True,
+    adapters=False,
+):
     """(what was logged in each step and in an evaluation, the weights)."""
     base, config = kind_of(name)
     model, reference = models(name, family)
+    reference = None if adapters else reference
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
@@ -129,6 +140,7 @@ def train(group, folder, name, rows, options, ranks=1, family="Llama", reference
             train_dataset=load_from_disk(f"{folder}/train"),
             eval_dataset=load_from_disk(f"{folder}/eval"),
             **given,
+            **({"peft_config": lora()} if adapters else {}),
         )
         trainer.train()
         trainer.evaluate()
@@ -179,6 +191,29 @@ def test_groups_train_as_processes(ready, tmp_path, enabled):
     expected = train(None, alone, "DPO", 4, {})
     for found in ready(4, train, ranks, "DPO", 2, {}, 2, "Llama", enabled):
         assert_trained_alike(found, expected, OF_BATCHES)
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_adapters_train_with_a_precomputed_reference(ready, tmp_path, name):
+    """The reference is the model without the adapters that TRL adds to the enabled model."""
+    pytest.importorskip("peft")
+    alone, ranks = folders(tmp_path, name == "KTO")
+    given = name, 4, {"precompute_ref_log_probs": True}
+    expected = train(None, alone, *given, 1, "Llama", False, True)
+    for found in ready(4, train, ranks, *given, 4, "Llama", False, True):
+        assert_trained_alike(found, expected)
+
+
+def refusal_of_adapters(group, folder, name):
+    return hf.refused(lambda: train(group, folder, name, 4, {}, 4, "Llama", False, True))
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_adapters_as_the_reference_are_refused(ready, tmp_path, name):
+    pytest.importorskip("peft")
+    _, ranks = folders(tmp_path, name == "KTO")
+    for text in ready(4, refusal_of_adapters, ranks, name):
+        assert text.startswith("ref_model must not be None for an enabled model with adapters")
 
 
 def test_the_examples_losses_are_those_of_one_process(ready, tmp_path):

@@ -23,6 +23,22 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
+def lora():
+    """Return a configuration of adapters that change the model's results before the first step."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+
+
+def with_adapters(model):
+    from peft import get_peft_model
+
+    torch.manual_seed(5)
+    return get_peft_model(model, lora())
+
+
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
 
 
