@@ -142,11 +142,18 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
         return Recording(self._places[len(self.inputs) :], self._steps, found)
 
     def step(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return `function(*arguments)`, and record the call as one step."""
+        """Return `function(*arguments)`, and record the call as one step.
+
+        A call within another step is a part of that step.
+        """
+        if self._in_step:
+            return function(*arguments)
         reads = [self._place_of(x) for x in arguments]
         self._in_step = True
-        result = function(*arguments)
-        self._in_step = False
+        try:
+            result = function(*arguments)
+        finally:
+            self._in_step = False
         self._append(function, reads, result)
         return result
 
@@ -183,6 +190,7 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
         if isinstance(result, tuple | list):
             first = len(self._places)
             for x in result:
+                self._fails |= isinstance(x, tuple | list)  # its tensors would have no places
                 self._define(x)
             self._steps.append(_Step(function, tuple(reads), slice(first, len(self._places))))
         else:

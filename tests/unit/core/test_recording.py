@@ -107,6 +107,17 @@ def test_operators_within_a_step_are_not_repeated():
     assert total.tolist() == [2, 2, 2]
 
 
+def test_a_step_within_a_step_is_not_repeated():
+    def called(x):
+        total = x * 2
+        step(total.add_, 1)
+        return total * 3
+
+    recording = recorded(lambda x: [step(called, x)], drawn(3))
+    x = drawn(3)
+    assert torch.equal(recording(x)[0], (x * 2 + 1) * 3)
+
+
 def test_memory_is_freed_after_its_last_step():
     alive = []
 
@@ -137,6 +148,7 @@ UNKNOWN = torch.zeros(3)
     [
         lambda x: [x + 1 if x.sum() > 0 else x - 1],
         lambda x: [x * x.max().item()],
+        lambda x: [step(lambda x: (x, [x * 2]), x)[1][0] + 1],
         lambda x: [x[x > 0]],
         lambda x: [UNKNOWN.add_(x).clone()],
         lambda x: [torch.add(x, 1, out=UNKNOWN).clone()],
