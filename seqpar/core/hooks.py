@@ -80,6 +80,8 @@ class Hooks:
         beside: a function that is called with work that should overlap a rank's computation. It
             returns a function that waits for the end of this work. With None, the work runs in a
             thread or a stream.
+        replays: whether passes may be replayed (`softmax/replay.py`). If any other hook is set, no
+            pass is replayed.
     """
 
     traces: tuple[Recorder, ...] = ()
@@ -87,6 +89,7 @@ class Hooks:
     replace_compute: Callable[[int], None] | None = None
     dry_run: Callable[[], AbstractContextManager[None]] | None = None
     beside: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+    replays: bool = True
 
     @property
     def trace(self) -> Recorder | None:

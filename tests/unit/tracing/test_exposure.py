@@ -6,6 +6,7 @@ import pytest
 
 import seqpar
 from seqpar.comm.messages.comm import Comm
+from seqpar.core.hooks import Hooks, hooks
 
 STEADY = (25.0, 20.0, 10.0)  # whole, without communication, communication alone: half exposed
 
@@ -50,6 +51,12 @@ def test_a_round_is_compared_with_itself(exposure):
 
 def test_the_warm_up_does_not_count(exposure):
     assert exposure((900.0, 1.0, 500.0), STEADY).rounds == (STEADY,)
+
+
+def test_no_run_is_replayed():
+    observed = []
+    seqpar.exposure(lambda: observed.append(hooks()), Comm("alone", 0, 1), rounds=1)
+    assert len(observed) == 2 * 3 and Hooks() not in observed
 
 
 def test_uneven_work_can_cost_more_than_communication_alone(exposure):
