@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -143,7 +143,7 @@ class KeyPlan:
             build = partial(tables.slices_over, owners or source[begin : begin + 1])
             has_one_owner = len(distances[number - 1]) == 1
             pairs = ([(call.rank, x) for x in owners], [(x, call.rank) for x in leaving[0]])
-            calls = [cache(partial(tables.are_one_call, x if has_one_owner else [])) for x in pairs]
+            calls = [partial(tables.are_one_call, x if has_one_owner else []) for x in pairs]
             step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build, *calls)
             self.steps.append(step)
         last = self.steps[-1].number if self.steps else 0

@@ -155,7 +155,7 @@ def test_wrong_arguments_are_refused(tmp_path):
         step(tmp_path / "a", model(), layout=lambda rank, ranks, tokens: range(tokens + 1))
     assert not (tmp_path / "a").exists()
     step(tmp_path / "a", model())
-    refused(ValueError, "exists: give another name", tmp_path / "a", model())
+    refused(ValueError, "exists: choose a different folder", tmp_path / "a", model())
 
 
 @dataclasses.dataclass

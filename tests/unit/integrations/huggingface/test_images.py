@@ -241,7 +241,8 @@ def test_inexact_calls_with_images_are_refused(gemma, case):
 
 def test_dropout_next_to_the_text_is_refused():
     model = images.build("gemma3", vision={"attention_dropout": 0.1}, **GEMMA3)
-    reason = "outside of its text, but model.vision_tower.encoder.layers.0.self_attn has 0.1"
+    layer = "model.vision_tower.encoder.layers.0.self_attn"
+    reason = f"outside of its text, but {layer} has a dropout of 0.1"
     assert reason in hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
 
     def run(comm):
