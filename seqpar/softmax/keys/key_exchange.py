@@ -34,14 +34,14 @@ def travelling_keys(
     message_dtype: torch.dtype | None = None,
     buffers: MessageBuffers | None = None,
 ) -> Generator[Sequence[Tensor], None, None]:
-    """Yield this rank's k and v, then the k and v that arrive in each step.
+    """Yield this rank's k and v, and after that the k and v that arrive in each step.
 
     While the caller computes with the k and v of one step, the messages of the next `ahead` steps
     are sent. The caller may read the k and v of a step until it requests the next k and v.
 
-    In backward, exchanges of keys and exchanges of gradients alternate, and any two ranks must post
-    their common exchanges in the same order. The exchange of a step is therefore posted between the
-    same two steps on all ranks, even on ranks that leave out steps without rows.
+    In backward, a rank exchanges keys and gradients alternately. Two ranks must post the exchanges
+    between them in the same order. All ranks therefore post the exchange of a step between the same
+    two steps, even if they leave out steps without rows.
 
     Args:
         comm: the ranks that exchange keys.
@@ -51,8 +51,8 @@ def travelling_keys(
         ahead: the number of steps whose messages are sent while the caller computes.
         message_dtype: the dtype of 8-bit messages (`wire/message_dtypes.py`), or None for the dtype
             of the keys.
-        buffers: the memory for messages. If heads are sent in groups, this function is called once
-            for each group with the same buffers.
+        buffers: the memory for messages. If heads are sent in groups, the caller passes the same
+            buffers for every group.
     """
     k, v = own
     dims, code = [k.shape[3], v.shape[3]], message_dtype
@@ -126,14 +126,14 @@ def key_buffers(
     message_dtype: torch.dtype | None,
     groups: int = 1,
 ) -> MessageBuffers:
-    """Return the buffers for the keys of one forward or backward.
+    """Return the buffers in which the keys of one forward pass, or of one backward pass, arrive.
 
     Args:
         steps: the steps of this rank's plan.
-        ahead: as in `travelling_keys`.
-        rows: batch entries times KV heads, in the largest group of heads.
-        dims: D and Dv.
-        message_dtype: as in `travelling_keys`.
+        ahead: the number of steps whose messages are sent while a rank computes.
+        rows: the batch size times the number of KV heads in the largest group of heads.
+        dims: the head dims D of k and Dv of v.
+        message_dtype: the dtype of 8-bit messages, or None for the dtype of the keys.
         groups: the number of groups in which heads are sent.
     """
     width = rows * (encoded_width(dims) if message_dtype else sum(dims))
@@ -144,10 +144,10 @@ def key_buffers(
 def gradient_buffer(
     steps: Sequence[KeyStep], width: int, groups: int, dtypes: ResultDtypes
 ) -> MessageBuffers:
-    """Return the buffer for gradients of keys that return to this rank.
+    """Return the buffer in which other ranks' gradients of this rank's keys arrive.
 
-    All steps share one buffer. The gradients of a step must therefore be added before the exchange
-    of the next step's gradients is posted.
+    All steps share one buffer. A caller must therefore add the gradients of one step before it
+    posts the exchange of the next step's gradients.
 
     Args:
         steps: the steps of this rank's plan.
@@ -164,10 +164,10 @@ def gradient_buffer(
 
 
 class GradientReturn:
-    """The exchange of gradients of one step.
+    """The exchange that returns the gradients of the keys that were sent in one step.
 
-    This rank sends the gradients of the keys that arrived in the step, and receives the gradients
-    of the keys that it sent.
+    A rank sends the gradients of the keys that it received in the step, and receives the gradients
+    of the keys that it sent in the step.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class GradientReturn:
         """Post the exchange.
 
         Args:
-            comm, label: as in `travelling_keys`.
+            comm: the ranks that exchange gradients.
+            label: the name of the messages in errors and traces.
             step: the step in which the keys were sent.
             block: dk and dv of the keys that arrived in the step, packed in one tensor. None if
                 this rank neither sent nor received keys in the step.

@@ -40,8 +40,6 @@ Distances = Sequence[Sequence[int]]  # the distances of each step
 
 @dataclass(eq=False)
 class KeyStep:
-    """What one rank sends, receives and computes in one step."""
-
     number: int  # the step's number in errors, traces and traffic
     receivers: list[int]  # the ranks to which this rank sends rows
     sent_counts: list[int]  # how many rows it sends to each of these ranks
@@ -69,19 +67,16 @@ class KeyStep:
 
     @cached_property
     def to(self) -> list[tuple[int, Rows]]:
-        """The ranks to which this rank sends rows, each with the rows to which the queries of that
-        rank attend.
-        """
+        """The ranks to which this rank sends keys, each with the rows of keys that are sent."""
         return [(peer, self.rows_for(peer)) for peer in self.receivers]
 
     @cached_property
     def slices(self) -> Slices:
-        """The slices of this rank's queries over all rows that arrive in the step."""
         return self.build_slices()
 
     def sends_last_rows_of(self, step: KeyStep) -> bool:
-        """Return whether the first message of this step has the rows of the last message of
-        `step`.
+        """Return whether the last message of `step` and the first message of this step have the
+        same rows.
         """
         return bool(step.receivers and self.receivers) and step.to[-1][1] is self.to[0][1]
 
@@ -89,8 +84,8 @@ class KeyStep:
 class LazySlices(Sequence[Slices]):
     """The slices of this rank's queries over its own keys, and over the keys of each step.
 
-    The slices of a step are built when the step is computed, while messages of later steps are
-    sent.
+    The slices over the keys that arrive in a step are built when the rank computes the step. During
+    that time, the messages of later steps are being sent.
     """
 
     def __init__(self, build_own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
@@ -113,17 +108,17 @@ class LazySlices(Sequence[Slices]):
 
 
 class KeyPlan:
-    """All steps of one rank, with the rows that are sent and the slices that are computed.
+    """All steps of one rank: the keys that are sent in each step, and the slices that are computed.
 
-    The number of rows in each message is computed when the plan is made. The rows of a step are
-    found when the step is posted, and the slices of a step when the step is computed.
+    The number of rows in each message is computed when the plan is made. The indices of the rows
+    are computed when the step's exchange is posted. The slices are built when the step is computed.
     """
 
     def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
-        """Make the plan of the call's rank.
+        """Make the plan of the rank `call.rank`.
 
-        With `every_step`, the plan also has the steps in which this rank sends and receives no
-        rows.
+        `distances` are the distances of each step. Steps in which the rank sends and receives no
+        rows are left out, unless `every_step` is True.
         """
         tables = KeyTables(call)
         numbers, senders, receivers = _numbered(call.rank, call.ranks, distances)
@@ -157,20 +152,20 @@ class KeyPlan:
     def own(self) -> tuple[Slices, ...]:
         """The slices that backward computes over this rank's own keys.
 
-        If rows are sent, the slices are divided into two halves. The first half is computed before
-        the first step, while keys arrive. The second half is computed after the last step, while
-        gradients return. Without the division, 11% of Ring's transfer time and 80% of AllGather's
-        transfer time were not hidden by computation.
+        If this rank sends or receives rows, the slices are divided into two halves. Backward
+        computes the first half before the first step, while keys arrive. It computes the second
+        half after the last step, while gradients return. Without the division, 11% of Ring's
+        transfer time and 80% of AllGather's transfer time were not hidden by computation.
         """
         own = self.blocks.slices[0]
         return halves(own) if any(step.travels for step in self.steps) else (own,)
 
 
 class KeyTables:
-    """The rows and slices of a call's rank, which are found when they are needed.
+    """The rows that a rank sends, and the slices that a rank computes.
 
-    Its references to the layouts are weak, because plans are stored with the layouts and must not
-    keep the layouts alive.
+    The rows and slices are computed when they are first needed. References to layouts are weak,
+    because a layout stores its plans, and a plan must not keep its layout alive.
     """
 
     def __init__(self, call: ResolvedCall) -> None:
@@ -185,9 +180,10 @@ class KeyTables:
         return queries, keys
 
     def rows_for(self, peer: int) -> Rows:
-        """Return the rows of this rank to which queries of a peer attend.
+        """Return the rows of this rank's keys to which the queries of `peer` attend.
 
-        For equal rows, the same object is returned, so that the rows are packed only once.
+        If two peers need the same rows, both calls return the same object, so that the rows are
+        packed only once.
         """
         queries, keys = (x.worst_case for x in self._geometry)
         side = AttentionSide.of_keys(queries, keys, self._mask)
@@ -197,17 +193,16 @@ class KeyTables:
         return rows
 
     def slices_over(self, owners: list[int]) -> Slices:
-        """Return the slices of this rank's queries over the keys of one or more ranks."""
         queries, keys = self._geometry
         if len(owners) == 1:
             return slices_between(queries, self._rank, keys, owners[0], self._mask)
         return slices_over(queries, self._rank, keys, tuple(owners), self._mask)
 
     def are_one_call(self, pairs: list[tuple[int, int]]) -> bool:
-        """Return whether the gradients of the keys of each pair come from a single kernel call.
+        """Return whether one kernel call per pair computes all gradients of the pair's keys.
 
-        A pair is the rank of the queries and the rank of the keys. The result is False if there are
-        no pairs.
+        A pair is (the rank of the queries, the rank of the keys). The result is False if `pairs` is
+        empty.
         """
         queries, keys = self._geometry
         if not pairs or hops_are_one_call(queries, keys, self._mask):
@@ -217,9 +212,9 @@ class KeyTables:
 
 
 def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
-    """Return how many key rows a rank sends to each rank, and how many it receives from each rank.
+    """Return how many key rows `rank` sends to each rank, and how many it receives from each rank.
 
-    The two results are arrays (ranks,), with 0 for the rank itself.
+    Both results are arrays (ranks,). The element of `rank` itself is 0.
     """
     queries, keys = call.layout.worst_case, call.kv_layout.worst_case
     sent = AttentionSide.of_keys(queries, keys, call.mask).own_rows(keys.holdings[rank]).counts
@@ -236,8 +231,8 @@ def with_rows(ranks: list[int], counts: list[int]) -> tuple[list[int], list[int]
 def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, Ints]:
     """Return three arrays with one element for each distance of each step.
 
-    The arrays have the number of the step, the rank from which this rank receives, and the rank to
-    which this rank sends.
+    The first array has the number of the step. The second array has the rank from which `rank`
+    receives rows. The third array has the rank to which `rank` sends rows.
     """
     numbers = np.repeat(np.arange(1, len(distances) + 1), [len(step) for step in distances])
     flat = np.fromiter(chain.from_iterable(distances), np.int64, numbers.size)
@@ -245,9 +240,9 @@ def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, 
 
 
 def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return the work of a rank over its own keys and in each step.
+    """Return the work of a rank over its own keys, and after that its work in each step.
 
-    The unit is (query, key) pairs times query heads.
+    The unit of work is one (query, key) pair in one query head.
     """
     numbers, senders, _ = _numbered(rank, call.ranks, distances)
     _, received = key_counts(call, rank)
@@ -267,13 +262,13 @@ def key_traffic(
     gradient_dtypes: ResultDtypes | None = None,
     groups: int = 1,
 ) -> list[Traffic]:
-    """Return the messages that a rank sends in forward and in backward.
+    """Return the sizes of the messages that a rank sends in forward and in backward.
 
     Args:
-        call: the call.
-        rank: the rank.
+        call: the attention call.
+        rank: the rank that sends the messages.
         distances: the distances of each step.
-        message_dtype: as in `travelling_keys`.
+        message_dtype: the dtype of 8-bit messages, or None for the dtype of the keys.
         gradient_dtypes: the dtypes of gradients, or None if no gradients return.
         groups: the number of groups in which heads are sent.
     """
@@ -334,8 +329,10 @@ class HeadSlices(NamedTuple):
         return OutputGradient(dout, out, lse, dlse, delta)
 
     def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients of this group to its heads of dq, dk and dv, rounded to their
-        dtypes.
+        """Write the gradients of this group of heads to the tensors of all heads.
+
+        `total` has the group's sums. `gradients` are the tensors dq, dk and dv of all heads. The
+        sums are rounded to the dtypes of these tensors.
         """
         total.queries.finish(gradients[0][:, :, self.queries])
         for x, part in zip(gradients[1:], total.keys.results, strict=False):
@@ -350,14 +347,14 @@ def gradients_by_group(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of all heads, computed for one group of heads after another.
 
-    `add` is called for each group with the group, its output, its operands, and the sums to which
-    it adds the group's gradients.
+    `add` is called once for each group. Its arguments are the group, the group's output, the
+    group's operands, and the sums to which it adds the group's gradients.
 
     With one group, the returned gradients may be in the accumulator's dtype. With several groups,
     the gradients of each group are rounded to the dtype of q, so that only one group's sums in the
-    accumulator's dtype are in memory at a time. USP adds the gradients of a KV head that several
-    ranks share, and would round them a second time. It does not share KV heads in calls with
-    several groups (`HeadGroups`).
+    accumulator's dtype are in memory at a time. If several ranks share a KV head in USP, USP adds
+    the gradients of the KV head and rounds the sum. To avoid two roundings, USP shares no KV heads
+    in calls with several groups (`HeadGroups`).
     """
     q, k, v, _ = operands
     if len(groups) == 1:
@@ -378,12 +375,11 @@ def gradients_by_group(
 
 
 def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:
-    """Return the groups of heads. They are the same on all ranks, and have at least one KV head
-    each.
+    """Return the groups of heads that are sent and computed one after another.
 
-    With one document and no window, there is one group for each 4,096 rows of the rank with the
-    most rows. Short documents or a window reduce the work per row, and therefore the number of
-    groups.
+    The groups are the same on all ranks. With one document and no window, there is one group for
+    each 4,096 rows of the rank with the most rows. With short documents or a window, the work per
+    row is smaller, and there are fewer groups. Each group has at least one KV head.
     """
     layout = layout.worst_case
     rows = layout.most_tokens * shape.batch
@@ -392,7 +388,9 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
 
 
 def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
-    """Return `groups` groups of heads, but at least one group and at most one per KV head."""
+    """Divide the heads into `groups` groups, or into one group per KV head if `groups` is
+    larger.
+    """
     groups = max(1, min(shape.kv_heads, groups))
     edges = pairwise(i * shape.kv_heads // groups for i in range(groups + 1))
     shared = shape.heads // max(shape.kv_heads, 1)  # inside USP, a rank may have no heads
@@ -400,11 +398,11 @@ def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
 
 
 def _attended(layout: Geometry, mask: Mask) -> int:
-    """Return the mean, over all tokens, of the length of the token's document.
+    """Return a measure of the work per token: the document's length, averaged over all tokens.
 
-    If the mask has a window, lengths are limited to 2w + 1, where w is the larger of its two sides.
-    A window to one side counts like a window to both sides. A causal document also counts with its
-    whole length. In both cases, only half of these pairs exist.
+    With a window, a document counts with at most 2w + 1 tokens, where w is the larger side of the
+    window. The measure does not consider that causal documents, and windows to one side, have only
+    half of the pairs.
     """
     reach = 2 * max(mask.left, mask.right) + 1
     if mask.prefix is not None or mask.ranges is not None:

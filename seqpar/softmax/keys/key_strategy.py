@@ -51,7 +51,11 @@ from seqpar.softmax.wire.message_dtypes import (
 
 @dataclass(frozen=True)
 class KeyStrategy(Strategy):
-    """A strategy that sends keys and values in steps. In backward, it returns their gradients."""
+    """The base class of strategies that send keys and values in steps.
+
+    Queries stay on their ranks. In backward, the gradients of keys and values return to the ranks
+    that hold the keys.
+    """
 
     # The dtype in which k and v are sent: an 8-bit dtype, or None for their own dtype.
     message_dtype: torch.dtype | None = None
@@ -83,8 +87,9 @@ class KeyStrategy(Strategy):
         return TileCall(comm, call, distances, f"{self.name} {direction}, tiles")
 
     def distances(self, ranks: int) -> Distances:
-        """Return the distances of each step. With distance d, rank r receives keys of rank r −
-        d.
+        """Return the distances of each step.
+
+        In a step with distance d, rank r receives keys of rank r − d.
         """
         raise NotImplementedError
 
@@ -93,10 +98,10 @@ class KeyStrategy(Strategy):
         raise NotImplementedError
 
     def plan(self, call: ResolvedCall, every_step: bool = False) -> KeyPlan:
-        """Return the call's plan, which is made once per layout and mask.
+        """Return the plan of this rank, which is made once per layout and mask.
 
-        With `every_step`, the plan also has the steps in which this rank sends and receives no
-        rows. Ranks that relay messages for other ranks need these steps.
+        Steps in which the rank sends and receives no rows are left out, unless `every_step` is
+        True. Ranks that relay messages for other ranks need every step.
         """
         build = lambda: KeyPlan(call, self.distances(call.ranks), every_step)  # noqa: E731
         return call.once(("keys", self, every_step), build)
@@ -127,7 +132,7 @@ class KeyStrategy(Strategy):
     def groups(self, call: ResolvedCall, every_step: bool = False) -> list[HeadSlices]:
         """Return the groups of heads that are sent and computed one after another.
 
-        A rank that sends and receives no rows has one group. `every_step` is as in `plan`.
+        A rank that sends and receives no rows in any step has one group with all heads.
         """
 
         def build() -> list[HeadSlices]:
@@ -140,9 +145,7 @@ class KeyStrategy(Strategy):
     def _key_buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
     ) -> MessageBuffers:
-        """Return the memory for keys in one forward or backward whose heads are sent in `groups`
-        groups.
-        """
+        """Return the memory in which keys arrive, if heads are sent in `groups` groups."""
         steps, ahead = self.plan(call, comm.is_routed).steps, self.ahead(call.ranks)
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
         rows = batch * -(-kv_heads // groups)  # rows of a token in the largest group
@@ -158,7 +161,7 @@ class KeyStrategy(Strategy):
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse of the heads in `operands`.
 
-        With `into`, out and lse are written to these two tensors.
+        If `into` is given, out and lse are written to the two tensors of `into`.
         """
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
@@ -220,8 +223,8 @@ class KeyStrategy(Strategy):
     ) -> None:
         """Add the gradients of the heads in `operands` to `total`.
 
-        The gradients of a step's keys return to their ranks while the next step is computed. Each
-        rank adds the gradients that return in the order of the steps.
+        The gradients of the keys of one step return to their owners while the next step is
+        computed. Each rank adds the returned gradients in the order of the steps.
         """
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
         (q, k, v, _), options, ahead = operands, call.options, self.ahead(call.ranks)

@@ -2,14 +2,14 @@
 
 `KeyStrategy` calls this file instead of its own loop if the user asks for `deterministic="ranks"`.
 A *tile* is a range of queries between fixed positions of a document (`rank_invariant_plan.py`). One
-rank computes attention of a whole tile over all keys to which the tile attends.
+rank computes the attention of a whole tile over all keys to which the tile attends.
 
 On CPUs, a backend call computes one tile for one batch entry and for one KV head with its query
 heads, on one torch thread. The operands of the call always have the same shapes, strides, alignment
-and slices. The bits therefore depend neither on the number of heads of a rank nor on the number of
-threads. On CUDA and in Triton's interpreter, a call computes all heads of one tile, because each
-Triton program computes a single head. Merging and sinks use operations whose bits do not depend on
-where an element is in a tensor.
+and slices. The bits of the result therefore depend neither on the number of heads of a rank nor on
+the number of threads. On CUDA and in Triton's interpreter, a backend call computes all heads of one
+tile, because each Triton program computes a single head. Merging and sinks use operations whose
+bits do not depend on where an element is in a tensor.
 
 Letters of shapes: B is the batch, n the number of rows of a tile, m the number of keys to which the
 tile attends, H the number of heads, and D the head dim.
@@ -66,11 +66,10 @@ class HeadTile(NamedTuple):
     kv_heads: slice
 
     def rows_of(self, x: Tensor, rows: slice) -> Tensor:
-        """Return a copy (b, n, h, …) of these batch entries and heads, of some rows of x (B, T, H,
-        …).
+        """Copy `rows` of x (B, T, H, …) for this object's batch entries and heads.
 
-        In memory, the copy is ordered by heads. A view cannot be used, because its strides and
-        alignment would depend on the number of ranks.
+        The copy is (b, n, h, …), and in memory it is ordered by heads. A view cannot be used,
+        because its strides and alignment would depend on the number of ranks.
         """
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
         return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
@@ -85,10 +84,16 @@ class HeadTile(NamedTuple):
 
 class TileCall:
     def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
-        """Plan the exchange of keys over these distances. `label` names the messages.
+        """Plan the exchanges of keys.
 
-        All exchanges are posted together. If exchanges were posted step by step, a rank would send
-        its keys only after other ranks have computed with other keys.
+        All exchanges are posted together. If each exchange were posted only when the previous step
+        is computed, ranks would wait for the keys of ranks that are still computing.
+
+        Args:
+            comm: the ranks that exchange keys.
+            call: the attention call.
+            distances: the distances of each step.
+            label: the name of the messages in errors and traces.
         """
         self._comm, self._call, self._label = comm, call, label
         self._plan = call.once(("tile plan", distances), lambda: TilePlan.of(call, distances))
@@ -139,15 +144,17 @@ class TileCall:
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
     ) -> list[SumBlock]:
-        """Compute and write dq. Return the sums of dk and dv for each *node*, which is a subtree of
-        tiles.
+        """Write dq of this rank's tiles to `dq`, and return sums of dk and dv.
+
+        A *node* is a subtree of the binary tree along which the gradients of tiles are added
+        (`tree_sum`). The result has one sum for each node that this rank computes.
         """
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
 
         def compute(unit: Unit, part: HeadTile, total: PackedGradients) -> Tensor:
-            """Add dq, dk and dv of some heads of a tile to the sums. Return the sums of dk and
-            dv.
+            """Add the gradients of some heads of one tile to `dq` and `total`. Return
+            `total.packed`.
             """
             assert output.out is not None
             keys, values = pool.of_unit(unit, part)
@@ -211,7 +218,9 @@ class TileCall:
         return Pool(self._plan, blocks, k, v)
 
     def _return(self, sums: list[SumBlock], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the sums to the ranks that hold the keys. Return dk and dv of this rank's keys."""
+        """Send the sums to the ranks that hold the keys. Return dk and dv of the keys of this
+        rank.
+        """
         (batch, tokens, heads, _), rank = k.shape, self._comm.rank
         dims, dtype = [k.shape[3], v.shape[3]], accumulator_dtype(k.dtype)
         row = batch, heads, sum(dims)
@@ -247,7 +256,8 @@ class TileCall:
         """Send rows (B, T_local, …) from the ranks that hold them to the ranks that compute their
         tiles.
 
-        With `back`, send rows from the ranks that compute tiles to the ranks that hold the rows.
+        With `back`, rows are sent from the ranks that compute tiles to the ranks that hold the
+        rows.
         """
         if self._plan.moved is None:
             return x
@@ -271,16 +281,15 @@ class TileCall:
 
 
 class Pool:
-    """The keys (B, Hkv, rows, D) and values (B, Hkv, rows, Dv) to which the tiles of a rank
-    attend.
-    """
+    """The keys (B, Hkv, rows, D) and values (B, Hkv, rows, Dv) to which a rank's tiles attend."""
 
     def __init__(
         self, plan: TilePlan, blocks: Iterator[Sequence[Tensor]], k: Tensor, v: Tensor
     ) -> None:
-        """Allocate the memory.
+        """Allocate the memory for keys and values.
 
-        `blocks` yields keys and values as they arrive, beginning with this rank's own.
+        `blocks` yields this rank's own keys and values, and after that the keys and values that
+        arrive.
         """
         rows = -(-plan.pool // _ROWS_ALIGNMENT) * _ROWS_ALIGNMENT
         make = torch.Tensor.new_zeros if plan.blank else torch.Tensor.new_empty
@@ -289,9 +298,7 @@ class Pool:
         self._blocks, self._remaining, self._arrived = blocks, iter(plan.arrivals), 0
 
     def fill(self, count: int | None = None) -> None:
-        """Wait until the first `count` blocks have arrived. Without `count`, wait for all
-        blocks.
-        """
+        """Wait until the first `count` blocks of keys have arrived. None means all blocks."""
         while count is None or self._arrived < count:
             if (places := next(self._remaining, None)) is None:
                 return
@@ -304,9 +311,9 @@ class Pool:
             self._arrived += 1
 
     def of_unit(self, unit: Unit, part: HeadTile) -> list[Tensor]:
-        """Return k (b, m, h, D) and v (b, m, h, Dv) for some heads of a tile.
+        """Return k (b, m, h, D) and v (b, m, h, Dv) for the heads `part` of the tile `unit`.
 
-        The keys must have arrived.
+        The keys of the tile must have arrived (`fill`).
         """
         result = []
         for x in self._tensors:
@@ -321,7 +328,10 @@ class Pool:
 
 
 def _rows_of(block: SumBlock, places: Rows) -> Tensor:
-    """Return the rows of a block that are at the indices `places` of the sum."""
+    """Return the rows of `block` at the indices `places`.
+
+    The indices are counted from row 0 of the sum, not from the first row of the block.
+    """
     where = places.local(block.rows.device)
     if isinstance(where, slice):
         return block.rows[where.start - block.start : where.stop - block.start]
@@ -329,9 +339,7 @@ def _rows_of(block: SumBlock, places: Rows) -> Tensor:
 
 
 def _at(places: Rows, rows: Tensor) -> SumBlock:
-    """Return a block that has `rows` at these ascending indices, and 0 at the indices between
-    them.
-    """
+    """Return a block that has `rows` at the ascending indices `places`, and 0 between them."""
     (start, stop), where = places.reach, places.local(rows.device)
     if isinstance(where, slice):
         return SumBlock(start, rows)
@@ -341,7 +349,7 @@ def _at(places: Rows, rows: Tensor) -> SumBlock:
 
 
 def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
-    """Return a block that has `rows` in these ascending ranges, and 0 between the ranges."""
+    """Return a block that has `rows` in the ascending ranges `keys`, and 0 between the ranges."""
     start, stop = keys[0].start, keys[-1].stop
     if len(keys) == 1:
         return SumBlock(start, rows)
@@ -359,9 +367,9 @@ def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
 
 
 class SumBlock(NamedTuple):
-    """Rows (n, …) of a sum, from row `start` on. All other rows of the sum are 0.
+    """The rows (n, …) of a sum from row `start` on. All rows of the sum outside the block are 0.
 
-    Adding may overwrite the tensor.
+    Adding two blocks may overwrite their tensors.
     """
 
     start: int
@@ -373,10 +381,11 @@ class SumBlock(NamedTuple):
 
 
 def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
-    """Return the sum of one or more blocks, added along the binary tree.
+    """Add one or more blocks along a fixed binary tree, and return the sum.
 
-    Each block is the contribution of one tile or of a complete subtree. It is given together with
-    the number of one of its tiles. These numbers ascend.
+    Each block is the contribution of one tile or of a complete subtree. `contributions` has pairs
+    of a number and a block, where the number is the index of one of the block's tiles. The numbers
+    ascend.
     """
     waiting = list[tuple[int, SumBlock]]()
     for number, block in contributions:
@@ -444,5 +453,5 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the worker threads of a process. A forked process gets new worker threads."""
+    """Return the threads that compute in a process. A forked process gets new threads."""
     return ThreadPoolExecutor(threads, "seqpar one thread", set_own_threads, (1,))

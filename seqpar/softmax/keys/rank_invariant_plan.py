@@ -87,13 +87,18 @@ class RankInvariantTiles:
         return self.parts[slice(*np.searchsorted(self.parts[:, 0], [tile, tile + 1]))]
 
     def key_ranges(self, tile: int) -> Ints:
-        """Return the keys to which a tile attends, as ascending ranges of the pack, (m, 2)."""
+        """Return the keys to which a tile attends, as ascending ranges of the packed batch, (m,
+        2).
+        """
         starts, stops = self.parts_of(tile)[:, 3:5].T
         order = np.argsort(starts, kind="stable")
         return union(starts[order], stops[order])
 
     def slices(self, tile: int, queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
-        """Return the slices of a tile's queries over a block that consists of its key ranges."""
+        """Return the slices of a tile's queries over a block of keys.
+
+        The block has only the keys to which the tile attends, in the order of the packed batch.
+        """
         whole, ranges = _whole(queries, keys, mask), self.key_ranges(tile)
         _, q_start, q_stop, k_start, k_stop, low, high = self.parts_of(tile).T
         lengths = ranges[:, 1] - ranges[:, 0]
@@ -121,10 +126,11 @@ def _whole(queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
 
 
 def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
-    """Cut slices at the first rows of the tiles. Return the parts, and the area of each tile.
+    """Cut the slices of all queries into parts that each belong to one tile.
 
-    A part is a slice, too. It has no row that attends to none of its keys, and no key to which none
-    of its rows attends.
+    Returns the table of the parts (`RankInvariantTiles.parts`), and how many (query, key) pairs
+    each tile has. Each query of a part attends to at least one key of the part, and each key is
+    attended by at least one query.
     """
     table, areas = list[tuple[int, ...]](), np.zeros(first_rows.size - 1, np.int64)
     for i, (q_start, q_stop) in enumerate(whole.q_rows.tolist()):
@@ -147,12 +153,13 @@ def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
 
 
 def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
-    """Assign each tile to a rank that holds some of its rows.
+    """Assign each tile to a rank that holds some of the tile's rows.
 
-    Returns the rank of each tile, (n,), and whether several ranks hold rows of the same tile. A
-    tile whose rows are all on one rank stays on this rank. All other tiles are assigned in the
-    order of their areas, beginning with the largest area. Each is assigned to the rank with the
-    smallest total area so far.
+    Returns the rank of each tile, (n,), and whether any tile has rows on several ranks. If all rows
+    of a tile are on one rank, this rank computes the tile. The remaining tiles are assigned one by
+    one, beginning with the tile that has the largest area. The area of a tile is its number of
+    (query, key) pairs. Each tile is assigned to the rank whose tiles have the smallest total area
+    so far.
     """
     first, total = np.cumsum(counts) - counts, int(counts.sum())
     pairs = []
@@ -184,8 +191,9 @@ class Unit(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A subtree of the tree that sums gradients over the tiles of a document. One rank computes all
-    tiles of the subtree.
+    """A subtree of the binary tree along which gradients are added over the tiles of a document.
+
+    One rank computes all tiles of the subtree.
     """
 
     document: int
@@ -195,7 +203,7 @@ class Node(NamedTuple):
 
 
 class KeyGradientShare(NamedTuple):
-    """The gradients that a node adds to the keys of one rank, and that are sent to this rank."""
+    """The contribution of one `Node` to the gradients of the keys of one rank."""
 
     node: int  # the index of the node among the nodes of the rank that computes it
     document: int
@@ -263,14 +271,14 @@ def tiles_of(call: ResolvedCall) -> RankInvariantTiles:
 
 
 def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
-    """Return the largest subtrees of which this rank computes all tiles that have keys."""
+    """Return the largest subtrees in which `rank` computes all tiles that attend to any keys."""
     with_keys = tiles.areas > 0
     own = np.r_[0, np.cumsum(with_keys & (tiles.owners == rank))]
     others = np.r_[0, np.cumsum(with_keys & (tiles.owners != rank))]
     nodes = list[Node]()
 
     def cover(first: int, start: int, size: int, stop: int) -> None:
-        """Add the nodes of the subtree that begins with the tile `start` and has up to `size`
+        """Add the nodes within the subtree that begins with the tile `start` and has up to `size`
         tiles.
 
         The document has the tiles `first` … `stop − 1`. The subtree ends where the document ends.
@@ -293,16 +301,17 @@ def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
 
 
 def tile_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return the area that a rank computes, as a list with one step."""
+    """Return a list with one number: the (query, key) pairs of a rank's tiles times query heads."""
     tiles = tiles_of(call)
     return [int(tiles.areas[tiles.owners == rank].sum()) * call.shape.heads]
 
 
 def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
-    """Return the messages that a rank sends.
+    """Return the sizes of the messages that a rank sends.
 
-    In step 0, the rank sends rows of tiles that another rank computes. In the steps of the plan,
-    the rank sends keys. In the last step, the rank sends results of tiles and gradients of keys.
+    In step 0, the rank sends the rows of tiles that another rank computes. In the steps of the
+    plan, the rank sends keys. In the last step, the rank sends results of tiles and gradients of
+    keys.
     """
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
     tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)
@@ -331,8 +340,8 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
 
 
 def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
-    """Return the keys that `owner` sends to `computer`, or all keys of `owner` if both are the same
-    rank.
+    """Return the keys that `owner` sends to `computer`. If both are the same rank, return all its
+    keys.
     """
     held = tiled.kv_layout.token_indices(owner)
     if owner == computer:
@@ -341,10 +350,10 @@ def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
-    """Return the gradients of each node for these keys. Nodes that have no gradients for these keys
-    are left out.
+    """Return the gradients that each node gives to `keys`.
 
-    `keys` and `index` are ascending. The rows of a share are counted in `index`.
+    Nodes that have no gradients for `keys` are left out. The rows of the gradients are given as
+    indices in `index`. Both `keys` and `index` are ascending.
     """
     shares = []
     for i, node in enumerate(nodes):
