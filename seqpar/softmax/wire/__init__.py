@@ -1,5 +1,6 @@
-"""Rows of tensors as messages.
+"""Messages that contain rows of tensors.
 
-Start with `row_messages.py`, which says which rows a message has, and makes messages of several
-tensors. `message_dtypes.py` encodes rows in 8 bits, and `message_buffers.py` reuses memory.
+Start with `row_messages.py`, which selects the rows of a message and puts several tensors into one
+message. `message_dtypes.py` encodes rows in 8 bits. `message_buffers.py` reuses the memory of
+messages.
 """

@@ -1,4 +1,4 @@
-"""Memory that the messages of one forward or backward use, one after another."""
+"""Buffers that several messages of one forward or backward use, one message after another."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from torch import Tensor
 
 
 class MessageBuffers:
-    """A few buffers that the messages of one forward or backward use in turn.
+    """Buffers that several messages of one forward or backward use, one message after another.
 
-    Message i uses buffer i mod `count`. Without buffers, each message would be a new tensor. On a
-    GPU, this would take more memory than the messages that are in use: the host runs many messages
-    ahead of the GPU, and torch reuses a freed tensor's memory only when the GPU has reached the
-    point at which the host freed the tensor.
+    Message i uses buffer i mod `count`. Without these buffers, each message would be a new tensor.
+    On a GPU, the new tensors would take more memory than the messages that are in use. The host
+    queues many messages before the GPU sends them, and torch reuses the memory of a freed tensor
+    only when the GPU has finished the work that was queued before the tensor was freed.
 
-    A buffer may be used again when two things have happened: the host has waited for the exchange
-    of its message, and it has called all operators that read the message. The next message is then
-    written after these operators have read the buffer. On NCCL this holds because NCCL receives a
-    message only after the work that was queued on the current stream before the exchange was
-    posted. With gloo on CPUs it holds because waiting returns when the exchange has ended, and an
-    operator returns when it has ended.
+    `count` is at least one more than the largest number of earlier messages that are still in use
+    when `take` is called. A message is in use until the host has waited for the exchange of the
+    message and has called all operators that read the message.
 
-    `count` must therefore be one more than the largest number of messages in use when `take` is
-    called. A buffer is freed with its last message.
+    The GPU may read a message after the host has called these operators. The next message in the
+    same buffer does not overwrite the data that these operators read: NCCL starts to receive a
+    message only when the GPU has finished the work that was queued on the current stream before the
+    exchange was posted. On CPUs, an operator has finished when its call returns.
+
+    When the last message of a buffer is taken, the object drops its reference to the buffer. The
+    buffer is freed together with this message.
     """
 
     def __init__(
@@ -35,15 +37,16 @@ class MessageBuffers:
         grow: bool = False,
         unit: torch.dtype | None = None,
     ) -> None:
-        """Prepare the buffers. Memory is allocated in `take`.
+        """Prepare the buffers. Their memory is allocated when `take` is called.
 
         Args:
             count: the number of buffers.
             sizes: the number of elements of each message, in the order of the calls of `take`.
-            grow: with False, a buffer is as large as the largest of its messages. With True, it is
-                as large as the largest message so far, and is replaced by a new buffer for a larger
-                message.
-            unit: the dtype whose elements `sizes` count, if messages have different dtypes.
+            grow: whether buffers start small. With False, a buffer has the size of the largest
+                message that will use it. With True, a buffer has the size of the largest message
+                that has used it, and a larger message replaces it by a new buffer.
+            unit: the dtype whose elements `sizes` count. It is needed if messages have different
+                dtypes.
         """
         self._count = count = min(count, len(sizes))
         self._largest = [0 if grow else max(sizes[slot::count]) for slot in range(count)]

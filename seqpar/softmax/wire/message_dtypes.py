@@ -43,7 +43,6 @@ _SCALE_BYTES = 4
 
 
 def check_message_dtype(dtype: torch.dtype | None) -> None:
-    """Raise a ValueError unless the dtype is one of `CODES`, or None for the dtype of the keys."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in CODES):
         expected = " or ".join(map(str, (None, *CODES)))
         raise ValueError(f"message_dtype must be {expected}, got {shown(dtype)}")
@@ -58,12 +57,12 @@ def encode(x: Tensor, dims: Sequence[int], code: torch.dtype) -> Tensor:
     """Encode rows x (…, ΣD) in 8 bits.
 
     Args:
-        x: one or more tensors, joined along their head dims.
-        dims: the head dim of each of these tensors. Each tensor has its own scale.
-        code: one of `CODES`.
+        x: one or more tensors, joined along their last dimension, the head dim.
+        dims: the head dim of each tensor in x. Each tensor has a separate scale per row.
+        code: the dtype of the codes, one of `CODES`.
 
     Returns:
-        (…, ΣD + 4·number of tensors) as int8: the codes, then the scales as bytes.
+        (…, ΣD + 4·number of tensors) as int8. The codes come first. The scales follow as bytes.
     """
     parts, limit = x.split_with_sizes(list(dims), -1), CODES[code]
     largest = torch.stack([part.abs().amax(-1) for part in parts], -1)
@@ -85,7 +84,7 @@ def encode(x: Tensor, dims: Sequence[int], code: torch.dtype) -> Tensor:
 def decode(
     message: Tensor, dims: Sequence[int], code: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Undo `encode`, and return the tensors (…, D), each in `dtype`."""
+    """Decode a message from `encode`. Return the tensors (…, D) of the message, in `dtype`."""
     *codes, scales = message.split_with_sizes([*dims, _SCALE_BYTES * len(dims)], -1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return [
@@ -97,18 +96,18 @@ def decode(
 def encode_rows(
     parts: Sequence[Tensor], rows: Rows | None, code: torch.dtype, message: Tensor | None = None
 ) -> Tensor:
-    """Encode rows of tensors (T, B, H, D) in 8 bits, with the same bits as `encode`.
+    """Encode some rows of tensors (T, B, H, D) in 8 bits. The bits are those that `encode` returns.
 
-    On a GPU, one kernel encodes one or two tensors.
+    On a GPU, one kernel encodes up to two tensors.
 
     Args:
-        parts: the tensors.
+        parts: the tensors. The result joins them along D.
         rows: the rows to encode, or None for all rows.
-        code: one of `CODES`.
-        message: where to write the result, or None for a new tensor.
+        code: the dtype of the codes, one of `CODES`.
+        message: a tensor to which the result is written, or None for a new tensor.
 
     Returns:
-        (n, B, H, ΣD + 4·number of tensors) as int8.
+        (n, B, H, ΣD + 4·number of tensors) as int8, for n encoded rows.
     """
     dims = [part.shape[3] for part in parts]
     if not is_on_cuda(parts[0]):
@@ -131,9 +130,9 @@ def encode_rows(
 def decode_rows(
     message: Tensor, dims: Sequence[int], code: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Undo `encode_rows`, and return the tensors (n, B, H, D), each contiguous and in `dtype`.
+    """Decode a message from `encode_rows`. Return its contiguous tensors (n, B, H, D), in `dtype`.
 
-    On a GPU, one kernel decodes one or two tensors.
+    On a GPU, one kernel decodes up to two tensors.
     """
     if not is_on_cuda(message):
         return decode(message, dims, code, dtype)
@@ -145,14 +144,14 @@ def decode_rows(
 
 
 def encoded_width(dims: Sequence[int]) -> int:
-    """Return the number of bytes to which `encode` encodes one row and head with these head
-    dims.
+    """Return how many bytes `encode` needs for one row and head.
+
+    `dims` are the head dims of the encoded tensors.
     """
     return sum(dims) + _SCALE_BYTES * len(dims)
 
 
 def check_gradient_dtype(gradient_dtype: torch.dtype | None) -> None:
-    """Raise a ValueError unless the dtype is bf16, or None for the accumulator's dtype."""
     if gradient_dtype is not None and gradient_dtype is not torch.bfloat16:
         expected = "None or torch.bfloat16"
         raise ValueError(f"gradient_dtype must be {expected}, got {shown(gradient_dtype)}")

@@ -1,8 +1,8 @@
-"""The local rows of a message, and messages that have several tensors.
+"""The local rows that a message contains, and messages that contain several tensors.
 
-A *block* is some rows of a tensor, one after another, as they are sent or received. Letters of
-shapes: B is the batch, T the number of local rows, n the number of rows of a block, H the number of
-heads, and D the head dim.
+A *block* contains some rows of a tensor, one row after another, as they are sent or received.
+Letters of shapes: B is the batch, T the number of local rows, n the number of rows of a block, H
+the number of heads, and D the head dim.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _MAX_CAST_ROWS = 1024  # the number of rows that are cast at a time, which limit
 
 
 class Rows:
-    """Ranges of local rows that make up a block, one range after another.
+    """The local rows that a block contains, as ranges of row indices.
 
-    The indices of the rows are copied to a device only once. If each call copied them, the host
+    The block contains the rows of the first range, followed by the rows of the next range, and so
+    on. The indices of the rows are copied to a device only once. If each call copied them, the host
     would wait for the device in each call.
     """
 
@@ -39,13 +40,14 @@ class Rows:
         self._places: dict[int, Tensor] = {}
 
     def are_all(self, rows: int) -> bool:
-        """Return whether these are all rows of a tensor with `rows` rows, in order."""
+        """Return whether the block contains all rows of a tensor with `rows` rows, in order."""
         return self.is_range and self.reach == (0, rows)
 
     def pack(self, *parts: Tensor) -> Tensor:
-        """Return these rows of tensors (T, B, H, D) as one contiguous tensor (n, B, H, ΣD).
+        """Copy the block's rows of tensors (T, B, H, D) into one contiguous tensor (n, B, H, ΣD).
 
-        If there is only one tensor, the result is a view of it where possible.
+        If there is only one tensor and the block is a contiguous view of this tensor, the view is
+        returned and nothing is copied.
         """
         if self.is_range:
             views = [x[self._range] for x in parts]
@@ -58,16 +60,17 @@ class Rows:
         return packed
 
     def add(self, block: Tensor, total: Tensor) -> None:
-        """Add a block (n, B, H, D), of any dtype, to these rows of `total` (T, B, H, D)."""
+        """Add a block (n, B, H, D), of any dtype, to the block's rows of `total` (T, B, H, D)."""
         if self.is_range:
             total[self._range].add_(block)
         else:
             add_rows(block.transpose(0, 1), total.transpose(0, 1), self._indices(total.device))
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return these rows of x (B, T, …) as one contiguous tensor (B, n, …).
+        """Return the block's rows of x (B, T, …) as one contiguous tensor (B, n, …).
 
-        The result is written to `out`, if given. Otherwise it is a view of x where possible.
+        The result is written to `out`, if given. Without `out`, the result is a view of x if the
+        rows are contiguous in x.
         """
         if not self.is_range:
             return torch.index_select(x, 1, self._indices(x.device), out=out)
@@ -75,17 +78,19 @@ class Rows:
         return selected.contiguous() if out is None else out.copy_(selected)
 
     def local(self, device: torch.device) -> slice | Tensor:
-        """Return the local rows as a slice or, if they are several ranges, as indices on this
-        device.
+        """Return the block's local rows: a slice for a single range, and indices for several
+        ranges.
+
+        The indices are a tensor on `device`.
         """
         return self._range if self.is_range else self._indices(device)
 
     def place(self, rows: int, device: torch.device) -> int | Tensor:
-        """Return which local rows the block has, in the form that Triton kernels read.
+        """Return where local rows lie in the block, as an argument for Triton kernels.
 
-        If the block is one range, this is its first local row. Otherwise it is an int32 tensor
-        (rows,) on this device. For each of the `rows` local rows, it has the row's index in the
-        block, or −1 if the row is not in the block.
+        If the block is a single range, the result is its first local row. If the block has several
+        ranges, the result is an int32 tensor (rows,) on `device`: for each of the `rows` local
+        rows, the index of this row in the block, or −1 if the block does not contain the row.
         """
         if self.is_range:
             return self.reach[0]
@@ -106,7 +111,7 @@ class Rows:
 def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -> None:
     """Add sign · part to some rows of `total` (B, T, H, D).
 
-    `part` is (B, n, H, D), of any dtype. `rows` is a slice, or indices (n,) without repetition.
+    `part` is (B, n, H, D), of any dtype. `rows` is a slice of n rows, or n different indices.
     """
     if isinstance(rows, slice):
         total[:, rows].add_(part, alpha=sign)
@@ -125,7 +130,8 @@ def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -
 class RowFormat(NamedTuple):
     """The shape and dtype of a tensor (B, n, H, *shape) in a message.
 
-    With `planes`, each tensor (B, n, H) that belongs to one index of `shape` is contiguous.
+    With `planes`, the dimensions `shape` are the outermost dimensions in memory. For each index of
+    `shape`, the elements (B, n, H) are contiguous.
     """
 
     shape: tuple[int, ...]
@@ -134,7 +140,9 @@ class RowFormat(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The location of a tensor in a message, in elements of its dtype."""
+    """The location of a tensor in a message. Strides and offset count elements of the tensor's
+    dtype.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -143,18 +151,18 @@ class _View(NamedTuple):
 
 
 class Packing:
-    """The arrangement of several tensors in one message, one after another without gaps.
+    """The arrangement of several tensors in one message, one tensor after another without gaps.
 
-    Tensors with larger elements come first, so that each tensor begins at a multiple of its element
-    size. The message has the smallest dtype of its tensors.
+    Tensors are ordered by the size of their elements, largest first. Each tensor therefore begins
+    at a multiple of its element size.
 
     Attributes:
         elements: the number of elements of the message.
-        dtype: the dtype of the message.
+        dtype: the dtype of the message, which is the smallest dtype of the tensors.
     """
 
     def __init__(self, sizes: tuple[int, int, int], formats: Sequence[RowFormat]) -> None:
-        """Arrange tensors of these formats. `sizes` are B, n and H."""
+        """Arrange tensors of these formats in a message. `sizes` are B, n and H of each tensor."""
         ordered = sorted(range(len(formats)), key=lambda i: -formats[i].dtype.itemsize)
         self.dtype = formats[ordered[-1]].dtype
         # For each larger dtype, the element of the message at which its tensors end.
@@ -177,12 +185,12 @@ class Packing:
         return self.elements * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Return a new message, and its tensors as `tensors` returns them."""
+        """Allocate a message. Return the message, and views of the tensors in the message."""
         message = torch.empty(self.elements, dtype=self.dtype, device=device)
         return message, self.tensors(message)
 
     def tensors(self, message: Tensor) -> list[Tensor]:
-        """Return the tensors (B, n, H, *shape) of a message, in the order of the formats.
+        """Return views (B, n, H, *shape) of the tensors in a message, in the order of the formats.
 
         The message must begin at the start of its storage.
         """
@@ -193,9 +201,10 @@ class Packing:
         ]
 
     def apart(self, memory: Tensor) -> list[Tensor]:
-        """Return the tensors in the memory of a message, each contiguous, to be sent one by one.
+        """Return contiguous views of the tensors in the memory of a message, to be sent one by one.
 
-        Without `planes`, the elements are in the same order as in the message.
+        The elements of a tensor without `planes` have the same order as in the message. The
+        elements of a tensor with `planes` do not.
         """
         by_dtype = self._by_dtype(memory)
         return [
