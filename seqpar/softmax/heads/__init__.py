@@ -1,5 +1,5 @@
-"""The exchange of heads in Ulysses and USP.
+"""Ulysses and USP: each rank receives some heads of the tokens of several ranks.
 
-Start with `head_exchange.py`, which plans and carries out the exchange. `head_messages.py` packs
-tensors into messages, and puts rows that arrive into the order of documents.
+Start with `head_exchange.py`, which plans the exchange and sends its messages. `head_messages.py`
+packs tensors into messages, and reorders the rows that a rank receives.
 """

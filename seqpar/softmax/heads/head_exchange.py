@@ -1,11 +1,14 @@
-"""Divide heads among ranks, and exchange tokens for heads and back.
+"""Divide heads among ranks, and send each head to the rank that computes it.
 
-The ranks form a mesh. Heads are exchanged among the ranks of a *mesh row*. In Ulysses, all ranks
-are one mesh row. In USP, there are several. Before the exchange, a rank has all heads of its own
-tokens. After the exchange, it has some heads of all tokens in its mesh row, in the order of
-documents and positions. Heads are exchanged and computed in groups, so that the messages of one
-group are hidden by the computation of another group. A `HeadPlan` has everything that depends only
-on the layouts, and `HeadExchange` sends the messages.
+The ranks form a mesh. The ranks of a *mesh row* exchange heads with each other. In Ulysses, all
+ranks form a single mesh row. In USP, there are several mesh rows. Before the exchange, a rank has
+all heads of its own tokens. After the exchange, it has some heads of all tokens in its mesh row, in
+the order of documents and positions. A second exchange returns the results to the ranks that hold
+the tokens.
+
+Heads are exchanged and computed in groups, so that the messages of one group are sent while another
+group is computed. A `HeadPlan` contains everything that depends only on the layouts, the mask and
+the shapes of tensors. A `HeadExchange` sends the messages.
 
 Letters of shapes: B is the batch, T_local the number of this rank's tokens, T_merged the number of
 tokens in the mesh row, H the number of all heads, h the number of heads of one group, and D the
@@ -30,9 +33,9 @@ from seqpar.softmax.heads.head_messages import MergedRows, MessageBlock, Operand
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Heads of one rank that are computed together: some query heads `q`, and their KV heads `kv`.
+    """Heads that a rank computes together: query heads `q`, and the KV heads `kv` that they use.
 
-    Each of these KV heads has the same number of these query heads.
+    Each KV head of the group is used by the same number of query heads of the group.
     """
 
     q: slice
@@ -50,8 +53,9 @@ class HeadGroup:
 
     @property
     def arriving_kv(self) -> slice:
-        """The KV heads that arrive with this group. It is empty if they arrived with an earlier
-        group.
+        """The KV heads that the rank receives with this group.
+
+        The slice is empty if the rank has received these KV heads with an earlier group.
         """
         return self.kv if self.first else slice(0, 0)
 
@@ -59,7 +63,7 @@ class HeadGroup:
     def leaving_kv(self) -> slice:
         """The KV heads whose gradients are complete after this group.
 
-        It is empty if a later group adds to these gradients.
+        The slice is empty if a later group adds to the gradients of these KV heads.
         """
         return self.kv if self.last else slice(0, 0)
 
@@ -67,14 +71,14 @@ class HeadGroup:
 class HeadGroups:
     """The heads of all ranks in a mesh row, divided into groups.
 
-    Rank r of P gets the query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that these query
-    heads use. With `whole_on_ranks`, the KV heads are divided in this way instead, and a rank gets
-    all query heads of each of its KV heads.
+    Rank r of P computes the query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and receives the KV heads that
+    these query heads use. With `whole_on_ranks`, rank r computes all query heads that use the KV
+    heads ⌊rHkv/P⌋ … ⌊(r+1)Hkv/P⌋ − 1.
 
-    Each rank's heads are cut into `groups` groups, or into fewer groups if the rank has fewer
-    heads. Where possible, a cut lies between two KV heads. With `whole_kv`, every cut lies between
-    two KV heads. In a group, all KV heads must have the same number of query heads. If this is not
-    possible with `groups` groups, a rank has more groups.
+    The heads of a rank are cut into `groups` groups. A rank with fewer heads has fewer groups.
+    Where possible, a cut lies between two KV heads. With `whole_kv`, every cut lies between two KV
+    heads. All KV heads of a group have the same number of query heads in the group. If this is
+    impossible with `groups` groups, the rank has more groups.
     """
 
     def __init__(
@@ -100,8 +104,9 @@ class HeadGroups:
         self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
 
     def group(self, number: int) -> list[HeadGroup]:
-        """Return the group with this number on each rank. The group is empty on ranks with fewer
-        groups.
+        """Return the group with this number for each rank.
+
+        A rank that has fewer groups than another rank has empty groups at the end.
         """
         return [rank[number] for rank in self._ranks]
 
@@ -161,10 +166,10 @@ class GroupPlan:
 
 
 class HeadPlan:
-    """The plan of a forward or backward for one rank: what it exchanges within its mesh row.
+    """The tensors and groups of heads that a rank exchanges with its mesh row in one pass.
 
-    Tensors are called by their names in the code: q, k, v, out, lse, dq, dk, dv, dout, dlse and
-    delta.
+    A pass is a forward or a backward. Tensors have these names: q, k, v, out, lse, dq, dk, dv,
+    dout, dlse and delta.
     """
 
     def __init__(
@@ -180,12 +185,12 @@ class HeadPlan:
         """Make the plan.
 
         Args:
-            call: the call.
+            call: the call of attention.
             rank: this rank.
             heads: the heads of all ranks in a mesh row.
             size: the number of ranks in a mesh row.
             arriving: the names of the tensors that are exchanged before a group is computed.
-            leaving: the names of the tensors that are exchanged afterwards.
+            leaving: the names of the tensors that are exchanged after a group was computed.
             kept: the names of the tensors that forward received and kept for backward.
         """
         self.index, shape = rank % size, call.shape  # the index of this rank in its mesh row
@@ -235,10 +240,10 @@ class HeadPlan:
 
 
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
-    """Return the call as if each mesh row of `size` ranks was a single rank with all of its tokens.
+    """Return a call in which each mesh row of `size` ranks is a single rank with all of its tokens.
 
-    Slopes and max logits are left out, because the result is stored with the layouts and must not
-    keep a call's tensors alive.
+    The result has no slopes and no max logits. It is stored with the layouts, and must not keep the
+    tensors of a call alive.
     """
     return replace(call, max_logits=None).altered(
         rank=rank // size,
@@ -274,9 +279,10 @@ class HeadExchange:
         Args:
             comm: all ranks of the call.
             plan: this rank's plan.
-            label, outer_name: names of the messages in errors and traces.
-            make_results: allocates the tensors (B, T_local, H, D) for results. It is called when
-                the first result arrives.
+            label: the name of the call's messages in errors and traces.
+            outer_name: the name of the outer strategy's messages in errors and traces.
+            make_results: a function that allocates the results, such as (B, T_local, H, D). It is
+                called when the first result has arrived.
         """
         self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
         between = comm.channel("rows") if len(plan.column) > 1 else comm
@@ -287,9 +293,10 @@ class HeadExchange:
         self._sent_back = 0  # the number of groups whose results were sent
 
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
-        """Yield, for each group, this rank's heads of these tensors (B, T_local, H, D).
+        """Yield the heads that this rank computes, one group after another.
 
-        A group arrives as one buffer for each `MessageBlock`. `in_heads` makes tensors of these
+        `tensors` are this rank's tokens with all heads, (B, T_local, H, D). A group is a list of
+        buffers, one for each `MessageBlock` of the group. `in_heads` returns the tensors in these
         buffers. While the caller computes a group, the messages of the next group are sent.
         """
 
@@ -306,10 +313,10 @@ class HeadExchange:
             yield [block.merge(x) for block, x in zip(group.arriving, current.wait(), strict=True)]
 
     def send_back(self, tensors: Tensors) -> None:
-        """Send the results of the next group, (B, T_merged, h, D), to the ranks that hold the
-        tokens.
+        """Send the results of a group, (B, T_merged, h, D), to the ranks that hold the tokens.
 
-        The function empties `tensors`. It first waits for the results of the preceding group.
+        Call this once for each group, in the order of the groups. It empties `tensors`, and waits
+        until the results of the preceding group have arrived before it sends.
         """
         blocks = self._plan.groups[self._sent_back].leaving
         flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
@@ -337,8 +344,9 @@ class HeadExchange:
     ) -> Arriving:
         """Post the messages of some blocks.
 
-        If `to_heads`, heads are sent to the ranks that compute them, and `flats` are in token form.
-        Otherwise `flats` are in head form. `head_messages.py` explains these forms.
+        With `to_heads`, each head is sent to the rank that computes it, and `flats` are in token
+        form. Without `to_heads`, results are sent to the ranks that hold the tokens, and `flats`
+        are in head form. `head_messages.py` defines the two forms.
         """
         sends: list[Message] = []
         recvs: list[Message] = []

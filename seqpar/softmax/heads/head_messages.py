@@ -1,14 +1,17 @@
-"""Pack tensors into the messages that exchange tokens for heads, and unpack them.
+"""Pack tensors into the messages of an exchange of heads, and unpack these messages.
 
-Heads are exchanged among the ranks of a *mesh row*. There are two forms of the same data. In *token
-form*, a rank has all heads of its own tokens. In *head form*, it has some heads of all tokens in
-its mesh row. In both forms, a flat buffer has one message for each rank, in the order of the ranks.
-A message that is sent from a buffer in one form is received into a buffer in the other form. Within
-a message, all tensors of a token lie next to each other.
+The ranks of a *mesh row* exchange heads with each other. A buffer with the messages has one of two
+forms. In *token form*, it contains all heads of one rank's own tokens. In *head form*, it contains
+some heads of all tokens in the mesh row. In both forms, the buffer contains one message for each
+rank, in the order of the ranks. A message that is sent from a buffer in token form is received into
+a buffer in head form, and vice versa. Within a message, the elements of a token lie next to each
+other, for all tensors that share the message.
 
-To pack a buffer in token form, one strided copy per tensor suffices if heads are evenly spaced. In
-head form, one index_select of whole rows brings the rows of all ranks into the order of documents.
-Contiguous layouts need no index_select. Each tensor is then a view of the buffer.
+A tensor is packed into a buffer in token form by one strided copy if every rank has the same number
+of heads, and if the index of a rank's first head increases by the same number from each rank to the
+next. In head form, one index_select reorders the rows of all ranks to the order of documents. With
+contiguous layouts, the rows already have this order, so nothing is copied and each tensor is a view
+of the buffer.
 
 Letters of shapes: B is the batch, T_local the number of this rank's tokens, T_merged the number of
 tokens in the mesh row, H the number of all heads, h the number of this rank's heads, and D the head
@@ -31,10 +34,9 @@ from seqpar.layout.geometry import Geometry
 
 
 class MergedRows:
-    """The tokens of several ranks, in two orders: one rank after another, and the order of
-    documents.
+    """The tokens of several ranks, in two orders: by rank, and by document and position.
 
-    The indices that convert between the two orders are copied to a device only once. If each call
+    The indices that convert one order into the other are copied to a device only once. If each call
     copied them, the host would wait for the device in each call.
     """
 
@@ -52,11 +54,11 @@ class MergedRows:
 
     @classmethod
     def of(cls, layout: Geometry, ranks: range) -> MergedRows:
-        """Return the rows of these consecutive ranks. They are stored with the layout."""
+        """Return the rows of consecutive ranks. The result is stored with the layout."""
         return layout.derived(("merged rows", ranks), lambda: cls(layout, ranks))
 
     def merge(self, x: Tensor) -> Tensor:
-        """Reorder x (total, …) from one rank after another to the order of documents."""
+        """Reorder x (total, …) from the order of the ranks to the order of the documents."""
         return x if self.in_order else x.index_select(0, self._index("merge", x.device))
 
     def split(self, merged: Tensor) -> Tensor:
@@ -77,16 +79,16 @@ class MergedRows:
 
 
 class Operand(NamedTuple):
-    """A tensor to exchange.
+    """A tensor whose heads are exchanged.
 
     Attributes:
         name: the name of the tensor.
-        dtype: the dtype in which it is sent.
+        dtype: the dtype in which the tensor is sent.
         rows: the tokens of the tensor on all ranks of the mesh row.
         heads: the heads that each rank of the mesh row computes.
         dim: D, or None for a tensor without D.
-        add: whether several ranks return the same head. Their results are added in the order of the
-            ranks.
+        add: whether several ranks may return results for the same head. With True, the results for
+            a head are added in the order of the ranks.
     """
 
     name: str
@@ -100,14 +102,15 @@ class Operand(NamedTuple):
         return self.heads[rank].stop - self.heads[rank].start
 
     def width(self, rank: int) -> int:
-        """Return the number of elements per token that are sent to, or come from, a rank."""
+        """Return how many elements of each token are in the message to or from a rank."""
         return self.count(rank) * (self.dim or 1)
 
 
 class _Run(NamedTuple):
     """Heads of consecutive ranks that one strided copy can pack.
 
-    The ranks have the same number of heads, and their heads are evenly spaced.
+    All ranks of a `_Run` have the same number of heads. The index of the first head increases by
+    `step` from each rank to the next.
     """
 
     shape: tuple[int, ...]  # number of ranks, T_local, B, heads of a rank, D
@@ -125,8 +128,10 @@ class _Run(NamedTuple):
         return x.as_strided(self.shape, strides, x.storage_offset() + self.head * head_stride)
 
     def followed_by(self, other: _Run) -> _Run | None:
-        """Join this run with `other`, the run of the next rank. Return None if one copy cannot pack
-        both runs.
+        """Return the heads of `self` and `other` as one `_Run`, or None if one copy cannot pack
+        both.
+
+        `other` contains the heads of the next rank that has heads.
         """
         last = self.shape[0] - 1
         step = other.head - (self.head + last * self.step)
@@ -147,7 +152,7 @@ class _Part(NamedTuple):
 
 
 class _Section(NamedTuple):
-    """The part of the buffer in head form that has all tensors with the same tokens."""
+    """The range of a buffer in head form that contains all tensors with the same tokens."""
 
     rows: MergedRows
     offset: int
@@ -158,14 +163,14 @@ class _Section(NamedTuple):
 
 
 class MessageBlock:
-    """Tensors of one dtype that are exchanged in one buffer.
+    """Tensors with the same dtype that are exchanged in one buffer.
 
-    Tensors with the same tokens share messages. Methods take and return tensors in the order of
-    `names`.
+    Tensors with the same tokens are sent in the same message. Methods take and return tensors in
+    the order of `names`.
     """
 
     def __init__(self, operands: Sequence[Operand], row: range, index: int, batch: int) -> None:
-        """Plan the exchange of these tensors among the ranks `row`. This rank is `row[index]`."""
+        """Plan the exchange of tensors among the ranks `row`. This rank is `row[index]`."""
         self.dtype, self.names = operands[0].dtype, list[str]()
         # The number of elements of each message in token form and in head form, one message for
         # each rank of the mesh row. If queries and keys are different tokens, the messages with
@@ -217,7 +222,10 @@ class MessageBlock:
         return flat
 
     def unpack_tokens(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
-        """Write or add the heads in a buffer in token form to the targets (B, T_local, H, D)."""
+        """Copy the heads in a buffer in token form to the targets (B, T_local, H, D), or add them.
+
+        They are added for tensors with `Operand.add`.
+        """
         for target, part in zip(targets, self._parts, strict=True):
             for run in part.runs:
                 heads, arrived = run.in_tensor(target), run.in_messages(flat)
@@ -230,10 +238,10 @@ class MessageBlock:
                         ours.add_(theirs)
 
     def pack_heads(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Pack these tensors (B, T_merged, h, D) into a buffer in head form.
+        """Pack tensors (B, T_merged, h, D) into a buffer in head form.
 
-        A single tensor is not copied if its rows are already in the order of the messages. Tensors
-        without heads are ignored.
+        A single tensor is not copied if its rows are already in the order of the messages. A tensor
+        without heads on this rank is ignored.
         """
         if len(tensors) == 1:
             flat = tensors[0].to(self.dtype).transpose(0, 1).reshape(-1)
@@ -245,7 +253,7 @@ class MessageBlock:
         return self._reordered(flat, MergedRows.split)
 
     def merge(self, flat: Tensor) -> Tensor:
-        """Reorder the rows of a buffer in head form to the order of documents."""
+        """Reorder the rows of a buffer in head form to the order of the documents."""
         return self._reordered(flat, MergedRows.merge)
 
     def _reordered(self, flat: Tensor, order: Callable[[MergedRows, Tensor], Tensor]) -> Tensor:
@@ -255,7 +263,7 @@ class MessageBlock:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def in_heads(self, merged: Tensor) -> list[Tensor]:
-        """Return views of the tensors (B, T_merged, h, D) in a buffer that `merge` returned."""
+        """Return views (B, T_merged, h, D) of the tensors in a buffer that `merge` returned."""
         first = merged.storage_offset()
         return [
             merged.as_strided(shape, strides, first + offset)
