@@ -1,5 +1,6 @@
-"""TokenRing and Mesh: queries are sent to other ranks, and their results return.
+"""TokenRing and Mesh: ranks send queries to other ranks, and receive the results.
 
-Start with `tile_strategy.py`, which has forward and backward. `tiles.py` decides which rows are
-sent between the ranks of a mesh, and `query_exchange.py` sends queries and receives their results.
+Start with `tile_strategy.py`, which implements forward and backward. `tiles.py` decides which rows
+the ranks of a mesh send to each other. `query_exchange.py` sends queries and receives their
+results.
 """

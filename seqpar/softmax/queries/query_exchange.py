@@ -1,9 +1,9 @@
 """Send queries to the other ranks of a mesh row, and receive the results that these ranks compute.
 
-The ranks form a mesh, and queries are exchanged within its rows (`tiles.py`). A *hop* is one step
-of this exchange: this rank sends queries to a *receiver*, and receives the queries of a *sender*.
-The results are sent in the opposite direction. `tile_strategy.py` plans with `QuerySchedule` and
-runs `QueryExchange`.
+The ranks form a mesh, and queries are exchanged between the ranks of a mesh row (`tiles.py`). A
+*hop* is one step of this exchange: this rank sends its queries to a *receiver*, and receives the
+queries of a *sender*. Results are sent in the opposite direction. `tile_strategy.py` makes a
+`QuerySchedule`, and runs it with a `QueryExchange`.
 
 Letters of shapes: B is the batch, T the number of local rows, and Hq the number of query heads.
 """
@@ -31,7 +31,7 @@ from seqpar.softmax.wire.row_messages import Packing, RowFormat, Rows
 
 @dataclass(eq=False)
 class QueryHop:
-    """One hop of this rank: queries are sent to a receiver, and queries of a sender arrive."""
+    """A step in which this rank sends queries to a receiver and receives queries from a sender."""
 
     step: int  # the number of the step, from 1
     receiver: int
@@ -60,31 +60,33 @@ class QueryHop:
 
     @cached_property
     def blocks(self) -> Blocks | None:
-        """For each block of keys, the slices of the arriving queries. None if no queries arrive."""
+        """The slices of the received queries over each block of keys, or None without received
+        queries.
+        """
         return Blocks([build() for build in self.build_slices]) if self.received_count else None
 
     def leave_of_one_call(self, backward: bool) -> bool:
-        """Return whether the results that this rank sends come from a single kernel call."""
+        """Return whether a single kernel call computes the results that this rank sends."""
         if self.known_calls is not None:
             return self.known_calls
         return self.blocks is not None and is_one_call(self.blocks.slices[0], backward)
 
     def return_of_one_call(self, backward: bool) -> bool:
-        """Return whether the results that this rank receives come from a single kernel call."""
+        """Return whether a single kernel call computes the results that this rank receives."""
         if self.known_calls is not None:
             return self.known_calls
         return self.sent_count > 0 and is_one_call(self.build_returning(), backward)
 
 
 class Travelling(NamedTuple):
-    """The formats of the tensors that a forward or backward sends.
+    """The formats of the tensors that ranks send in a forward or backward.
 
     Attributes:
-        queries: the formats of the tensors that are sent with the queries.
-        result: the format of results. Its dtype is that of sums over several kernel calls.
-        others: the formats of tensors that return with each result, such as lse.
-        dtypes: the dtypes of results.
-        backward: whether this is a backward.
+        queries: the formats of the tensors that are sent to the receiver.
+        result: the format of a result that several kernel calls compute.
+        others: the formats of the tensors that are sent back with each result, such as lse.
+        dtypes: the dtypes in which results are sent.
+        backward: whether the pass is a backward.
     """
 
     queries: tuple[RowFormat, ...]
@@ -94,7 +96,7 @@ class Travelling(NamedTuple):
     backward: bool
 
     def results(self, is_one_call: Callable[[bool], bool]) -> list[RowFormat]:
-        """Return the formats of the tensors that return.
+        """Return the formats of the tensors that are sent back to the rank of the queries.
 
         `is_one_call(backward)` returns whether a single kernel call computes the result.
         """
@@ -116,8 +118,9 @@ class HopMessages(NamedTuple):
     returning: Packing  # results of this rank's queries, from the receiver
 
     def packs_rows(self, rows: Rows) -> bool:
-        """Return whether the tensors of these rows share one message. If not, each tensor is a
-        separate message.
+        """Return whether all tensors with these rows are sent as one message.
+
+        If not, each tensor is sent as a separate message.
         """
         return self.packs or not rows.is_range
 
@@ -136,17 +139,17 @@ class QuerySchedule(NamedTuple):
         hop_count: int,
         travelling: Travelling,
     ) -> QuerySchedule:
-        """Return the schedule.
+        """Return the schedule of this rank's messages.
 
-        All hops of one group of heads come before the hops of the next group, so that the results
-        of a group can be merged together.
+        All hops of one group of heads come before the hops of the next group. The results of a
+        group can therefore be merged together.
 
         Args:
-            call: the call.
+            call: the call of attention.
             query_hops: the hops of this rank, without hops that were left out.
-            last_step: the number of the last hop, even if it was left out.
-            hop_count: the number of hops of a group, including hops that were left out.
-            travelling: the formats of the tensors that are sent.
+            last_step: the number of the last hop, even if this hop was left out.
+            hop_count: the number of hops of each group, including hops that were left out.
+            travelling: the formats of the tensors that ranks send.
         """
         groups, packs, hops = query_groups(call), packs_all_rows(call), list[HopMessages]()
         formats = [
@@ -176,9 +179,10 @@ def query_groups(call: ResolvedCall) -> list[HeadSlices]:
 
 
 def packs_all_rows(call: ResolvedCall) -> bool:
-    """Return whether all tensors that are sent to a rank share one message, for any rows.
+    """Return whether all tensors that are sent to a rank always share one message.
 
-    If not, tensors whose rows are a single range are sent one by one, which needs no copy.
+    If not, tensors are sent one by one if their rows are a single range, because this needs no
+    copy.
     """
     return call.shape.batch > 1 or len(query_groups(call)) > 1
 
@@ -188,12 +192,13 @@ _MOST_KEPT = 4
 
 
 class _KeptResults:
-    """Decides how many results of a group of heads are stored before they are merged.
+    """The decision how many results of a group of heads are stored before they are merged.
 
     Attributes:
         most: the largest number of results that are stored at the same time, at least 1.
         last: the indices of the hops after which all stored results are merged, because later
-            results need their memory. The last hop of a group is among them.
+            results need their memory. Except at the end of the schedule, they include the last hop
+            of each group.
     """
 
     def __init__(self, returning: Sequence[HopMessages], kept_bytes: int) -> None:
@@ -212,8 +217,9 @@ class _KeptResults:
 
 
 class _Packed(NamedTuple):
-    """A packed message with queries. The next hop sends it again if that hop needs the same
-    rows.
+    """A message with this rank's queries.
+
+    The next hop sends the same message again if it sends the same rows and heads.
     """
 
     rows: Rows
@@ -225,10 +231,10 @@ class _Packed(NamedTuple):
 
 
 class QueryExchange:
-    """Sends and receives the messages of a schedule.
+    """The messages of a `QuerySchedule`: queries are sent, and results are sent back.
 
-    Queries and results use separate channels. If the results of a hop were sent in one exchange
-    with the queries of the next hop, they would be sent one step later.
+    Queries and results use separate channels. If one exchange contained the results of a hop and
+    the queries of the next hop, the results would be sent one step later.
     """
 
     def __init__(
@@ -241,7 +247,7 @@ class QueryExchange:
     ) -> None:
         """Prepare to send the tensors `travelling`, each (B, T, Hq, …).
 
-        The caller may store results that have arrived, in up to `kept_bytes` bytes.
+        `kept_bytes` limits the memory of the results that the caller stores before it merges them.
         """
         self._queries, self._results = comm, comm.channel("results")
         self._schedule, self._label, self._device = schedule, label, travelling[0].device
@@ -270,9 +276,7 @@ class QueryExchange:
 
     @property
     def keeps_results(self) -> bool:
-        """Whether the caller stores results that have arrived while other results are still being
-        sent.
-        """
+        """Whether the caller stores several results before it merges them."""
         return self._kept.most > 1
 
     def results(
@@ -284,17 +288,17 @@ class QueryExchange:
         """Run all hops, and yield the results of this rank's queries as they arrive.
 
         Args:
-            compute_first: computes with this rank's own queries while the first queries arrive.
-            compute_last: computes with this rank's own queries while the last results arrive.
-            compute: computes with queries that have arrived. Its arguments are the hop, the
-                queries, and the tensors of the message to which it writes the results. While it
-                runs, the queries of the next hop arrive, and the results of the preceding hop are
-                sent.
+            compute_first: computes attention of this rank's queries while the first queries of
+                other ranks arrive.
+            compute_last: computes attention of this rank's queries while the last results arrive.
+            compute: computes attention of received queries. Its arguments are the hop, the queries,
+                and the tensors to which it writes the results. While it runs, the queries of the
+                next hop arrive, and the results of the preceding hop are sent.
 
         Yields:
-            The index of the group of heads, the local rows of the result, its tensors, and whether
-            the caller must now merge all results that it stores. If so, their memory may be
-            overwritten when the next result is requested.
+            The index of the group of heads, the local rows of the result, the tensors of the
+            result, and whether the caller must now merge all results that it stores. If it must,
+            the memory of these results may be overwritten when the next result is requested.
         """
         hops = self._schedule.hops
         arriving = self._post_queries(hops[0]) if hops else None
@@ -337,8 +341,9 @@ class QueryExchange:
     def _returned(
         self, messages: HopMessages, results: Arriving
     ) -> tuple[int, Rows, list[Tensor], bool] | None:
-        """Wait for the results that this rank receives in a hop. Return None if this rank sent no
-        queries in the hop.
+        """Wait for the results that this rank receives in a hop, and return what `results` yields.
+
+        The result is None if this rank sent no queries in the hop.
         """
         tensors, hop = results.wait(), messages.hop
         if not hop.sent_count:

@@ -1,8 +1,9 @@
 """`TileStrategy`, the base class of TokenRing and Mesh.
 
-Ranks form a mesh. Each rank computes one tile of attention: the queries of all ranks in its mesh
-row over the keys of all ranks in its mesh column. A subclass chooses the number of columns. In
-TokenRing all ranks are one mesh row, so that keys stay on their ranks.
+The ranks form a mesh. Each rank computes attention of the queries of all ranks in its mesh row over
+the keys of all ranks in its mesh column. This part of attention is the *tile* of the rank. A
+subclass chooses the number of columns. In TokenRing, all ranks form one mesh row, so keys are not
+sent.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ from seqpar.softmax.wire.row_messages import RowFormat
 class TileStrategy(Strategy):
     """Sends queries to the other ranks of a mesh row, and keys to the other ranks of a mesh column.
 
-    A rank first computes with its own queries, while the keys of its column arrive. It holds these
-    keys until the end of the forward or backward. Then it computes with the queries of one sender
-    after another, and returns their results. It leaves some of the work with its own queries for
-    the end, to hide the last messages.
+    A rank first computes attention of its own queries, while it receives the keys of its mesh
+    column. It keeps these keys until the end of the forward or backward. It then receives queries
+    from one rank of its mesh row after another, computes their attention, and sends the results
+    back. While the last results arrive, it computes the rest of the attention of its own queries.
     """
 
     # The dtype in which outputs return. None means the accumulator's dtype.
@@ -87,16 +88,14 @@ class TileStrategy(Strategy):
 
     @property
     def partial_code(self) -> torch.dtype | None:
-        """The 8-bit dtype in which outputs are sent back, or None if they are sent back in a dtype
-        with more bits.
+        """The 8-bit dtype in which outputs are sent back, or None if `partial_dtype` is not an
+        8-bit dtype.
         """
         return self.partial_dtype if self.partial_dtype in CODES else None
 
     @property
     def keys_dtype(self) -> torch.dtype | None:
-        """The dtype in which keys and values are sent: an 8-bit dtype, or None for the dtype of
-        k.
-        """
+        """The 8-bit dtype in which keys and values are sent, or None for the dtype of k."""
         return None
 
     def _partial_dtypes(self, comm: Comm | None, call: ResolvedCall) -> ResultDtypes:
@@ -117,7 +116,7 @@ class TileStrategy(Strategy):
     ) -> tuple[Tile, QuerySchedule]:
         """Return this rank's tile and the schedule of its messages.
 
-        Both are made once for all calls that differ only in their tensors.
+        They are built once for all calls that differ only in their tensors.
         """
         columns, routed = self.columns_of(call), comm.is_routed
         tile = call.once(("tile", columns, routed), lambda: Tile(call, self.tiles(call), routed))
@@ -322,10 +321,11 @@ class TileStrategy(Strategy):
 
 
 def _kept_bytes(total: WaitingResults) -> int:
-    """Return how many bytes of results may be stored before they are merged into sums in fp32.
+    """Return how many bytes of received results may be stored before they are merged.
 
-    The limit of `total` includes 4 bytes per element for these sums. The factor 17/16 is for lse,
-    which has less than 1/16 of the bytes of its result.
+    `total.most_bytes` is a limit in bytes per element of the results. 4 of these bytes are for the
+    fp32 sums into which results are merged. The factor 17/16 is for lse, which has less than 1/16
+    of the bytes of its result.
     """
     return total.elements * (total.most_bytes - 4) * 17 // 16 if total.waits else 0
 
@@ -335,9 +335,7 @@ def _parts(groups: Sequence[HeadSlices]) -> list[slice | None]:
 
 
 def partial_bytes(shape: OperandShape, partial_dtype: torch.dtype | None) -> int:
-    """Return the number of bytes that are sent back for each row and head of an output, without
-    lse.
-    """
+    """Return how many bytes of an output are sent back for each row and head, without the lse."""
     if partial_dtype in CODES:
         return encoded_width([shape.value_dim])
     return shape.value_dim * (partial_dtype or accumulator_dtype(shape.dtype)).itemsize

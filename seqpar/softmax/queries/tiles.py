@@ -1,8 +1,8 @@
 """Find the rows that ranks send if each rank of a mesh computes one tile of queries and keys.
 
-The *tile* of a rank is the queries of all ranks in its mesh row over the keys of all ranks in its
-mesh column. Any rank's queries and any other rank's keys are therefore computed on exactly one
-rank, where the row of the first rank crosses the column of the second rank.
+The *tile* of a rank is attention of the queries of all ranks in its mesh row over the keys of all
+ranks in its mesh column. The queries of rank i and the keys of rank j are therefore in exactly one
+tile: the tile of the rank where the mesh row of rank i crosses the mesh column of rank j.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from seqpar.softmax.wire.row_messages import Rows
 class Tiles:
     """The tiles of all ranks, on a mesh whose ranks are numbered along its rows.
 
-    Its references to the layouts are weak, because plans that are stored with the layouts refer to
-    this object and must not keep the layouts alive.
+    The object has only weak references to the layouts. Plans that are stored with the layouts refer
+    to this object, and must not keep the layouts alive.
     """
 
     def __init__(self, queries: Geometry, keys: Geometry, mask: Mask, columns: int) -> None:
@@ -38,15 +38,17 @@ class Tiles:
         self._key_rows: dict[tuple[int, int], Ints] = {}
 
     def row(self, rank: int) -> list[int]:
-        """Return the other ranks in the row of a rank, in the order in which it sends queries to
-        these ranks.
+        """Return the other ranks in the mesh row of `rank`.
+
+        They are in the order in which `rank` sends queries to them.
         """
         first = rank - rank % self._columns
         return [first + (rank + step) % self._columns for step in range(1, self._columns)]
 
     def column(self, rank: int) -> list[int]:
-        """Return the other ranks in the column of a rank, in the order in which it sends keys to
-        these ranks.
+        """Return the other ranks in the mesh column of `rank`.
+
+        They are in the order in which `rank` sends keys to them.
         """
         ranks, columns = self._ranks, self._columns
         return [other % ranks for other in range(rank + columns, rank + ranks, columns)]
@@ -58,9 +60,9 @@ class Tiles:
         return rank % self._columns
 
     def query_rows(self, rank: int, receiver: int) -> Ints:
-        """Return the queries that a rank sends to another rank of its row, as ranges (m, 2).
+        """Return the queries that a rank sends to another rank of its mesh row, as ranges (m, 2).
 
-        These are the queries that attend to some key of the receiver's column.
+        These are the queries that attend to at least one key in the receiver's mesh column.
         """
         if (rows := self._query_rows.get((rank, receiver))) is None:
             queries, keys = self._geometry
@@ -70,9 +72,9 @@ class Tiles:
         return rows
 
     def key_rows(self, rank: int, receiver: int) -> Ints:
-        """Return the keys that a rank sends to another rank of its column, as ranges (m, 2).
+        """Return the keys that a rank sends to another rank of its mesh column, as ranges (m, 2).
 
-        These are the keys to which some query of the receiver's row attends.
+        These are the keys to which at least one query in the receiver's mesh row attends.
         """
         if (rows := self._key_rows.get((rank, receiver))) is None:
             queries, keys = self._geometry
@@ -82,44 +84,46 @@ class Tiles:
         return rows
 
     def sent_queries(self, rank: int) -> ReachedRows:
-        """Return the queries that a rank sends to each column of the mesh.
+        """Return, for each mesh column, the queries that a rank sends to this column.
 
-        The receiver is the rank where this column crosses the row of the sender.
+        The receiver is the rank in the mesh row of the sender and in this mesh column.
         """
         queries, groups = self._geometry[0], np.arange(self._ranks) % self._columns
         groups_of_ranks = groups if self._columns < self._ranks else None
         return self._side_of_queries.own_rows(queries.holdings[rank], groups_of_ranks)
 
     def sent_keys(self, rank: int) -> ReachedRows:
-        """Return the keys that a rank sends to each row of the mesh.
+        """Return, for each mesh row, the keys that a rank sends to this row.
 
-        The receiver is the rank where this row crosses the column of the sender.
+        The receiver is the rank in the mesh column of the sender and in this mesh row.
         """
         keys, groups = self._geometry[1], np.arange(self._ranks) // self._columns
         groups_of_ranks = groups if self._columns > 1 else None
         return self._side_of_keys.own_rows(keys.holdings[rank], groups_of_ranks)
 
     def received_queries(self, rank: int) -> Ints:
-        """Return, for each rank, how many of its queries attend to some key in the column of
-        `rank`, (ranks,).
+        """Return the number of queries that each rank sends to the mesh column of `rank`, (ranks,).
+
+        These are the queries that attend to at least one key in this mesh column.
         """
         column = self._geometry[1].merged_holding([rank, *self.column(rank)])
         return self._side_of_keys.their_rows(column)
 
     def received_keys(self, rank: int) -> Ints:
-        """Return, for each rank, how many of its keys some query in the row of `rank` attends to,
-        (ranks,).
+        """Return the number of keys that each rank sends to the mesh row of `rank`, (ranks,).
+
+        These are the keys to which at least one query in this mesh row attends.
         """
         row = self._geometry[0].merged_holding([rank, *self.row(rank)])
         return self._side_of_queries.their_rows(row)
 
     def slices(self, q_rank: int, k_rank: int, at: int) -> Slices:
-        """Return the slices of the queries of `q_rank` over the keys of `k_rank`, which `at`
-        computes.
+        """Return the slices that the rank `at` computes for queries of `q_rank` and keys of
+        `k_rank`.
 
-        `q_rank` is in the row of `at`, and `k_rank` is in the column of `at`. The slices refer to
-        the tensors of the rank `at`: all rows of its own tensors, and the rows that other ranks
-        have sent to it.
+        `q_rank` is in the mesh row of `at`, and `k_rank` is in the mesh column of `at`. The slices
+        index the tensors on the rank `at`. A tensor of `at` itself has all of its rows. A tensor
+        that another rank has sent contains only the rows that were sent.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:
@@ -127,11 +131,12 @@ class Tiles:
         return slices if k_rank == at else slices.of_keys(self.key_rows(k_rank, at))
 
     def known_calls(self) -> bool | None:
-        """Return whether a single kernel call computes another rank's queries, if this is known
-        now.
+        """Return whether a single kernel call computes the queries that one rank sends to another
+        rank.
 
-        The result is False if a rank has several blocks of keys, and True if `hops_are_one_call`.
-        Otherwise it depends on the two ranks, and the result is None.
+        The result is False if the mesh has several rows, because each rank then has several blocks
+        of keys. It is True if `hops_are_one_call` is true. In all other cases, the result is None,
+        because the answer may differ between pairs of ranks.
         """
         if self._columns < self._ranks:
             return False
@@ -165,10 +170,10 @@ class Tiles:
 
 
 class Tile:
-    """The steps, hops and slices of one rank, which are found once per layout and mask.
+    """The messages and the work of one rank, which are found once per layout and mask.
 
-    The number of rows in each step and hop is known from the start. The slices of queries that
-    arrive are built when their hop is computed, while messages of other hops are sent.
+    The constructor finds how many rows are sent in each message. The slices of received queries are
+    found later, when attention of these queries is computed.
     """
 
     def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
@@ -188,25 +193,29 @@ class Tile:
 
     @cached_property
     def own(self) -> list[tuple[Slices, Slices]]:
-        """The slices of this rank's queries over each block of keys, in two halves, for backward.
+        """The slices of this rank's queries over each block of keys, in two halves.
 
-        While the second half over one block is computed, the gradients of another block are sent.
+        Backward computes the halves separately. While it computes the second half over one block of
+        keys, the gradients of another block are sent.
         """
         return [halves(slices) for slices in self.blocks]
 
     @cached_property
     def last(self) -> tuple[int, Slices]:
-        """The work that forward does at the end: the index of a block of keys, and slices over this
-        block.
+        """The work that forward leaves for the end: the index of a block of keys, and slices over
+        this block.
 
-        If the block has the rank's own keys, these are half of the slices of the block. Otherwise
-        they are all slices of the block.
+        For the block with the rank's own keys, the slices are half of the block's slices. For any
+        other block, they are all slices of the block.
         """
         last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
         return last, self.blocks[last] if last else self.own[0][1]
 
     def first(self, block: int) -> Slices | None:
-        """Return the slices over a block of keys that forward computes at the beginning, if any."""
+        """Return the slices over a block of keys that forward computes at the beginning.
+
+        The result is None if forward computes the whole block at the end.
+        """
         if block != self.last[0]:
             return self.blocks[block]
         return None if block else self.own[0][0]
@@ -229,7 +238,7 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
 
 
 def _are_one_call() -> bool:
-    """Return False, because a rank computes with its own keys in several calls."""
+    """Return False, because a rank computes attention over its own keys in several kernel calls."""
     return False
 
 
