@@ -26,7 +26,7 @@ Described = dict[str, object]  # the arguments of a call as JSON values, by argu
 class Fault(NamedTuple):
     """The type and the text of the error with which a rank refuses a call.
 
-    Unlike the error, a fault does not keep tensors alive.
+    An exception object would keep the tensors of its traceback alive. A fault keeps none.
     """
 
     is_type_error: bool
@@ -38,8 +38,8 @@ class Fault(NamedTuple):
 
 
 def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
-    """Return the result of `resolve` and None or, if `resolve` raises an error, None and its
-    fault.
+    """Return the result of `resolve` and None. If `resolve` raises an error, return None and a
+    `Fault`.
     """
     try:
         return resolve(), None
@@ -69,22 +69,22 @@ def compare_calls(
     """Raise the same error on all ranks if two ranks make different calls, or if a rank refuses its
     call.
 
-    Every rank must run this function in every call, even in a call that it has compared before.
-    Otherwise a rank that makes a different call would wait for its messages forever.
+    Every rank must run this function in every call, even in a call that it has compared before. If
+    one rank skipped the comparison, a rank that makes a different call would wait for it forever.
 
-    The ranks first compare a digest of the strategy, the fault and `shared(False)`, in ⌈log₂ P⌉
-    messages of 64 bytes. If the digests differ, each rank receives the strategies, the faults and
-    the `shared(True)` of all ranks as text, in ⌈log₂ P⌉ further messages. If a rank has a fault,
-    all ranks raise the error of the first such rank. Otherwise, if the texts differ, all ranks
-    raise a ValueError that names an argument in which ranks differ.
+    First, the ranks compare a digest of the strategy, the fault and `shared(False)`. Each of P
+    ranks sends ⌈log₂ P⌉ messages of 64 bytes. If the digests differ, each rank receives the
+    strategy, the fault and `shared(True)` of every rank as text. If a rank has a fault, all ranks
+    raise the error of the lowest rank that has a fault. If no rank has a fault but the texts
+    differ, all ranks raise a ValueError. It names an argument that differs between ranks.
 
     Args:
         comm: the ranks.
         strategy: the strategy of the call. `str(strategy)` is compared, and must show all options.
         fault: the error with which this rank refuses the call, or None.
         shared: `shared(True)` returns the arguments that must be the same on all ranks, by argument
-            name. `shared(False)` is faster, but its results may differ although the arguments are
-            equal.
+            name. `shared(False)` is a faster description of the arguments. It may differ between
+            ranks even if the arguments are equal.
         hint: a text that is appended to an error about different arguments.
     """
     first: Described = {"fault": fault}  # JSON writes the fault as a list, or as null
@@ -110,9 +110,9 @@ def check_same_model(
 ) -> None:
     """Raise a ValueError on all ranks that names the first setting or tensor in which ranks differ.
 
-    Each rank reads its tensors once. It sends a hash of 64 bits for each tensor, and the settings
-    as text. A tensor is not compared if it is on the meta device on any rank. `cause` is appended
-    to the error.
+    Each rank sends the settings as text, and a hash of 64 bits for each tensor. A tensor is not
+    compared if it is on the meta device on any rank. `cause` is a text that is appended to the
+    error.
     """
     if comm.size == 1:
         return
@@ -156,7 +156,7 @@ def digest(x: Tensor) -> Tensor:
 def _explain(ranks: list[Described], hint: str) -> None:
     """Raise the error that all ranks raise, given the arguments of all ranks.
 
-    Return if the arguments are equal although their digests differed.
+    If the arguments are equal although their digests differed, raise nothing.
     """
     for described in ranks:
         if described["fault"]:
@@ -180,9 +180,9 @@ def _check_equal(ranks: list[Described], hint: str = "") -> None:
 
 
 def _in_words(values: Sequence[object]) -> list[str]:
-    """Return values in the form in which an error shows them.
+    """Return the text of each value for an error.
 
-    If all values are dictionaries, only the entries that differ are shown.
+    If all values are dictionaries, the texts show only the entries that differ between the values.
     """
     parts = [value for value in values if isinstance(value, dict)]
     if len(parts) < len(values):

@@ -42,9 +42,9 @@ class Averaging:
 
     Attributes:
         wrappers: the modules of DDP and FSDP1, and the parameter groups of FSDP2.
-        flattened: whether a wrapper is FSDP1. During a call, the parameters are then views of flat
-            parameters.
-        in_no_sync: whether DDP's `no_sync` was active. DDP then averages in a later backward.
+        flattened: whether a wrapper is FSDP1. With FSDP1, the parameters are views of flat
+            parameters during a call.
+        in_no_sync: whether DDP's `no_sync` was active. If it was, DDP averages in a later backward.
     """
 
     wrappers: list[object] = field(default_factory=list)
@@ -109,11 +109,12 @@ class Averaging:
 
     @classmethod
     def of(cls, root: nn.Module, comm: Comm) -> Averaging:
-        """Find the DDP and FSDP wrappers around a model and in its submodules, while a call runs.
+        """Find the DDP and FSDP wrappers around a model and in its submodules, while a call of the
+        model runs.
 
         Raises a ValueError in three cases: the model is a DeepSpeed engine; a wrapper averages over
-        ranks that do not include the whole group; or a wrapper divides the sum by a number that is
-        not its number of ranks.
+        ranks that do not include the whole group; or a wrapper divides the sum of the gradients by
+        a number that is not the number of ranks over which the wrapper averages.
         """
         averaging = cls()
         for x in dict.fromkeys([*calling_modules(), *root.modules()]):
@@ -166,8 +167,9 @@ class Averaging:
 
 
 def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of the parameters and persistent buffers of which each rank has a full
-    copy.
+    """Return the names and tensors of the model's weights of which each rank has a full copy.
+
+    Weights are parameters and persistent buffers.
     """
     modules = list(model.modules())
     has_fsdp = any(isinstance(x, FullyShardedDataParallel | FSDPModule) for x in modules)
@@ -187,8 +189,8 @@ def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
     """Sum x (N,) over all ranks, in the order of the ranks, and divide the sum by `divisor`.
 
-    The sum is computed in fp32, or in fp64 if x is fp64. It has the same bits on all ranks. Each
-    rank sends 2·(P − 1)/P·N elements.
+    The sum is computed in fp32, or in fp64 if x is fp64. The result has the same bits on all ranks.
+    Each of P ranks sends 2·(P − 1)/P·N elements.
     """
     parts = [part.contiguous() for part in x.tensor_split(comm.size)]
     call = comm.call()
@@ -212,8 +214,8 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def like(local: Tensor, x: Tensor) -> Tensor:
-    """If `x` is a DTensor, return `local` as a DTensor with the placements of `x`. Otherwise return
-    `local`.
+    """Return `local` as a DTensor with the placements of `x` if `x` is a DTensor, else `local`
+    itself.
     """
     if not isinstance(x, DTensor):
         return local
@@ -223,7 +225,7 @@ def like(local: Tensor, x: Tensor) -> Tensor:
 
 
 def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with the placements of x.
+    """Return the gradient of x with the placements of x.
 
     With tensor parallelism, a gradient may be a partial sum although x is not.
     """
@@ -235,7 +237,7 @@ def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _check(name: str, hooks: Sequence[object | None], averaged: list[int], comm: Comm) -> None:
-    """Raise a ValueError unless all hooks are known hooks that average over the whole group."""
+    """Raise a ValueError unless all gradient hooks are known and average over the whole group."""
     own = comm.processes
     if not set(own) <= set(averaged):
         stated = f"it averages over ranks {averaged}, and the group has {own}"

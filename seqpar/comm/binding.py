@@ -1,7 +1,7 @@
 """`BoundStrategy`: a strategy and a group of ranks, which torch operators find by a string.
 
-An argument of a torch operator can be a string, but not a Python object. If a bound strategy is
-unpickled in another process, it finds its group by the group's name and ranks.
+An argument of a torch operator can be a string, but not any Python object. If a bound strategy is
+unpickled in another process, it finds its group by the name and the ranks of the group.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ N = TypeVar("N", bound=Named)
 class BoundStrategy(Generic[S]):
     """A strategy and its group: everything that operators need from a module.
 
-    Modules with the same options and the same group share one object. They therefore also share one
-    compiled graph.
+    All modules with the same options and the same group share one `BoundStrategy`, so torch.compile
+    makes one graph for all of these modules.
 
     Attributes:
         key: the string that operators receive. It consists of the strategy with its options, the
@@ -100,9 +100,9 @@ class BoundStrategy(Generic[S]):
     def of(key: str) -> BoundStrategy[Any]:
         """Return the bound strategy with this key.
 
-        Raises a RuntimeError if this process has no such bound strategy. This happens, for example,
+        Raises a RuntimeError if this process has no such bound strategy. For example, there is none
         if an exported program is loaded before the module is made. A bound strategy is kept alive
-        by its modules, by graphs of autograd, or by its group (`keep`).
+        by its modules, by graphs of autograd and, after a call of `keep`, by its group.
         """
         found = _by_key.get(key)
         if found is None:
@@ -113,9 +113,9 @@ class BoundStrategy(Generic[S]):
     def shared(self) -> BoundStrategy[S]:
         """Return the object that all modules with this configuration share.
 
-        torch may give the name of a destroyed group to a new group. If a module of the destroyed
-        group still exists, the key of a module on the new group ends in a number, so that the two
-        modules have different keys.
+        torch may reuse the name of a destroyed group for a new group. If a module of the destroyed
+        group still exists, a number is appended to the keys of modules on the new group, so that
+        their keys differ from the key of the old module.
         """
         name = f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
         for number in itertools.count(1):
@@ -127,9 +127,7 @@ class BoundStrategy(Generic[S]):
         return cast("BoundStrategy[S]", known)
 
     def keep(self) -> None:
-        """Keep this object alive as long as its group. Functions without a module, such as
-        `seqpar.causal_conv1d`, need this.
-        """
+        """Keep this object alive as long as its group, for functions without a module."""
         group = self.comm._group()
         if group is not None:
             _kept.setdefault(group, {})[self.key] = self
@@ -142,12 +140,13 @@ class BoundStrategy(Generic[S]):
     ) -> tuple[C, Comm]:
         """Return the result of `resolve`, and a Comm for a new call on tensors on `device`.
 
-        With `check_ranks`, all ranks raise the same error if two ranks make different calls, or if
-        `resolve` raises an error on a rank. `shared(call, exact)` returns the arguments that
-        `compare_calls` compares.
+        With `check_ranks`, all ranks raise the same error in two cases: two ranks make different
+        calls, or `resolve` raises an error on some rank. `shared(call, exact)` returns the
+        arguments that `compare_calls` compares.
 
         Without `check_ranks`, a call for which `resolve` raises an error gets no call number. The
-        user can correct the arguments and repeat the call, while the other ranks still wait for it.
+        user can correct the arguments and repeat the call. Until then, the other ranks wait for the
+        call.
         """
         if not self.check_ranks:
             call = resolve()
@@ -170,9 +169,10 @@ class BoundStrategy(Generic[S]):
     def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
         """Return the Comm for one pass of a call, which relays messages if `routing` requires it.
 
-        The messages of a pass depend only on `shared` and on the type of `device`, and both are the
-        same on all ranks. The type of the device matters because results of GPU kernels may be sent
-        in half precision, but results of CPU kernels are sent in fp32.
+        A pass is the forward or the backward of a call. Its messages depend only on `shared` and on
+        the type of `device`, which are the same on all ranks. The type of the device matters
+        because results of GPU kernels may be sent in half precision, but results of CPU kernels are
+        sent in fp32.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)
@@ -208,12 +208,13 @@ def _address_of(comm: Comm) -> _Address:
 
 
 def _reconnect(address: _Address) -> Comm:
-    """Return the Comm of a group of this process, given the address of a group of another process.
+    """Return the Comm of a group in this process, given the address of a group in another process.
 
-    If the address is that of the default group, the result is the default group of this process.
-    Its size may be different, unless the address is that of a mesh. Otherwise the result is the
-    group with the same name and ranks. If no group has both, the result is the first group with the
-    same ranks. If no group has these ranks, this function raises a RuntimeError.
+    The address of the default group gives the default group of this process, even if its size is
+    different. If the address is that of a mesh, the default group must have the same ranks. For any
+    other address, the result is the group with the same name and ranks. If there is none, it is the
+    first group with the same ranks. If no group has these ranks, this function raises a
+    RuntimeError.
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():

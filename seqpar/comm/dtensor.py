@@ -1,8 +1,9 @@
-"""Take the local heads of DTensors, and return results as DTensors.
+"""Convert arguments of attention from DTensors to tensors of local heads, and results back to
+DTensors.
 
 With tensor parallelism, each rank holds some of the heads. Attention computes each head
-independently. Each rank therefore calls attention with its own heads, on a group of ranks that hold
-other tokens of these heads.
+independently. Each rank therefore calls attention with the heads that it holds. The group of the
+call consists of the ranks that hold the same heads of other tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class HeadPlacement:
 
     @classmethod
     def of(cls, q: DTensor, heads_dim: int) -> HeadPlacement:
-        """Return the placement of q's heads. Raise a ValueError if another dimension of q is
-        sharded.
+        """Return the placement of q's heads. Raise a ValueError if q is sharded in a dimension that
+        is not `heads_dim`.
         """
         sharded = tuple(placement.is_shard() for placement in q.placements)
         found = cls(q.device_mesh, sharded)
@@ -75,14 +76,16 @@ class HeadPlacement:
 
 
 def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], HeadPlacement]:
-    """Return the local tensors of a call, and how their heads are placed.
+    """Return this rank's local tensors for the arguments of a call, and the placement of their
+    heads.
 
-    If one tensor is a DTensor, all tensors must be DTensors. A ValueError names a tensor whose
-    heads are not placed like the heads of q, or that is sharded in another dimension.
+    If one tensor is a DTensor, all tensors must be DTensors. This function raises a ValueError if
+    the heads of a tensor are not placed like the heads of q, or if a tensor is sharded in a
+    dimension that is not the dimension of its heads.
 
     Args:
-        tensors: for each argument name, the argument and the dimension of its heads. The first name
-            is "q". Arguments that are not tensors are returned unchanged.
+        tensors: for each argument name, the argument and the index of the dimension of its heads.
+            The first name must be "q". Arguments that are not tensors are returned unchanged.
     """
     values = [x for x, _ in tensors.values()]
     if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):
@@ -113,8 +116,8 @@ def is_dtensor(x: object) -> bool:
 def local_block(x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
     """Return this rank's block of a tensor, and the index of the block's first element.
 
-    The result is None if a rank's shard of a DTensor is not a block: a partial sum or an
-    interleaved shard.
+    The result is None if `x` is a DTensor whose shard is not a block, because it is a partial sum
+    or is interleaved with the shards of other ranks.
     """
     if not is_dtensor(x):
         return x, (0,) * x.dim()

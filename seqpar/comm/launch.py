@@ -48,8 +48,8 @@ def place() -> LaunchedProcess | None:
 
 
 def on_a_host() -> int:
-    """Return how many processes the launcher starts on each host, or 0 if the launcher does not set
-    this number.
+    """Return how many processes the launcher starts on each host, or 0 if the launcher does not
+    say.
     """
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     number = re.match(r"\d+", text)  # Slurm writes 8(x2) for 8 tasks on each of two hosts
@@ -72,9 +72,9 @@ def first_host(nodes: str) -> str:
 
 
 def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
-    """Return a store and its address.
+    """Return a store for the processes that a launcher started, and its address.
 
-    The store is the one that the launcher's processes share, or a new one without a launcher.
+    Without a launcher, the store is a new store of this process.
     """
     if where is None:
         alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -117,8 +117,8 @@ def join(
 
 
 def leave(failed: bool = False) -> None:
-    """Destroy the default group, if there is one. If this process has failed, first make the waits
-    of other ranks raise an error.
+    """Destroy the default group, if there is one. If this process has failed, make the waits of
+    other ranks raise an error before the group is destroyed.
     """
     if dist.is_initialized():
         if failed:
@@ -128,5 +128,5 @@ def leave(failed: bool = False) -> None:
 
 @functools.cache
 def mesh_of_all(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh of all processes. Its groups live as long as the process."""
+    """Return a mesh of all processes. The groups of the mesh live as long as the process."""
     return init_device_mesh(device.type, shape)

@@ -16,8 +16,8 @@ from seqpar.comm.messages.comm import Comm, Group
 
 
 def available() -> dict[str, bool]:
-    """Return the names of the communication backends, and whether this build of torch has each of
-    them.
+    """Return, for the name of each communication backend, whether this build of torch has the
+    backend.
     """
     found = {
         "gloo": dist.is_gloo_available,
@@ -33,7 +33,7 @@ def rank_of_all() -> tuple[int, int]:
 
 
 def members_of(group: Group | None) -> tuple[int, list[int]]:
-    """Return this process's rank in a group, and the global ranks of the group, in its order.
+    """Return this process's rank in a group, and the global rank of each rank of the group.
 
     None stands for the default group. If there is no default group, None stands for this process
     alone.
@@ -64,7 +64,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(sent: Tensor) -> Tensor:
-    """Exchange equal blocks of a contiguous tensor between all processes. Supports autograd."""
+    """Exchange equal blocks of a contiguous tensor between all processes, with support for
+    autograd.
+    """
     received: Tensor = _AllToAll.apply(sent)
     return received
 

@@ -30,7 +30,9 @@ _stores: list[PrivateStore] = []
 
 
 class _Values:
-    """The keys and values, in the process that keeps the store. A thread serves each connection."""
+    """The keys and values of a store, in the process that keeps the store. One thread serves each
+    connection.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -1,8 +1,9 @@
 """Let all ranks wait for a long computation on rank 0.
 
-A collective would fail, or abort the process, after the group's timeout. Here, the waiting ranks
-poll the group's store for the result of rank 0, with a separate time limit. They log how much time
-has passed, and raise a `PeerError` if rank 0 dies.
+A collective would fail, or abort the process, after the group's timeout. With the functions in this
+file, the waiting ranks ask the group's store at intervals whether rank 0 has finished, with a
+separate time limit. The waiting ranks log how much time has passed, and raise a `PeerError` if rank
+0 dies.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Progress:
 def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
     """Run `work` in a thread and return its result. Raise a TimeoutError after `limit` seconds.
 
-    Late work continues in its thread until the process ends, so it must not change shared state. An
-    error of `work` is raised in the calling thread.
+    After a TimeoutError, `work` continues in its thread until the process ends, so `work` must not
+    change shared state. An error of `work` is raised in the calling thread.
     """
     results: list[T] = []
     faults: list[BaseException] = []
@@ -91,8 +92,8 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
 
 
 def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: float) -> T | None:
-    """Run `work` on rank 0 while the other ranks wait. Return its result on rank 0, and None
-    elsewhere.
+    """Run `work` on rank 0 while the other ranks wait. Return the result of `work` on rank 0, and
+    None on all other ranks.
 
     All ranks must call this function together. The waiting ranks raise a `PeerError` in three
     cases:
@@ -131,7 +132,9 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
 
 
 class _Store:
-    """A group's store. A call raises a RuntimeError after `seconds`, which include connecting."""
+    """A group's store whose calls raise a RuntimeError after `seconds`. The time for connecting
+    counts too.
+    """
 
     def __init__(self, group: torch.distributed.ProcessGroup, seconds: float) -> None:
         self._store, self._seconds = group.get_group_store(), seconds

@@ -2,5 +2,6 @@
 
 Start with `heartbeat.py`. On each rank, a thread writes a *beat* to the group's store, and reads
 the beats of other ranks. `witness.py` decides which rank is at fault, and `process_states.py` asks
-whether the processes of silent ranks are alive. Ranks that wait then raise a `PeerError`.
+whether the processes of silent ranks are alive. After this decision, all ranks that wait for
+messages raise a `PeerError`.
 """

@@ -1,8 +1,9 @@
 """Heartbeats: if a rank has died, left or never joined a group, all other ranks raise an error that
 names this rank.
 
-gloo does not do this. When a rank dies, gloo raises an error only on ranks that wait for this rank,
-and the error contains only an address. Ranks that wait for those ranks receive no error.
+gloo alone does not raise such errors on all ranks. When a rank dies, gloo raises an error only on
+ranks that wait for the dead rank, and the error contains only an address. A rank that waits for a
+living rank receives no error, even if the living rank can never send.
 
 Each rank of a group therefore has a thread that runs a *round* at least once per second, or less
 often with more than 4,096 ranks. The threads communicate through the key-value store of the group.
@@ -21,22 +22,24 @@ In a round, a rank does the following:
 
 1. It writes its beat.
 2. If it waits for messages, it reads the verdict, and adopts the verdict if there is one.
-3. Without a verdict, it reads the beats that it watches. In a small group, these are the beats of
-   all ranks. If the beat of a rank has not changed, it asks the operating system of that rank
-   whether the process is alive, because a process may be silent only while a call holds the
+3. Without a verdict, it reads the beats that it watches. In a small group, a rank watches the beats
+   of all ranks. If the beat of a rank has not changed, the reader asks the operating system of the
+   silent rank whether its process is alive. A living process may be silent because a call holds the
    interpreter lock.
 4. It decides whether a rank is at fault (`Witness.judge`). If so, it writes the verdict with
    compare_set, so that the first verdict is never replaced. A single verdict is necessary because
-   ranks that raise the error exit and become silent. Without it, ranks would blame these ranks.
+   ranks that raise the error exit and become silent. Without the first verdict, other ranks would
+   blame the ranks that have exited.
 
-A rank with a verdict interrupts its waits. A wait on gloo also fails without a verdict when a peer
-closes its connection, or after the group's timeout. `Heartbeat.blame_on_failure` then requests a
-round immediately, waits for a verdict, and raises a `PeerError` that begins with the verdict. If no
-round ends within the time in which a silent rank would be found, the store is at fault.
+A rank with a verdict interrupts its waits. A wait on gloo can also fail before there is a verdict,
+because a peer closes its connection, or because the group's timeout passes. After such a failure,
+`Heartbeat.blame_on_failure` requests a round immediately, waits for a verdict, and raises a
+`PeerError` that begins with the verdict. If no round ends within the time in which a silent rank
+would be found, the store is at fault.
 
 A rank does not measure silence with a clock. It counts how often it has read an unchanged beat, and
-for how many intervals it has waited for the store. No rank is therefore blamed after a machine or a
-process was suspended.
+for how many intervals it has waited for the store. While a machine or a process is suspended, these
+counts stand still, so a suspension blames no rank.
 """
 
 from __future__ import annotations
@@ -123,7 +126,7 @@ class Heartbeat:
     """The heartbeat of one rank in one group. It finds the rank at fault when a wait fails.
 
     If the process that keeps the store hangs, a call to the store may never return. After the first
-    beat, only the thread of the heartbeat and `accuse` therefore call the store. `accuse` limits
+    beat, the store is therefore called only by the heartbeat's thread and by `accuse`, which limits
     how long it waits.
     """
 
@@ -143,10 +146,10 @@ class Heartbeat:
             store: this rank's connection to the store.
             store_lost: the cause in the error if the store is gone.
             member: this rank and its group.
-            interrupt: makes all waits on the group raise an error.
+            interrupt: a function that makes all waits on the group raise an error.
             state_server: the address of this process's state server, or "" without a state server.
-            ask: asks state servers whether ranks are alive.
-            clock: replaced in tests.
+            ask: a function that asks state servers whether ranks are alive.
+            clock: the clock of the heartbeat. Tests replace it.
         """
         rank, names, timeout = member
         self._store, self._store_lost = store, store_lost
@@ -216,7 +219,9 @@ class Heartbeat:
         return self._verdict
 
     def accuse(self, cause: str) -> str:
-        """Write `cause` as the verdict, unless there is a verdict already. Return the verdict."""
+        """Write the text `cause` as the verdict, which names the rank at fault. If there is a
+        verdict already, keep it. Return the verdict.
+        """
         publish = partial(self._store.compare_set, "verdict", "", cause)
         # The store is gone or hangs. This rank then raises an error with its own cause.
         with suppress(RuntimeError):
@@ -230,8 +235,8 @@ class Heartbeat:
         """Tell other ranks that this rank has raised an error and therefore does not join an
         exchange.
 
-        The report counts until this rank waits again. A second report of the same error has no
-        effect.
+        Other ranks see the report until this rank waits for messages again. A second report of the
+        same error has no effect.
         """
         # The mark is an attribute of the error, because an error cannot be a key of a weak
         # dictionary.
@@ -283,11 +288,11 @@ class Heartbeat:
                 )
 
     def _cause(self, wait: _Wait) -> str:
-        """Wait for a verdict and return it. If no round ends in time, return that the store is at
-        fault.
+        """Wait until some rank has written a verdict, and return it.
 
-        The time limit counts from the start of the running round. This process may have been
-        stopped since then, so the store has at least a few more intervals.
+        If no round of this heartbeat ends in time, return instead that the store is at fault. The
+        time limit counts from the start of the running round. This process may have been suspended
+        during the round, so the store always has at least a few more intervals to answer.
         """
         with self._changed:
             wait.failed = self._urgent = True
@@ -341,9 +346,11 @@ class Heartbeat:
         return {peer: text.decode() for peer, text in zip(peers, texts, strict=True)}
 
     def _words(self) -> dict[int, str]:
-        """Return the states of silent ranks, as their operating systems report them.
+        """Return the state of the process of each silent rank, as the rank's operating system
+        reports it.
 
-        A rank without a state server counts as gone, unless the user has set `grace_seconds`.
+        A rank without a state server counts as gone after `grace_seconds` of silence. Without
+        `grace_seconds`, it counts as gone immediately.
         """
         silent = self._witness.silent()
         servers = self._state_servers
@@ -382,8 +389,8 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
 def heartbeat_for_a_while(group: ProcessGroup, name: str, device: torch.device) -> Heartbeat:
     """Start a heartbeat for a single wait, in a group on any backend. The caller must stop it.
 
-    All ranks start a heartbeat with this `name` together. The heartbeat interrupts no waits, so the
-    code that waits must read `verdict`.
+    All ranks must call this function together, with the same `name`. The heartbeat interrupts no
+    waits, so the code that waits must read `verdict`.
     """
     store = PrefixStore(f"{name}/", group.get_group_store())
     return _started(group, store, device, lambda: None)
@@ -413,10 +420,11 @@ def _started(
 
 
 def close_connections(group: ProcessGroup | None) -> None:
-    """Make all waits on a gloo group raise an error, on this rank and on ranks that wait for it.
+    """Make all waits on a gloo group raise an error, on this rank and on ranks that wait for this
+    rank.
 
-    gloo's abort() does not end waits, but gloo closes all connections when a receive times out. A
-    receive over a connection that is already closed fails immediately.
+    gloo's abort() does not end waits. When a receive times out, however, gloo closes all
+    connections of the group.
     """
     if group is None:
         return

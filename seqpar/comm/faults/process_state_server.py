@@ -2,13 +2,15 @@
 process_state_server.py`.
 
 Each rank starts this program as a separate process (`process_states.py`). A thread of the rank
-could not answer while another thread holds Python's interpreter lock, for example while a long list
-is sorted. The program asks the operating system, and answers every connection that sends the right
-token. It ends at most `PARENT_POLL_SECONDS` after the process of the rank.
+could not answer while a different thread holds Python's interpreter lock, for example while a long
+list is sorted. The program asks the operating system for the state of the rank's process, and
+answers every connection that sends the right token. The program ends at most `PARENT_POLL_SECONDS`
+after the process of the rank.
 
 Two simpler methods do not work. A thread in C++, such as the thread of torch's store, cannot
-distinguish a stopped rank from a slow rank, and its clients would wait for a stopped rank forever.
-A connection to the rank shows that the rank has died, but not that it is stopped.
+distinguish a stopped rank from a slow rank, and ranks that ask this thread would wait for a stopped
+rank forever. An open connection to the rank shows when the rank dies, but not when a signal has
+stopped the rank.
 """
 
 import os

@@ -32,7 +32,7 @@ Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
 class ProcessStates:
     def __init__(self, seconds: float, ask: Ask) -> None:
-        """`ask` is a function like `ask_state_servers`, which waits for answers for at most
+        """Keep `ask`, a function like `ask_state_servers` that waits for answers for at most
         `seconds`.
         """
         self._seconds, self._ask = seconds, ask
@@ -43,8 +43,8 @@ class ProcessStates:
         """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, given the addresses of state
         servers.
 
-        If a state server does not answer, it may be slow, or its machine may be gone. The rank is
-        therefore UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
+        If a state server does not answer, it may be slow, or its machine may be gone. A rank whose
+        state server does not answer is UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
         """
         answers = self._ask(addresses, self._seconds) if addresses else {}
         self._unanswered = {
@@ -57,7 +57,9 @@ class ProcessStates:
 
 
 def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
-    """Ask all state servers at the same time. Return UNKNOWN for a rank if the answer is late."""
+    """Ask all state servers at the same time. Return the state of each rank, or UNKNOWN if its
+    state server does not answer within `seconds`.
+    """
     answers = dict.fromkeys(addresses, UNKNOWN)
     end = time.monotonic() + seconds
     # The selector raises an OSError if this process cannot open more files.
@@ -90,11 +92,12 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
 
 
 def start_state_server(host: str) -> str:
-    """Return the address of this process's state server, which listens on this machine's `host`.
+    """Return the address of this process's state server, which listens at the network address
+    `host` of this machine.
 
-    The first call starts the state server. It ends with this process. The result is "" if it cannot
-    be started. This happens outside Linux, in a frozen application, or if the machine cannot start
-    more processes.
+    The first call starts the state server, which ends with this process. The result is "" if the
+    state server cannot be started: outside Linux, in a frozen application, or if the machine cannot
+    start more processes.
     """
     return _start_state_server(host, os.getpid())  # a forked child needs its own state server
 

@@ -1,9 +1,9 @@
 """The connection of a heartbeat to its group's store.
 
-A heartbeat cannot use torch's client of a store alone, for three reasons:
+A heartbeat needs more than torch's client of a store, for three reasons:
 
 * If the process that keeps the store has closed the connection, the client writes a stack trace to
-  stderr. The process may close the connection at any normal exit.
+  stderr. The process may close the connection whenever it exits normally.
 * If the process that keeps the store is gone, connecting takes as long as the group's timeout.
 * If the process that keeps the store is stopped, connecting and all other calls never return. Code
   that must not wait forever uses `answer_of`.
@@ -38,8 +38,8 @@ class Connection:
     """
 
     def __init__(self, store: Store) -> None:
-        """Connect to the process that keeps `store`. If that process is stopped, this never
-        returns.
+        """Connect to the process that keeps `store`. If a signal has stopped this process, the
+        constructor never returns.
         """
         self.host = "127.0.0.1"
         self._idle: _Idle | None = None
@@ -53,8 +53,8 @@ class Connection:
 
     @classmethod
     def open(cls, store: Store, seconds: float) -> Connection:
-        """Connect. Raise a RuntimeError if the connection is refused or takes longer than
-        `seconds`.
+        """Return a connection to a store. Raise a RuntimeError if the connection is refused or
+        takes longer than `seconds`.
         """
         return answer_of(lambda: cls(store), seconds)
 
@@ -77,10 +77,12 @@ class Connection:
 
 
 def answer_of(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of a call to a store. Raise a RuntimeError after `seconds`.
+    """Return the result of a call to a store. Raise a RuntimeError if the call takes longer than
+    `seconds`.
 
-    The function waits in several short intervals. If this process is suspended during one of them,
-    the store still has the remaining intervals to answer. A late call continues in its thread.
+    The function waits in several short intervals. If this process is suspended during one interval,
+    the store still has the remaining intervals to answer. A call that takes too long continues in
+    its thread.
     """
     answers: list[T] = []
     errors: list[Exception] = []
@@ -101,8 +103,8 @@ def answer_of(call: Callable[[], T], seconds: float) -> T:
 
 
 class _Idle:
-    """A plain socket to a store that carries no data. When the store closes it, it becomes
-    readable.
+    """A plain socket to a store that carries no data. The socket becomes readable when the process
+    that keeps the store closes the connection.
     """
 
     def __init__(self, host: str, port: int) -> None:

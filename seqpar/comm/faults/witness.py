@@ -25,15 +25,16 @@ class Witness:
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
     ) -> None:
-        """Begin without beats.
+        """Create a witness that has not read the beat of any rank.
 
         Args:
-            rank: the rank that reads the beats. It always watches the next `MAX_WATCHED` ranks of
-                the group that have not left. Every faulty rank is therefore watched by a healthy
-                rank before it, and no rank must read all beats.
-            names: the names by which errors call the ranks.
+            rank: the rank that reads beats. In a large group, it reads only the beats of the next
+                `MAX_WATCHED` ranks that have not left, and of ranks for which it waits. Each rank
+                is therefore watched by the ranks before it, although no rank reads all beats.
+            names: the name of each rank in errors.
             interval: the seconds between two reads.
-            grace: after this number of seconds, a rank that is alive but silent is at fault.
+            grace: the seconds for which a rank may be silent although its operating system says
+                that it is alive. After this time, the rank is at fault.
         """
         self._names, self._interval, self._grace = names, interval, grace
         self._rank = rank
@@ -74,12 +75,14 @@ class Witness:
             self._heard_since_failure |= changed
 
     def pause(self) -> None:
-        """Restart the counts of silence at 0, because this rank stops reading."""
+        """Reset the silence of all ranks to 0, because this rank stops reading beats."""
         self._unchanged.clear()
         self._raised.clear()
 
     def silent(self) -> dict[int, float]:
-        """Return, for each silent rank that has begun, for how many seconds it has been silent."""
+        """Return for how many seconds each silent rank has been silent. Ranks without a first beat
+        are left out.
+        """
         return {
             peer: reads * self._interval
             for peer, reads in self._unchanged.items()
@@ -93,14 +96,16 @@ class Witness:
         waited: Collection[int] = (),
         errors: int = 0,
     ) -> str:
-        """Return which rank is at fault and why, as the beginning of an error, or "".
+        """Return the beginning of an error that says which rank is at fault and why, or "" if no
+        rank is.
 
-        Before a wait has failed, a rank is at fault only in three cases: it has died, it has been
-        silent for longer than the grace, or it has raised an error that this rank has not raised,
-        while this rank waits for it. In all other cases, a rank may still begin, or may have left
-        after its work.
+        Before a wait has failed, a rank is at fault in three cases: its process has died or is
+        stopped; it has been silent for the grace time; or it has raised an error that this rank has
+        not raised, and this rank waits for it. A rank that has not begun or has left is not yet at
+        fault.
 
-        After a wait has failed, the first rank in this list is at fault:
+        After a wait has failed, these ranks are at fault too. The first rank in this list is
+        blamed:
 
         1. a rank that has left, if all failed waits were for this rank;
         2. a rank that has never begun;
@@ -109,13 +114,14 @@ class Witness:
 
         If the list is empty, all ranks wait for each other. A rank counts as alive if its beat has
         changed since the failure, or if its operating system says so. A rank that watches only some
-        ranks does not judge immediately. It first gives the other ranks time to find a dead rank,
-        and then to find an idle rank.
+        ranks of its group does not judge immediately. It first gives other ranks time to find a
+        dead rank. Before it reports that all ranks wait for each other, it gives other ranks time
+        to find an idle rank.
 
         Args:
             failed: the peers of each failed wait.
-            words: the states of silent ranks, from their operating systems.
-            waited: the peers of all waits.
+            words: the state of each silent rank, as its operating system reports it.
+            waited: the ranks for which this rank waits.
             errors: how many errors this rank has raised.
         """
         silent = self.silent()
@@ -167,7 +173,6 @@ class Witness:
         return self.beats.get(peer, "").partition(" ")[2]
 
     def listed(self, peers: Iterable[int]) -> str:
-        """Return the names of some ranks as a text, such as "rank 1 and rank 3"."""
         return " and ".join(self._names[peer] for peer in sorted(set(peers)))
 
     def _locked(self, peers: Iterable[int], silent: Mapping[int, float]) -> str:
@@ -179,7 +184,7 @@ class Witness:
 
 
 def grace_seconds() -> float | None:
-    """Return for how many seconds a rank that is alive may be silent, or None without a limit."""
+    """Return for how many seconds a living rank may be silent, or None if the user has not set it."""
     text = os.environ.get(GRACE)
     try:
         seconds = None if text is None else float(text)

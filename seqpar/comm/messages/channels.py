@@ -1,4 +1,5 @@
-"""Communicators on NCCL: the communicator of a group, and further ones over the same ranks.
+"""Communicators on NCCL: the communicator of a group, and further communicators over the same
+ranks.
 
 A communicator runs its exchanges one after another, in the order in which they are posted. Two
 streams of messages that must not wait for each other, such as messages to the next and to the
@@ -43,14 +44,14 @@ class Communicators:
     def gpu(self, group: ProcessGroup) -> torch.device | None:
         """Return the GPU from which the group sends.
 
-        This is the first GPU for which `join` was called, or else the GPU to which the group is
-        bound.
+        This is the first GPU for which `join` was called. Before the first call of `join`, it is
+        the GPU to which the group is bound.
         """
         return self._devices.get("cuda", group.bound_device_id)
 
     def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
-        """Return None if the group can send from `device`. Otherwise return a text that names the
-        devices from which the group can send.
+        """Return None if the group can send from `device`. If it cannot, return a text that names
+        the devices from which the group can send.
         """
         if group.size() == 1 or device.type == "meta":
             return None  # a call on this device sends nothing
@@ -65,10 +66,11 @@ class Communicators:
         return None
 
     def join(self, group: ProcessGroup, device: torch.device) -> None:
-        """Make the communicator for messages from a device, in the first call and on all ranks.
+        """Make the communicator for messages from a device. All ranks must make the first call
+        together.
 
-        If the stream of the group's own communicator does not have high priority, this makes a new
-        communicator.
+        If the communicator that torch made for the group has a stream of normal priority, the first
+        call makes a new communicator.
         """
         if device.type not in self._devices:
             self._devices[device.type] = device
@@ -89,10 +91,11 @@ class Communicators:
         return known
 
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
-        """Return a further communicator by its name. The first call makes it on all ranks.
+        """Return a further communicator by its name. All ranks must make the first call together,
+        because it makes the communicator.
 
-        The result is None if no GPU has joined, or if the group is not on NCCL. All messages then
-        use one communicator.
+        If the group is not on NCCL, or if `join` was not called for a GPU, the result is None, and
+        all messages use one communicator.
         """
         device = self._devices.get("cuda")
         if device is None or group.size() == 1:
@@ -105,8 +108,9 @@ class Communicators:
 def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
     """Make a communicator over the ranks of a group, without registering a group in torch.
 
-    `dist.new_group` cannot be used: if the default group is bound to a device, it splits the
-    default group's communicator, and all ranks of the default group must take part.
+    `dist.new_group` cannot be used. If the default group is bound to a device, `new_group` splits
+    the communicator of the default group, so all ranks of the default group would have to take
+    part.
     """
     own = _nccl_of(group, device)
     if own is None:
@@ -144,10 +148,11 @@ def post(
     order: Sequence[int],
     coalesced: bool,
 ) -> list[dist.Work]:
-    """Post messages, receives first. `order` maps each peer to its rank in the process group.
+    """Post messages, and return the handles to wait for. `order` maps each peer to its rank in the
+    process group.
 
-    If `coalesced`, all messages become a single operation. The result is the same as that of
-    `dist.batch_isend_irecv`, in an eighth of the time.
+    Receives are posted before sends. If `coalesced`, all messages become a single operation, as in
+    `dist.batch_isend_irecv`, but in an eighth of the time.
     """
     if coalesced:
         start_coalescing(group, device)

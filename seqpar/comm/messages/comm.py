@@ -2,8 +2,8 @@
 
 All messages of seqpar are sent by `Comm.exchange`. An *exchange* is the messages that a rank posts
 together: those that it sends, and those that it receives. The rank waits for them later. A *peer*
-is another rank of the group. On gloo, these messages are 3 to 6 times as fast as all_gather and
-reduce_scatter.
+is another rank of the group. On gloo, an exchange is 3 to 6 times as fast as the collectives
+all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class Pending:
         Args:
             works: the handles that the backend returned.
             messages: the messages. This object keeps their tensors alive.
-            check: raises an error if the messages of a peer are not those that this rank expects.
-            error_of: returns the error to raise in place of an error of the backend.
+            check: a function that raises an error if a peer sends messages that this rank does not
+                expect.
+            error_of: a function that returns the error to raise in place of an error of the
+                backend.
         """
         self._works, self._messages, self._check = works, messages, check
         self._error_of = error_of
@@ -102,7 +104,7 @@ class Comm:
             the process group has a different order.
         size: the number of ranks.
         shape: (size,), or the shape of a mesh.
-        numbers: the numbers of the current call; `OUTSIDE` outside calls.
+        numbers: the numbers of the current call (`CallNumbers`), or `OUTSIDE` if there is no call.
         digest: the digest of the call's arguments, which headers contain.
     """
 
@@ -169,7 +171,7 @@ class Comm:
 
     @property
     def is_routed(self) -> bool:
-        """Whether this rank may relay messages of other ranks. It then takes part in every
+        """Whether this rank may relay messages of other ranks. If so, this rank takes part in every
         exchange.
         """
         return self._router is not None
@@ -184,8 +186,8 @@ class Comm:
         return self._sent["messages"]
 
     def call(self, numbers: Tensor | None = None) -> Comm:
-        """Return the Comm for a new call. With the `numbers` of a forward, return the Comm for its
-        backward.
+        """Return the Comm for a new call. With the `numbers` of a forward, return the Comm for the
+        backward of the forward's call.
         """
         of_call, own = copy(self), self._order[self.rank]
         of_call.numbers = CallNumbers(self._calls, own, numbers)
@@ -195,9 +197,8 @@ class Comm:
     def turn(self) -> Iterator[None]:
         """Raise a ValueError if a different thread is making a call on this group now.
 
-        Without this check, each of the two calls could receive messages of the other call. Other
-        ranks may already have begun the refused call. If they wait for it, they raise a PeerError
-        with this reason.
+        Without this check, each of the two calls could receive messages of the other call. If other
+        ranks wait for messages of the refused call, they raise a PeerError with this reason.
         """
         if self.size == 1:
             yield
@@ -221,7 +222,8 @@ class Comm:
         raise ValueError(refused)
 
     def join(self, device: torch.device) -> None:
-        """Make the group's communicator for this device, in the first call and on all ranks.
+        """Make the group's communicator for this device. All ranks must make the first call
+        together.
 
         NCCL makes a communicator at its first use, and all ranks must take part. Some ranks may
         have no messages in the first call, so every call begins with this method.
@@ -246,12 +248,12 @@ class Comm:
 
         The new Comm has the same ranks. On NCCL, it has a separate communicator, because a
         communicator runs all of its messages in order. All ranks make this communicator together
-        when they first request `name`. They must therefore request the same names in the same
-        order, and request them before the first message of a call. A communicator takes a few
-        hundred MB of memory on each GPU, and is freed with the group.
+        when they first request `name`. All ranks must therefore request the same names in the same
+        order, before the first message of a call. A communicator takes a few hundred MB of memory
+        on each GPU, and is freed with the group.
 
-        On gloo, messages do not wait for each other, so this method returns the Comm itself.
-        `sent_bytes` of this Comm includes what the new Comm sends.
+        On gloo, messages do not wait for each other, so this method returns this Comm itself.
+        `sent_bytes` of this Comm counts the messages of the new Comm too.
         """
         group = self._group()
         through = None if group is None else self._communicators.channel(group, name)
@@ -270,12 +272,12 @@ class Comm:
         order. Empty messages are not sent.
 
         On gloo, waiting raises a PeerError if two ranks are in different exchanges, or if they
-        expect different sizes or dtypes. NCCL has no tags, so on NCCL only `check_ranks` finds
-        calls that differ.
+        expect different sizes or dtypes. NCCL has no tags, so on NCCL only the option `check_ranks`
+        of modules finds calls that differ.
 
-        On gloo, an exchange uses a link in both directions at the same time, because receives are
-        posted first. If a rank sends to a peer in one exchange and receives from the peer in a
-        second exchange, the two directions take turns. Post such messages as a single exchange.
+        On gloo, an exchange uses a link in both directions at the same time. If a rank sends to a
+        peer in one exchange and receives from the same peer in a second exchange, the two messages
+        are not sent at the same time. Post a send and a receive with one peer as a single exchange.
 
         Args:
             sends, recvs: the messages as (peer, tensor).
@@ -310,9 +312,9 @@ class Comm:
     def tell_error(self, error: BaseException) -> None:
         """Make ranks that wait for this rank raise a PeerError that contains this rank's error.
 
-        The group's heartbeat reports the error to them within seconds. Heartbeats exist only on
-        gloo. Nothing is sent, and this rank does not wait. If all ranks raise the error, the group
-        remains usable.
+        The group's heartbeat reports the error to the waiting ranks within seconds. Heartbeats
+        exist only on gloo. This method sends no message and does not wait. If all ranks raise the
+        error, the group remains usable.
         """
         if self._heartbeat is not None:
             self._heartbeat.report(error)
@@ -330,7 +332,7 @@ class Comm:
         self._sent["messages"] += messages
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        """Post messages, of which none is empty. An error during the wait names the rank at
+        """Post messages that are not empty. If waiting for them fails, the error names the rank at
         fault.
         """
         group, device = self.process_group, (sends or recvs)[0][1].device
@@ -382,7 +384,7 @@ class Comm:
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
         """Return the heartbeat that watches messages from a device. NCCL has its own watchdog, so
-        the result is None for a GPU.
+        the result is None for a GPU on NCCL.
         """
         return self._heartbeat if self._heartbeat and device.type == "cpu" else None
 
@@ -404,16 +406,14 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """The device for digests and sizes: the CPU if the group can send from it, otherwise the
-        GPU.
-        """
+        """The device for digests and sizes: the CPU if the group can send from it, else the GPU."""
         group = self._group()
         if group is None or "cpu:" in dist.get_backend_config(group):
             return torch.device("cpu")
         return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self) -> None:
-        """Wait until this process's GPU has finished all of its work. Without a GPU, do nothing."""
+        """Wait until this process's GPU, if it has one, has finished all of its work."""
         if torch.cuda.is_initialized():
             group = self._group()
             torch.cuda.synchronize(None if group is None else self._communicators.gpu(group))
@@ -428,11 +428,12 @@ class Comm:
         return [bytes(x.tolist()).decode() for x in self.all_gather(tensor, label=label)]
 
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
-        """Return the `x` of all ranks, in the order of the ranks. All must have the same shape.
+        """Return the tensors `x` of all ranks, in the order of the ranks. The tensors must have the
+        same shape.
 
-        A rank sends ⌈log₂ P⌉ messages, which together are P − 1 times as large as x. Outside a
-        call, this function makes a call of its own. The messages are sent even while
-        `skip_messages` stops other messages.
+        Each of P ranks sends ⌈log₂ P⌉ messages, which together are P − 1 times as large as x.
+        Outside a call, this function makes a call of its own. The messages are sent even if the
+        hook `skip_messages` is set.
 
         The algorithm is from Bruck et al., "Efficient Algorithms for All-to-All Communications"
         (1997), section 4.
@@ -453,10 +454,10 @@ class Comm:
     def have_equal(self, name: str, text: str) -> bool:
         """Return whether all ranks have the same `text`.
 
-        Only the first call with a `name` on the group sends messages. All ranks must make it at the
-        same point of their programs. Later calls return the first result, and ignore `text`. The
-        messages are neither counted nor traced, so that all calls of a strategy have the same
-        counts.
+        Only the first call with a `name` on the group sends messages. All ranks must make the first
+        call at the same point of their programs. Later calls return the result of the first call,
+        and ignore `text`. The messages are neither counted nor traced, so that the first call of a
+        strategy has the same counts as later calls.
         """
         if self._group() is None:  # all ranks are in this process
             return True
@@ -471,7 +472,7 @@ class Comm:
     def maximum(self, x: Tensor, *, label: str) -> Tensor:
         """Return the elementwise maximum of the `x` of all ranks.
 
-        A rank sends ⌈log₂ P⌉ messages of the size of x.
+        Each of P ranks sends ⌈log₂ P⌉ messages of the size of x.
         """
         if self.numbers is OUTSIDE:
             return self.call().maximum(x, label=label)
@@ -483,7 +484,8 @@ class Comm:
         return x
 
     def _doubling(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (step, distance, receiver, sender) of exchanges with distances 1, 2, 4 and so on.
+        """Yield (step, distance, receiver, sender) for exchanges between ranks whose distance is 1,
+        2, 4 and so on.
 
         After the last exchange, the data of each rank depend on the data of all ranks.
         """
@@ -540,7 +542,7 @@ def as_mesh(comm: Comm, *shape: int) -> Comm:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
-    """Return the process group of a mesh, and for each rank of the mesh its rank in this group.
+    """Return the process group of a mesh, and the rank in this group for each rank of the mesh.
 
     The two ranks may differ, because torch sorts the ranks of a group.
     """

@@ -5,20 +5,21 @@ step. On gloo, a rank sends a *header* to each peer of an exchange, even if it o
 messages from the peer. The header contains the name of the exchange, a digest of the call's
 arguments, and the sizes and dtypes of the messages in both directions.
 
-A rank may make calls without messages to some peer, and the peer need not make these calls.
-Examples are a local check, a recomputation, and a batch of which the peer has no tokens. Two ranks
-therefore count only the calls in which they exchange messages with each other. They make these
-calls in the same order.
+A rank may make calls in which it exchanges no messages with some peer, and the peer may skip these
+calls. Examples are a local check, a recomputation, and a batch of which the peer has no tokens. Two
+ranks therefore count only the calls in which they exchange messages with each other. Both ranks
+make these calls in the same order.
 
-A digest is a table with 2 bytes for each argument. It has the same size in all calls. It is
-computed from the description that `check_ranks` compares, once for each layout and set of options.
+A digest is a table with 2 bytes for each argument, padded to the same size in all calls. The digest
+is computed once for each layout and set of options, from the description that `check_ranks`
+compares.
 
-Headers between two ranks are matched by their order. They all have the same tag, except that
-headers of later hops of relayed messages (`relays.py`) have tags of their own. If two ranks are in
-different exchanges, or have different arguments, each receives a header that it does not expect.
-The tag of a message is computed from the header of its sender, so a message is never received into
-the buffer for a different message. Without headers, results would be wrong. If sizes differed, gloo
-would abort the process.
+Headers between two ranks are matched by their order, because all of them have the same tag. Only
+headers of relayed messages have different tags for later hops (`relays.py`). If two ranks are in
+different exchanges, or have different arguments, each rank receives a header that it does not
+expect. The tag of a message is computed from the header of its sender, so a message is never
+received into the buffer for a different message. Without headers, a rank could compute with a wrong
+message, and gloo would abort the process if the sizes of two messages differed.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _FIRST_MESSAGE_TAG = 1 << 30  # large, because users' tags are usually small
 
 
 class CallNumbers:
-    """The numbers of one call. For each peer, the number counts the calls that exchange messages
-    with it.
+    """The numbers of one call: for each peer, how many calls have exchanged messages with this
+    peer.
     """
 
     def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
@@ -64,8 +65,8 @@ class CallNumbers:
 
         Args:
             calls: the counts of earlier calls. `calls[rank]` counts all calls of this rank.
-                `calls[peer]` counts those in which it exchanged messages with the peer. A new call
-                changes the counts.
+                `calls[peer]` counts the calls in which this rank exchanged messages with the peer.
+                A new call changes the counts.
             rank: this rank in the process group.
             numbers: the numbers to restore, or None for a new call.
         """
@@ -94,9 +95,9 @@ class CallNumbers:
     def as_tensor(self) -> Tensor:
         """Return the numbers as the bits of a float64 tensor, (ranks,) on the CPU.
 
-        A forward returns this tensor, and the backward receives it. As floats, the numbers are
-        below 1e-300. `torch.library.opcheck` requires that the results of two equal calls agree.
-        Their numbers differ, but by less than any tolerance.
+        The operator of a forward returns this tensor, and the backward receives it.
+        `torch.library.opcheck` requires that the results of two equal calls agree. Call numbers
+        differ, but as floats they are below 1e-300, so they differ by less than any tolerance.
         """
         # Integers, or the shape of an empty tensor, would differ between two equal calls. A table
         # in Python could not distinguish two calls whose backwards run in any order. A tensor that
@@ -106,7 +107,9 @@ class CallNumbers:
 
 
 def empty_numbers(ranks: int) -> Tensor:
-    """Return an uninitialised tensor of the shape of `CallNumbers.as_tensor`, for torch.compile."""
+    """Return an uninitialised tensor with the shape and dtype of `CallNumbers.as_tensor`, for
+    torch.compile.
+    """
     return torch.empty(ranks, dtype=torch.float64, device="cpu")
 
 
@@ -149,8 +152,8 @@ class CallDigest(NamedTuple):
 
 
 def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
-    """Return a checksum of a small tensor on the CPU and its dtype. Return None for other
-    tensors.
+    """Return a checksum and the dtype of a small tensor on the CPU. Return None for a large tensor
+    and for a tensor on a GPU.
     """
     if not x.is_cpu or x.nbytes > _MAX_COMPARED_BYTES:
         return None
@@ -164,7 +167,7 @@ def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
 def _extended(table: bytes, entries: tuple[tuple[int, int, torch.dtype], ...]) -> bytes:
     """Return a table in which the entries of some arguments also depend on tensor values.
 
-    `entries` has (number, checksum, dtype) for each of these arguments.
+    `entries` has (index of the argument, checksum, dtype) for each argument with a tensor.
     """
     changed = bytearray(table)
     for number, checksum, dtype in entries:
@@ -203,7 +206,9 @@ class Header:
     def __init__(
         self, exchange: Exchange, sends: str, recvs: str, table: bytes = NO_DIGEST.table
     ) -> None:
-        """`sends` and `recvs` are texts that `listed` made. `table` is the table of the digest."""
+        """`sends` and `recvs` list the messages in each direction, as texts from `listed`. `table`
+        is the table of the digest of the call's arguments.
+        """
         text = table + f"{exchange}|{sends}|{recvs}".encode()
         self._checksum = crc32(text)
         self.data = bytearray(
@@ -233,9 +238,9 @@ def post(
     recvs: list[Message],
     table: bytes = NO_DIGEST.table,
 ) -> tuple[list[dist.Work], list[AwaitedHeader]]:
-    """Post messages with headers on gloo, receives first.
+    """Post messages on gloo, with a header for each peer. Receives are posted before sends.
 
-    Wait for the returned headers before the messages.
+    The caller must wait for the returned headers before it waits for the messages.
 
     Args:
         group: the process group.
@@ -274,8 +279,8 @@ def disagreement(
 ) -> str:
     """Return a text that says how a header differs from the expected header.
 
-    `peer` and `rank` are the names by which errors call the peer and this rank. `digest` is this
-    rank's digest.
+    `peer` and `rank` are the names of the peer and of this rank in errors. `digest` is the digest
+    of this rank's arguments.
     """
     theirs, their_sends, their_recvs = _fields(header.received)
     ours, our_recvs, our_sends = _fields(header.expected)
@@ -305,9 +310,9 @@ def disagreement(
 
 
 def in_words(value: object) -> str:
-    """Return the value of an argument in the form in which errors show it.
+    """Return the value of an argument as a text for errors.
 
-    A dictionary is shown with its entries as texts. Its entry "digest" is a digest of all entries.
+    A dictionary may have an entry "digest", which is a digest of all entries.
     """
     if isinstance(value, dict):
         parts = [str(text) for name, text in value.items() if name != "digest"]
@@ -317,7 +322,7 @@ def in_words(value: object) -> str:
 
 
 def hint_at(arguments: Collection[str]) -> str:
-    """Return the usual reason why these arguments differ, as the end of an error."""
+    """Return the usual reason why these arguments differ between ranks, as the end of an error."""
     if "layout" not in arguments:
         return ""
     return ". All ranks of a group need one batch: does each rank's sampler draw another one?"

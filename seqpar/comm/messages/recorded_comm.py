@@ -17,9 +17,11 @@ _wait = methodcaller("wait")
 
 
 def recorded(comm: Comm) -> Comm:
-    """Return a Comm that records each exchange as a step, and waiting for it as another step.
+    """Return a Comm that records two steps for each exchange: posting its messages, and waiting for
+    them.
 
-    `comm` must be an input of the recording. A replay posts the messages through its own Comm.
+    `comm` must be an input of the recording. A replay posts the messages through the Comm that is
+    given to the replay.
     """
     recording = copy(comm)
     recording.exchange = partial(_exchange, comm)  # type: ignore[method-assign]

@@ -2,15 +2,15 @@
 
 `routing.py` decides which messages a rank relays. To decide this, a rank must know the messages
 between its node and other nodes. The ranks of a node tell each other the sizes of these messages,
-in each exchange of a pass. Later passes of the same *kind* reuse what the ranks have learnt. Two
-passes are of the same kind if both are forwards, or both backwards, of calls that differ only in
-the values of tensors. All ranks make the same exchanges in the same order, even if they have no
-messages in some of them. The index of an exchange in the pass therefore identifies it on all ranks.
+in each exchange of a pass. Later passes of the same *kind* reuse these sizes. Two passes are of the
+same kind if both are forwards, or both backwards, of calls that differ only in the values of
+tensors. All ranks make the same exchanges in the same order, even if they have no messages in some
+of them. The index of an exchange in the pass therefore identifies it on all ranks.
 
 A relayed message makes several hops. NCCL runs exchanges in the order in which they are posted, so
 on NCCL a rank posts all hops at once. On gloo, a thread posts a hop when the previous hop has
-arrived. The thread processes exchanges in the order that all ranks share, so no exchange waits for
-a later one.
+arrived. The thread of every rank processes exchanges in the same order, so no exchange waits for a
+later exchange.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _MAX_KEPT_PASSES = 128
 class Relays:
     """The messages that one rank of a group relays for other ranks.
 
-    All ranks make the same calls, so they delete stored kinds in the same order. If one rank
-    deleted a kind that other ranks still know, it would wait for messages that they do not send.
-    Kinds are therefore not stored in layouts, because each rank frees a layout at a different time.
+    The sizes of messages are stored for each kind of pass. All ranks make the same calls, so they
+    delete stored kinds in the same order. If one rank deleted a kind earlier than other ranks, it
+    would wait for sizes that the other ranks do not send. Kinds are therefore not stored in
+    layouts, which ranks free at different times.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -50,7 +51,7 @@ class Relays:
 
     @classmethod
     def of(cls, comm: Comm, routing: Routing) -> Relays | None:
-        """Return the object that all modules on a group with this routing share.
+        """Return the `Relays` that all modules on a group with this routing share.
 
         The result is None if no message is routed. Raises a ValueError if the group cannot be
         divided into nodes.
@@ -87,8 +88,8 @@ class Relays:
 
 
 class _Pass:
-    """One pass. If this rank already knows the messages of an exchange, it does not ask the other
-    ranks again.
+    """The relayed messages of one pass. The ranks of a node tell each other the sizes of an
+    exchange only in the first pass of a kind.
     """
 
     def __init__(self, relays: Relays, device: torch.device, known: list[Relaying]) -> None:
@@ -152,7 +153,9 @@ class _Pass:
         return relayed, straight
 
     def _agree(self, comm: Comm, own: Ends, exchange: Exchange) -> Relaying:
-        """Exchange with the ranks of this node the sizes of messages to and from other nodes."""
+        """Tell the ranks of this node which messages this rank exchanges with other nodes, and
+        return what this rank relays.
+        """
         # Other nodes need not be asked, because both the sender's node and the receiver's node know
         # a message. `traffic` of a strategy cannot replace this, because it has no sizes of single
         # exchanges.
@@ -184,7 +187,9 @@ def _post(comm: Comm, sends: list[Message], recvs: list[Message], exchange: Exch
 
 
 def _at(tables: list[list[Tensor]], part: list[tuple[int, PieceLocation]]) -> list[Message]:
-    """Return the messages of a hop: the tensors of `tables` at the locations in `part`."""
+    """Return the messages (peer, tensor), given each message's peer and the location of its tensor
+    in `tables`.
+    """
     return [(peer, tables[at.table][at.number][at.start : at.stop]) for peer, at in part]
 
 

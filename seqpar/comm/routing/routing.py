@@ -17,9 +17,10 @@ no hops within nodes.
 
 There are two differences from the paper. First, the paper divides each message separately. This
 file divides all messages of an exchange between two nodes together. If the messages load all NICs
-about equally, they are sent directly. Otherwise each NIC carries at most the mean number of bytes,
-and first of all bytes of its own messages. A piece uses NICs with the same index in both nodes,
-because networks often connect the NICs of one index with a switch.
+about equally, they are sent directly. If they do not, messages are cut so that each NIC carries at
+most the mean number of bytes. A NIC preferably carries messages of the ranks that use it. A piece
+uses NICs with the same index in both nodes, because networks often connect the NICs of one index
+with a switch.
 
 Second, long pieces are cut into c *chunks*. A proxy sends a chunk while it receives the next one:
 the first hop of the second chunk is posted together with the second hop of the first chunk. NICs
@@ -114,7 +115,6 @@ class Nodes:
             raise ValueError(f"nics must {expected}, got {self.nics}")
 
     def mates(self, rank: int) -> list[int]:
-        """Return all ranks of a rank's node, including the rank itself."""
         return self.members[self.of[rank]]
 
     def nic(self, rank: int) -> int:
@@ -124,8 +124,8 @@ class Nodes:
     def proxy(self, rank: int, nic: int) -> int:
         """Return the rank through which a rank of the same node uses a NIC.
 
-        A rank is its own proxy for its own NIC. If several ranks share each NIC, the n-th user of
-        one NIC has the n-th user of the other NIC as its proxy.
+        The result is `rank` itself if `rank` uses this NIC. If several ranks share each NIC, the
+        n-th user of one NIC reaches a different NIC through the n-th user of the different NIC.
         """
         mates = self.mates(rank)
         sharing = len(mates) // self.nics
@@ -135,12 +135,12 @@ class Nodes:
 def divided(
     sizes: list[int], used: list[tuple[int, int]], nics: int
 ) -> list[tuple[int, tuple[int, int], int]]:
-    """Divide the messages from one node to another evenly among the NICs.
+    """Divide the messages from one node to another node evenly among the NICs of the nodes.
 
-    If messages load the NICs nearly evenly, they are not cut, and are sent directly. Otherwise they
-    are cut into pieces, so that no NIC carries more than an equal share of the bytes. A piece uses
-    NICs with the same index in both nodes. Pieces first use the NICs of their sender and of their
-    receiver.
+    If messages load the NICs nearly evenly, they are not cut, and are sent directly. If they do
+    not, they are cut into pieces, so that no NIC carries more than an equal share of the bytes. A
+    piece uses NICs with the same index in both nodes. A piece of a message preferably uses the NICs
+    of its sender and its receiver.
 
     Args:
         sizes: the size of each message.
@@ -215,10 +215,10 @@ class Relaying(NamedTuple):
 
     @classmethod
     def of(cls, nodes: Nodes, rank: int, known: dict[int, Ends]) -> Relaying:
-        """Return what a rank sends, receives and relays in an exchange.
+        """Return the messages and pieces that a rank sends, receives and relays in an exchange.
 
-        `known` has the messages that each rank of this node sends to and receives from other nodes.
-        The sender's node and the receiver's node both know a message, and process its pieces in the
+        `known` has, for each rank of this node, the messages between this rank and other nodes. The
+        sender's node and the receiver's node both know a message, and process its pieces in the
         same order.
         """
         hops = [RelayHop([], [])]
