@@ -1,8 +1,7 @@
-"""Layouts and masks. A layout assigns tokens to ranks. A mask says which query attends to which
-key.
+"""Layouts, which assign tokens to ranks, and masks, which say which query attends to which key.
 
-Start with `layout.py`, which has the class that users create. `geometry.py` has the content of a
-layout as arrays, from which all other files read it.
+Start with `layout.py`, which has the class that users create. `geometry.py` stores the content of a
+layout as arrays. All other files read these arrays.
 
 This package uses these words:
 

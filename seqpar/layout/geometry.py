@@ -1,4 +1,5 @@
-"""`Geometry`: which tokens each rank holds, as arrays of spans. `Layout` is a wrapper for users.
+"""`Geometry`: which tokens each rank holds, as arrays of spans. `Layout` wraps a geometry for
+users.
 
 A *span* is a range of positions of one document that one rank holds. The tokens on a rank are
 ordered by document, then by position, and a *row* is the index of a token in this order. A *run* is
@@ -26,7 +27,9 @@ _MAX_KEPT_BYTES = 2**26  # limit for cached holdings
 
 
 class Runs(NamedTuple):
-    """The runs of a rank. Run i has the spans first_spans[i] … stop_spans[i] − 1."""
+    """The runs of a rank. A *run* is all tokens of one document on the rank. Run i has the spans
+    first_spans[i] … stop_spans[i] − 1.
+    """
 
     documents: Ints
     first_spans: Ints
@@ -57,7 +60,7 @@ class Holding:
         return ranges(self.starts, self.stops).astype(np.int32)
 
     def aligned(self, shift: Ints) -> NDArray[np.int32]:
-        """Return the position of each row plus `shift` of the row's document."""
+        """Return, for each row, its position in its document plus the `shift` of this document."""
         if not shift.any():
             return self.positions
         of_rows = np.repeat(shift[self.documents], self.stops - self.starts)
@@ -69,9 +72,10 @@ class Holding:
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
     def spans_in(self, starts: Ints, stops: Ints) -> tuple[Ints, Columns]:
-        """Cut the spans at some ranges of rows, which ascend and do not overlap.
+        """Return the parts of spans that lie in some ranges of rows.
 
-        Returns the parts of spans that lie in the ranges, and the index of the range of each part.
+        The ranges ascend and do not overlap. The first result is, for each part, the index of the
+        range that contains it.
         """
         span, first, last = split_at(self.offsets, starts, stops)
         index = np.searchsorted(stops, self.offsets[span] + first, side="right")
@@ -79,7 +83,9 @@ class Holding:
         return index, (self.documents[span], start + first, start + last)
 
     def holds_some(self, begins: Ints, ends: Ints) -> NDArray[np.bool_]:
-        """Return whether the rank has rows in each of some nonempty ranges of sort keys."""
+        """Return, for each of some nonempty ranges of `sort_keys`, whether the rank has a row in
+        this range.
+        """
         stops = sort_keys(self.documents, self.stops)
         # the first span that ends after `begins`
         found = np.searchsorted(stops, begins, side="right")
@@ -100,7 +106,7 @@ class Holding:
 
 
 class Holdings(Sequence[Holding]):
-    """A `Holding` for each rank. Each is made at its first use.
+    """The `Holding` of each rank, which is made at its first use.
 
     Because all holdings together may be very large, at most `_MAX_KEPT_BYTES` bytes are cached.
     """
@@ -176,9 +182,9 @@ class Geometry:
     def worst_case(self) -> Geometry:
         """The geometry for which messages are planned.
 
-        Usually, this is the geometry itself. With `most_documents`, it is a single document of all
-        tokens, because a CUDA graph can be replayed with different documents only if the messages
-        are the same for all documents.
+        Usually, this property is the geometry itself. For a layout with `most_documents`, it is a
+        geometry with a single document of all tokens. Such a layout is for CUDA graphs, which can
+        be replayed with different documents only if messages do not depend on the documents.
         """
         if not self.cut.most_documents:
             return self
@@ -216,7 +222,9 @@ class Geometry:
         return ranges(first + holding.starts, first + holding.stops)
 
     def described(self) -> dict[str, str]:
-        """Return the content as texts, for errors that show how the layouts of ranks differ."""
+        """Return the content of the geometry as texts, for errors that show how the layouts of
+        ranks differ.
+        """
         tokens = self.cut.token_counts(self.cu_seqlens)
         words = {
             "documents": f"{self.lengths.size} documents of {listed(self.lengths.tolist())} tokens",
@@ -231,7 +239,7 @@ class Geometry:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of which rank holds which token. It does not depend on the kind of cut."""
+        """A hash of which rank holds which token. The hash does not depend on the kind of cut."""
         # If the cut is the same for all documents of equal length, these documents are hashed once.
         lengths, documents = self.lengths, np.arange(self.lengths.size)
         if self.cut.alike:

@@ -1,5 +1,5 @@
-"""Handles, with which a layout is passed to a torch operator. Operators accept only tensors and
-numbers.
+"""Handles: tensors with which a layout is passed to a torch operator. Operators accept tensors, but
+no layouts.
 
 A *handle* is a 1-D int64 tensor on the CPU. It contains a digest of the layout, then the documents
 and the cut as integers. (A *cut* is a rule that assigns spans of documents to ranks, such as
@@ -7,11 +7,11 @@ zigzag.) A compiled graph treats the handle as data, so a new layout does not ca
 A copy of a handle works like the original, in any process.
 
 A *geometry* is the content of a layout as arrays (`geometry.py`). A table of this process finds the
-geometry for a digest, so that equal layouts share one geometry. The table does not keep geometries
+geometry for a digest, so that equal layouts share one geometry. This table does not keep geometries
 alive. The memory of a handle is a numpy array that refers to the geometry. An object that keeps the
 handle alive, such as a Layout or a saved tensor of autograd, therefore also keeps the geometry and
-its tables alive. If only copies of the handle are left, the geometry is made again from the content
-of a copy.
+the tables of the geometry alive. If only copies of the handle are left, the geometry is made again
+from the content of a copy.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
 def _mark_of(words: Ints) -> Tensor:
     """Return an empty tensor whose shape depends on the content of a handle.
 
-    Checkpoints compare the shapes of saved tensors, but not their content. Two handles with the
-    same number of documents have the same shape, but the shapes of these tensors differ.
+    When torch recomputes a checkpoint, it compares the shapes of saved tensors, but not their
+    content. Two handles with the same number of documents have the same shape. The tensors that
+    this function returns for the two handles have different shapes.
     """
     with torch.inference_mode(False):
         return torch.empty_strided([0, 2 + int(words[0]) % 2**40], [0, 0])
@@ -90,7 +91,9 @@ class Sizes(NamedTuple):
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return an empty tensor for each rank, and one more. Their shapes encode the ranks' sizes."""
+    """Return P + 1 empty tensors for P ranks. The shape of tensor c encodes the `Sizes` of rank
+    c.
+    """
     # torch.compile treats shapes as data, but recompiles if an integer attribute of a module
     # changes.
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
@@ -125,8 +128,8 @@ def from_handle(handle: Tensor) -> Geometry:
 def described(handle: Tensor, canonical: bool) -> object:
     """Return a value by which ranks compare their layouts.
 
-    With `canonical`, the value is a text for errors. Layouts that assign tokens to ranks in the
-    same way then have the same text, even if their cuts differ. This may take seconds.
+    With `canonical`, the value is a text for errors. If two layouts assign tokens to ranks in the
+    same way, their texts are the same, even if their cuts differ. Making the text may take seconds.
     """
     if canonical:
         return from_handle(handle).described()
@@ -163,7 +166,9 @@ def words_of(handle: Tensor) -> Ints:
 
 
 def key_of(words: Ints) -> bytes:
-    """Return the digest of a handle, which is the key in tables of geometries and of masks."""
+    """Return the digest of a handle, which is the handle's key in the tables of geometries and
+    masks.
+    """
     return words[:_DIGEST_WORDS].tobytes()
 
 

@@ -414,10 +414,11 @@ class Layout:
         return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """Call an operator in graphs of torch.compile, and read the geometry outside graphs.
+        """Return the indices or positions of a rank's tokens: in graphs of torch.compile by an
+        operator, and outside graphs from the geometry.
 
-        Outside graphs, the operator would fail under a FakeTensorMode, because it refuses a real
-        handle.
+        Outside graphs, the operator would fail under a FakeTensorMode, because the mode refuses a
+        real handle.
         """
         rank = self._rank(rank)
         if not is_traced():
@@ -429,8 +430,8 @@ class Layout:
         return handle.sizes_of(self._sizes[0]).padding
 
     def _tokens_on(self, ranks: slice) -> int:
-        """Return the tokens on these ranks. torch.compile can trace this: it reads the shapes of
-        `_sizes`.
+        """Return the number of tokens on these ranks. torch.compile can trace this method, because
+        it reads only the shapes of `_sizes`.
         """
         if not is_traced():
             return sum(self.tokens_per_rank[ranks])

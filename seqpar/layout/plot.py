@@ -31,8 +31,8 @@ _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
 
 
 class DrawnLayout(Protocol):
-    """The attributes of `seqpar.Layout` that are drawn. This file cannot import layout.py, because
-    layout.py imports this file.
+    """The attributes of `seqpar.Layout` that are drawn. This protocol is needed because layout.py
+    imports this file, so this file cannot import `Layout`.
     """
 
     @property
@@ -45,9 +45,10 @@ class DrawnMask(Protocol):
 
 # Separate functions compute what the pictures show, so that tests can compare numbers.
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
-    """Return the fraction of each column's tokens that each rank holds, (ranks, columns).
+    """Return which fraction of the tokens of each picture column each rank holds, (ranks, columns).
 
-    A batch of at most `columns` tokens has one column per token, so all fractions are 0 or 1.
+    A column stands for consecutive tokens. A batch of at most `columns` tokens has one column per
+    token, so all fractions are 0 or 1.
     """
     geometry = layout.geometry
     columns = min(columns, geometry.tokens)
@@ -65,8 +66,8 @@ def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (T, T): the rank that holds the query (row) of each visible pair, and −1 for pairs
-    that are not visible.
+    """Return the rank that holds the query (row) of each visible pair, and −1 for hidden pairs, (T,
+    T).
     """
     geometry = layout.geometry
     owner = np.empty(geometry.tokens, dtype=np.int64)

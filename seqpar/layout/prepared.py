@@ -27,11 +27,11 @@ _Place = tuple[bool, int, Any, tuple[int, ...]]
 
 
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
-    """Return the tables of a geometry: a pickle, all arrays as (n,) uint8, and a number of bytes.
+    """Return the tables of a geometry for another process, or None if a table cannot be pickled.
 
-    The arrays of tensors come first. The returned number says how many bytes they have. The arrays
-    of numpy follow. The result is None if a table cannot be pickled, for example because it is on a
-    GPU.
+    A table on a GPU, for example, cannot be pickled. The results are a pickle, the content of all
+    arrays as one tensor (n,) uint8, and a number of bytes. The arrays of tensors come first in the
+    tensor, and have this number of bytes. The arrays of numpy follow.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)
@@ -47,7 +47,9 @@ def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
 
 
 def unpack(geometry: Geometry, data: bytes, memory: Tensor, size: int) -> None:
-    """Add the tables from `pack` to a geometry. Tables that the geometry already has are kept."""
+    """Add the tables that `pack` returned to a geometry. A table that the geometry already has is
+    not replaced.
+    """
     places, objects = pickle.loads(data)
     derived = _Unpacker(io.BytesIO(objects), geometry, places, memory, size).load()
     geometry.derived.update(cast(Memo, derived))

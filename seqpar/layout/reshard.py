@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
-    """Return a rank's tokens of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
+    """Return a rank's tokens of a packed tensor, (T, …) -> (T_local, …), for `Layout.shard`.
 
     Args:
         x: the packed tensor, with or without padding.
@@ -124,7 +124,7 @@ class _Unshard(torch.autograd.Function):
 def _exchange(
     comm: Comm, parts: Sequence[Tensor], received: Sequence[Tensor], label: str, step: int = 0
 ) -> None:
-    """Send one tensor to each rank and receive one from each rank, including this rank."""
+    """Send one tensor to each rank and receive one tensor from each rank, including this rank."""
     sends = [(peer, parts[peer]) for peer in comm.peers]
     recvs = [(peer, received[peer]) for peer in comm.peers]
     pending = comm.exchange(sends, recvs, label=label, step=step)
@@ -133,7 +133,9 @@ def _exchange(
 
 
 def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
-    """Return the index in the pack of each token, (T,). Tokens are ordered by rank, then by row."""
+    """Return each token's index in the pack, (T,), for tokens that are ordered by rank, then by
+    row.
+    """
 
     def build() -> Tensor:
         indices = [geometry.token_indices(rank) for rank in range(geometry.ranks)]
@@ -180,12 +182,12 @@ def move(
 def share(
     rank: int, own: Geometry, other: Geometry, device: torch.device = _CPU
 ) -> tuple[Tensor, list[int]]:
-    """Return which of a rank's rows go to which rank when tokens move from layout `own` to layout
+    """Return which rows of a rank go to which rank when tokens move from layout `own` to layout
     `other`.
 
-    The first result has the rank's rows in `own`, (T_local,) on `device`. They are sorted by the
-    rank that holds the token in `other`, and then in the order of the packed batch. The second
-    result is how many of these rows each rank holds in `other`.
+    The first result is the rank's rows in `own`, (T_local,) on `device`. They are sorted by the
+    rank that holds the token in `other`, then by their order in the packed batch. The second result
+    is a list: how many of the rows each rank holds in `other`.
     """
 
     def build() -> tuple[Tensor, list[int]]:
@@ -202,7 +204,7 @@ def share(
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
     """Return the start of each span in the pack, and the rank of each span.
 
-    The starts ascend, and T follows as the last element (n + 1,).
+    The starts (n + 1,) ascend. The last element is T, the number of tokens.
     """
 
     def build() -> tuple[Ints, Ints]:

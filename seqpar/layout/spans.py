@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 
 def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: Ints) -> Spans:
-    """Return the `Spans` object for a list of spans for each rank.
+    """Return a `Spans` cut, given a list of the spans of each rank.
 
     Raise a ValueError unless the spans cover every token exactly once.
     """
@@ -75,8 +75,8 @@ PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[np.generic] | Te
 
 
 def cu_seqlens_of(position_ids: PositionIds) -> Ints:
-    """Return the cu_seqlens of positions (T,) or (B, S), as `Layout.from_position_ids`
-    describes.
+    """Return the cu_seqlens of documents, given the positions of tokens, (T,) or (B, S), for
+    `Layout.from_position_ids`.
     """
     ids = _as_rows(position_ids)
     begins = np.ones(ids.shape, dtype=bool)

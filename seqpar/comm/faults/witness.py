@@ -184,7 +184,9 @@ class Witness:
 
 
 def grace_seconds() -> float | None:
-    """Return for how many seconds a living rank may be silent, or None if the user has not set it."""
+    """Return for how many seconds a living rank may be silent, or None if the user has not set
+    it.
+    """
     text = os.environ.get(GRACE)
     try:
         seconds = None if text is None else float(text)

@@ -1,9 +1,9 @@
 """`Cut`, the interface of the rules that assign the spans of a packed batch to ranks.
 
 A *span* is a range of positions of one document that one rank holds. A cut consists of the number
-of ranks and a few options. Spans are not stored. A cut computes them from `cu_seqlens` for one rank
-at a time, so that memory does not grow with the number of ranks. Two cuts are in this file:
-`Spans`, which does store a list of spans, and `Merged`, which treats several consecutive ranks of
+of ranks and a few options. Most cuts do not store spans. They compute the spans of one rank at a
+time from `cu_seqlens`, so that memory does not grow with the number of ranks. Two cuts are in this
+file: `Spans`, which stores a list of spans, and `Merged`, which treats several consecutive ranks of
 another cut as one rank.
 """
 
@@ -79,18 +79,18 @@ class Cut(Protocol):
 
     @property
     def most_spans(self) -> int | None:
-        """The largest number of spans of one document that a rank can hold, or None without a
+        """The largest number of spans of one document that a rank can hold, or None if there is no
         limit.
         """
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the nonempty spans that a rank holds, sorted by document, then position."""
+        """Return the nonempty spans that a rank holds, sorted by document, then by position."""
 
     def token_counts(self, cu_seqlens: Ints) -> Ints:
         """Return the number of tokens on each rank, (ranks,)."""
 
     def most_spans_of(self, lengths: Ints) -> Ints:
-        """Return (documents,): the largest number of spans that a document of each length can
+        """Return for each document length the largest number of spans that such a document can
         have.
         """
 
@@ -98,11 +98,11 @@ class Cut(Protocol):
         """Return a function that finds the ranks that hold given positions of documents."""
 
     def mirrored_edges(self, lengths: Ints) -> Ints | None:
-        """Return (documents, 2P + 1): the edges of mirrored chunks. Return None if the cut has
-        none.
+        """Return the edges of mirrored chunks, (documents, 2P + 1), or None if the cut has no such
+        chunks.
 
-        Chunks are mirrored if each rank c of P ranks holds the chunks c and 2P − 1 − c of every
-        document. Some chunks may be empty.
+        Documents are cut into 2P mirrored chunks if each rank c of P ranks holds the chunks c and
+        2P − 1 − c of every document. Some chunks may be empty.
         """
 
 
@@ -124,7 +124,7 @@ class CountedCut:
 
 class TableCut(CountedCut):
     def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
-        """Return the index of each rank's first span, (ranks + 1,), and the spans of all ranks.
+        """Return the spans of all ranks, and the index of each rank's first span, (ranks + 1,).
 
         The last index is the number of spans.
         """
@@ -153,7 +153,7 @@ class Spans(TableCut):
 
     @classmethod
     def of(cls, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints) -> Spans:
-        """Return the cut in which rank `owner[i]` holds span i. Empty spans are dropped."""
+        """Return the cut in which rank `owner[i]` holds span i. Empty spans are left out."""
         kept = np.flatnonzero(stops > starts)
         kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
         owner, columns = owner[kept], (documents[kept], starts[kept], stops[kept])
@@ -248,7 +248,7 @@ def merged(parts: Sequence[Columns]) -> Columns:
 
 
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
-    """Join adjacent spans of the same rank.
+    """Join adjacent spans of one rank.
 
     Returns the joined spans and, for each joined span, the index of its first span in `columns`. If
     `columns` has spans of several ranks, they are sorted by rank, and `ranks` has the rank of each

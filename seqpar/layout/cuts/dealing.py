@@ -3,8 +3,8 @@
 `EvenZigzag` and `EvenStripes` use this rule. Tokens are dealt in *rounds*. In a round, each rank
 gets one *part*, a range of consecutive tokens. All parts of a round have the same size, except that
 parts of the last round may be smaller. Each of P ranks gets ⌈T/P⌉ of T tokens, regardless of the
-documents. If T is not a multiple of P, some ranks get one or more tokens less, and fewer than P
-tokens in total are missing.
+documents. If T is not a multiple of P, the last ranks get fewer tokens. Over all ranks together,
+fewer than P tokens are missing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, pa
 
 
 class DealtBefore(NamedTuple):
-    """How many tokens were dealt before each of some indices of the pack."""
+    """For each of some indices of the pack, how many tokens the ranks get before this index."""
 
     dealt: Ints  # the number of tokens that each rank got in earlier rounds
     offset: Ints  # the number of tokens of this round before the index
     part: Ints  # the number of tokens that each rank gets in this round
 
     def dealt_to(self, rank: int | Ints) -> Ints:
-        """Return the number of tokens before each index that `rank` gets."""
+        """Return how many tokens one rank gets before each index."""
         in_round = np.maximum(self.offset - rank * self.part, 0)
         # np.clip would take several times as long
         return self.dealt + np.minimum(in_round, self.part)
 
     def dealt_below(self, rank: int | Ints) -> Ints:
-        """Return the number of tokens before each index that the ranks 0 … `rank` − 1 get
-        together.
-        """
+        """Return how many tokens the ranks 0 … `rank` − 1 together get before each index."""
         return self.dealt * rank + np.minimum(self.offset, rank * self.part)
 
     def take(self, chosen: Ints) -> DealtBefore:
@@ -48,8 +46,8 @@ class Deal:
     """The rule by which T tokens are dealt to P ranks.
 
     In the first `singles` rounds, each rank gets one token. In each later round, each rank gets a
-    part of `part` tokens. Parts of the last round may be smaller. All methods use formulas, without
-    arrays of rounds or documents.
+    part of `part` tokens. Parts of the last round may be smaller. All methods use formulas, so they
+    need no arrays with an entry for each round or document.
     """
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
@@ -67,16 +65,14 @@ class Deal:
         self._first_number = np.array([0, singles, singles + rounds]) * ranks
 
     def before(self, index: Ints) -> DealtBefore:
-        """Return how many tokens are dealt before some indices of the pack, which are between 0 and
-        T.
-        """
+        """Return how many tokens the ranks get before some indices of the pack, from 0 to T."""
         kind = np.searchsorted(self._begin[1:] * self.ranks, index, side="right")
         begin, part = self._begin[kind], self._part[kind]
         rounds, offset = np.divmod(index - begin * self.ranks, part * self.ranks)
         return DealtBefore(begin + rounds * part, offset, part)
 
     def edge(self, number: Ints) -> Ints:
-        """Return the index of the pack at which each part begins. Part n goes to rank n mod P."""
+        """Return the index of the pack at which each part begins. Rank n mod P gets part n."""
         kind = np.searchsorted(self._first_number[1:], number, side="right")
         begin = self._begin[kind] * self.ranks
         return begin + (number - self._first_number[kind]) * self._part[kind]

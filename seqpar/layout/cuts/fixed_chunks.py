@@ -34,9 +34,9 @@ def _chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class FixedChunks(CountedCut):
-    """A cut in which chunks of documents replace the documents of another cut.
+    """A cut in which each chunk of a document counts as a document.
 
-    Each rank holds the same tokens as in the other cut.
+    Each rank holds the same tokens as in the cut from which this cut was made.
     """
 
     whole: Cut  # the other cut

@@ -1,5 +1,5 @@
-"""Striped cuts. A *stripe* is a range of consecutive tokens. Stripes are dealt to the ranks in
-turn.
+"""Striped cuts, in which the ranks in turn hold one stripe each. A *stripe* is a range of
+consecutive tokens.
 
 `Striped` counts stripes from the start of each document. `EvenStripes` counts stripes from the
 start of the pack, so that all ranks hold the same number of tokens.
@@ -20,7 +20,9 @@ from seqpar.layout.cuts.dealing import Deal
 
 @dataclass(frozen=True)
 class Striped(CountedCut):
-    """Each document is cut into stripes of `stripe` tokens. Rank s mod P holds stripe s."""
+    """A cut that divides each document into stripes of `stripe` tokens. Rank s mod P holds stripe
+    s.
+    """
 
     ranks: int
     stripe: int
@@ -64,7 +66,7 @@ class Striped(CountedCut):
     def _dealt(self, numbers: Ints) -> Ints:
         """Return how many items each rank gets in total, (ranks,).
 
-        For each n in `numbers`, n items are given to the ranks in turn, beginning with rank 0.
+        For each n in `numbers`, the ranks in turn get n items, beginning with rank 0.
         """
         return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
 
@@ -75,7 +77,8 @@ class Striped(CountedCut):
 
 @dataclass(frozen=True)
 class EvenStripes(CountedCut):
-    """The pack is cut into stripes, regardless of its documents. Rank s mod P holds stripe s.
+    """A cut that divides the pack into stripes, regardless of documents. Rank s mod P holds stripe
+    s.
 
     The last P stripes are smaller, so that all ranks hold the same number of tokens.
     """
@@ -119,8 +122,8 @@ class EvenStripes(CountedCut):
     def _around(self, first: Ints, numbers: Ints) -> Ints:
         """Return how many items each rank gets in total, (ranks,).
 
-        For each n in `numbers`, n items are given to the ranks in turn. `first` has, for each n,
-        the rank that gets the first item.
+        For each n in `numbers`, the ranks in turn get n items. `first` has, for each n, the rank
+        that gets the first item.
         """
         rest, size = numbers % self.ranks, 2 * self.ranks
         steps = np.bincount(first, minlength=size) - np.bincount(first + rest, minlength=size)

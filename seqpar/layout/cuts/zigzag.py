@@ -1,7 +1,7 @@
 """Zigzag cuts: each rank holds an early chunk and a late chunk of each document.
 
-Under a causal mask, all ranks then have about the same work. With `EvenZigzag`, all ranks also hold
-the same number of tokens.
+With a zigzag cut and a causal mask, all ranks have about the same work. With `EvenZigzag`, all
+ranks also hold the same number of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _BLOCK_ELEMENTS = 2**16  # limit for the arrays that `Zigzag.counts` compares at
 
 @dataclass(frozen=True)
 class Zigzag(CountedCut):
-    """A document of L tokens is cut at ⌊cL/2P⌋ into 2P chunks. Rank c holds chunks c and 2P − 1 −
-    c.
+    """A cut that divides a document of L tokens at ⌊cL/2P⌋ into 2P chunks. Rank c of P ranks holds
+    the chunks c and 2P − 1 − c.
     """
 
     ranks: int
@@ -100,16 +100,19 @@ class Zigzag(CountedCut):
 
 
 def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
-    """Return the chunk that contains each position. Chunk c begins at ⌊c·length/chunks⌋."""
+    """Return the index of the chunk that contains each position. Chunk c begins at
+    ⌊c·length/chunks⌋.
+    """
     return -(-(positions + 1) * chunks // lengths) - 1
 
 
 class _ChunkSizes(NamedTuple):
-    """How many tokens of each document each rank holds, and how many of them are in its low chunk.
+    """The sizes of the two chunks of each document on each rank.
 
-    Rank c has n_c tokens of a document, and ⌊(n_c + up)/2⌋ of them are in its low chunk. `first`
-    says how many tokens each rank gets before the first token of each document, and `last` how many
-    it gets before the end of each document.
+    Rank c has n_c tokens of a document. The low chunk of rank c, which is nearer to the start of
+    the document, has ⌊(n_c + up)/2⌋ tokens. `first` says how many tokens of the pack each rank gets
+    before the first token of each document. `last` says how many tokens each rank gets before the
+    end of each document.
     """
 
     lengths: Ints
@@ -128,7 +131,8 @@ class _ChunkSizes(NamedTuple):
         return _ChunkSizes(self.lengths[chosen], first, last, self.up[chosen])
 
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
-        """For each document, divide the ranks 0 … `behind` − 1 into five groups with equal n_c.
+        """For each document, divide the ranks 0 … `behind` − 1 into five groups, so that n_c is the
+        same for all ranks c of a group.
 
         A group consists of consecutive ranks. Return the edges of the groups, (6, documents), and
         the n_c of each group, (5, documents).
@@ -144,10 +148,10 @@ class _ChunkSizes(NamedTuple):
         return borders, self.tokens(borders[:-1])
 
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
-        """Return the starts and the stops of the low and the high chunk of a rank, (2 · documents,)
+        """Return the starts and the stops of a rank's two chunks of each document, (2 · documents,)
         each.
 
-        The two chunks of a document follow one another, the low chunk first.
+        In the arrays, the low chunk of a document comes first, and its high chunk follows.
         """
         borders, tokens = self.equal_ranks(rank)
         low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
@@ -163,19 +167,21 @@ class _ChunkSizes(NamedTuple):
 class EvenZigzag(CountedCut):
     """A zigzag cut in which all ranks have the same number of tokens.
 
-    The tokens of the pack are dealt to the ranks one by one (`dealing.py`). This determines only
-    the number n_c of tokens of a document that rank c holds. The document is then cut into 2P
-    chunks: first the low chunks of the ranks 0 … P − 1, then the high chunks of the ranks P − 1 …
-    0. Each of the two chunks of rank c has n_c / 2 tokens. If n_c is odd, one of them has one more
-    token: the high chunk in every second document, and the low chunk in all other documents. Each
-    rank therefore has the same fraction of each document and of the document's causal work, up to
-    one token.
+    The tokens of the pack are dealt to the ranks one by one (`dealing.py`). This rule determines
+    only the number n_c of tokens of a document that rank c holds. Each document is cut into 2P
+    chunks with these numbers: first the low chunks of the ranks 0 … P − 1, then the high chunks of
+    the ranks P − 1 …
+    0. Each of the two chunks of rank c has n_c / 2 tokens. If n_c is odd, one of the two chunks has
+       one more token: the high chunk in every second document, and the low chunk in all other
+       documents. Each rank therefore has the same fraction of each document and of the document's
+       causal work, up to one token.
 
     A document of fewer than 2P·min_chunk tokens is *short*. Short documents are dealt after all
-    longer documents, sorted from the longest to the shortest. They are dealt in parts of
+    longer documents, sorted from the longest to the shortest. Short documents are dealt in parts of
     2·min_chunk tokens instead of single tokens, so that a short document is on one rank or on a few
-    ranks. In each round, every rank gets one part. The parts of a round come from documents of
-    similar length, and therefore have about the same work.
+    ranks. Every rank gets one part, then every rank gets a second part, and so on. Parts that are
+    dealt one after another come from documents of similar length, and therefore have about the same
+    work.
     """
 
     ranks: int

@@ -7,8 +7,8 @@ rank. Slices do not overlap.
 
 A *run* is all tokens of a document on one rank. Positions ascend within a run. The keys of a run to
 which a query attends are therefore consecutive rows, which are found by bisection. The number of
-slices is proportional to the number of pairs of a document and a rank, or of a mask's range and a
-rank. It does not depend on the number of spans.
+slices grows with the number of documents on each rank, or with the number of a mask's ranges on
+each rank. The number of slices does not depend on the number of spans.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ class Mask:
 class Slices:
     """The slices between a block of query rows and a block of key rows.
 
-    If different ranks hold the queries and the keys, one of the two blocks is sent to the rank that
-    holds the other block. This rank computes. The block that is sent has only rows that belong to
-    some pair. The block that is not sent has all rows of its rank. If one rank holds both blocks,
-    both have all rows.
+    If different ranks hold the queries and the keys, one block is sent, and the receiver computes
+    with the block that it holds. The sent block has only rows that belong to some visible pair. The
+    block that is not sent has all rows of the receiver. If one rank holds both blocks, both blocks
+    have all rows of this rank.
     """
 
     q_rows: Ints  # (n, 2): the range of query rows of each slice
@@ -175,8 +175,8 @@ class Slices:
 
     @cached_property
     def are_computed(self) -> bool:
-        """Whether kernels are launched. With padded tables, they are launched even if there is no
-        pair.
+        """Whether kernels are launched for these slices. With padded tables, kernels are launched
+        even if there is no visible pair.
         """
         return len(self) > 0 or (self.most_runs > 0 and self.key_rows > 0)
 
@@ -194,8 +194,10 @@ class Slices:
         return self.q_positions if self.q_aligned is None else self.q_aligned
 
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
-        """Return the range of keys to which each query row of slice i attends: starts and stops,
-        (rows,).
+        """Return the range of key rows to which each query row of slice i attends.
+
+        The results are the starts and the stops of the ranges, (rows,) each. They count from the
+        slice's first key.
         """
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]
@@ -205,9 +207,9 @@ class Slices:
 
     @cached_property
     def full(self) -> NDArray[np.bool_]:
-        """Whether all queries of a slice attend to all of its keys, (n,).
+        """Whether all queries of each slice attend to all keys of the slice, (n,).
 
-        This is true of most slices between different ranks.
+        Most slices between different ranks are full.
         """
         full = np.zeros(len(self), dtype=bool)
         has_pairs = (np.diff(self.q_rows) > 0)[:, 0] & (np.diff(self.k_rows) > 0)[:, 0]
@@ -221,8 +223,8 @@ class Slices:
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
-        """Return two counts for each slice: its pairs, and the pairs of rows that skip the first
-        keys.
+        """Return two counts for each slice: all visible pairs, and the visible pairs of query rows
+        that do not attend to the first key of the slice.
         """
         areas = (np.diff(self.q_rows) * np.diff(self.k_rows))[:, 0]
         pairs = [(area, 0) for area in areas.tolist()]
@@ -233,7 +235,7 @@ class Slices:
         return pairs
 
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
-        """Return whether each query row attends to each key row under a band, (queries, keys)
+        """Return whether a band lets each query row attend to each key row, (queries, keys)
         bool.
         """
         q_positions, k_positions = self.positions_on(device)
@@ -261,7 +263,9 @@ class Slices:
         return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
 
     def of_queries(self, rows: Ints) -> Slices:
-        """Return the slices of a part of the query rows. `rows` must contain all rows of slices."""
+        """Return these slices over a subset of the query rows. `rows` must contain all query rows
+        of the slices.
+        """
         return replace(
             self,
             q_rows=rows_before(rows, self.q_rows),
@@ -272,8 +276,8 @@ class Slices:
         )
 
     def of_keys(self, rows: Ints) -> Slices:
-        """Return these slices over a part of the key rows. `rows` must contain all rows of
-        slices.
+        """Return these slices over a subset of the key rows. `rows` must contain all key rows of
+        the slices.
         """
         k_rows, positions = rows_before(rows, self.k_rows), take_ranges(self.k_positions, rows)
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
@@ -291,8 +295,8 @@ class Slices:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
-        """Join the slices of the same query rows over several blocks of keys, as if these were one
-        block.
+        """Join the slices of the same query rows over several blocks of keys into slices over one
+        block, which contains the keys of all blocks.
         """
         if not parts:
             pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
@@ -314,7 +318,7 @@ def slices_between(
     mask: Mask,
     queries_travel: bool = False,
 ) -> Slices:
-    """Return the slices of one rank's queries over another rank's keys.
+    """Return the slices of a mask between the queries of one rank and the keys of another rank.
 
     The slices are cached in the two geometries. By default, keys are sent, and the block of keys
     has only the keys to which some query attends. With `queries_travel`, queries are sent, and the
@@ -388,7 +392,9 @@ _WHOLE_ROWS = 32
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
-    """Cut each slice in half. Return the first halves and the second halves."""
+    """Cut each slice into two halves with about equal numbers of pairs. Return the first halves and
+    the second halves. Short slices are not cut.
+    """
     # Each slice is cut in half separately. If the list of slices was cut in half, the result of a
     # document would depend on the other documents of the batch.
     lengths = np.diff(slices.q_rows)[:, 0]
@@ -410,7 +416,9 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _middle(lengths: Ints) -> Ints:
-    """Return the result of `_row` for slices in which all queries attend to all keys."""
+    """Return, for slices in which all queries attend to all keys, the row at which a slice is cut
+    in half.
+    """
     step = np.clip(lengths // 2, 1, _TILE_ROWS)
     below = lengths // (2 * step)
     above_is_closer = 2 * step * (below + 1) - lengths < lengths - 2 * step * below
@@ -418,9 +426,11 @@ def _middle(lengths: Ints) -> Ints:
 
 
 def _row(start: Ints, stop: Ints) -> int:
-    """Return the row that divides the pairs of a slice in half.
+    """Return the query row at which a slice is cut, so that its two halves have about the same
+    number of pairs.
 
-    In long slices, the row is a multiple of the tile size.
+    The arguments are the ranges of keys from `key_intervals`. In long slices, the row is a multiple
+    of the tile size.
     """
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]
@@ -430,7 +440,9 @@ def _row(start: Ints, stop: Ints) -> int:
 def _part(
     slices: Slices, i: int, start: Ints, stop: Ints, rows: tuple[int | None, int | None]
 ) -> tuple[Ints, Ints]:
-    """Return the query rows and key rows of a part of slice i, without rows that have no pair."""
+    """Return the query rows and the key rows of slice i between two query rows, without rows that
+    have no pair.
+    """
     seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + (rows[0] or 0)
     first, last = seeing
     return slices.q_rows[i, 0] + [first, last + 1], slices.k_rows[i, 0] + [start[first], stop[last]]

@@ -34,7 +34,7 @@ RangeList = Sequence[Range] | NDArray[np.generic] | Tensor
 
 
 class Ranges(NamedTuple):
-    """Ranges as arrays (n,). An unlimited bound is ±`UNLIMITED`."""
+    """The ranges of a mask, as arrays (n,). A bound without a limit is ±`UNLIMITED`."""
 
     documents: Ints
     q_starts: Ints
@@ -50,8 +50,8 @@ class Ranges(NamedTuple):
     def trimmed(self) -> tuple[Ranges, Ints]:
         """Shrink each range to the rows that have pairs.
 
-        Ranges without pairs are dropped, and so are bounds without effect. Returns the remaining
-        ranges, and the index of each remaining range in `self`.
+        Ranges without pairs are left out. A bound that excludes no pair becomes unlimited. Returns
+        the remaining ranges, and the index of each remaining range in `self`.
         """
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
@@ -61,9 +61,10 @@ class Ranges(NamedTuple):
         return Ranges(self.documents[index], *edges, lows, highs), index
 
     def of_queries(self, q: Holding) -> tuple[tuple[Ints, Ints], Ranges]:
-        """Cut the query rows of a rank into clusters (`slices_of_band.py`), each within one range.
+        """Cut the query rows of a rank that lie in each range into clusters (`slices_of_band.py`).
 
-        Returns the starts and stops of the clusters' rows, and the range of each cluster.
+        Returns the first row of each cluster and the row after its last row, and the range of each
+        cluster.
         """
         begins, ends = (sort_keys(self.documents, edges) for edges in self[1:3])
         own = self.take(np.flatnonzero(q.holds_some(begins, ends)))
@@ -78,8 +79,8 @@ class Ranges(NamedTuple):
 
 
 class MaskRanges:
-    """The ranges of a mask, trimmed, without overlap, and sorted by document, queries, keys and
-    band.
+    """The ranges of a mask that is a list of ranges. They do not overlap, and are sorted by
+    document, queries, keys and band.
 
     `handle` is a 1-D int64 tensor on the CPU. It contains a digest (`key`), then the ranges.
     """
@@ -121,8 +122,8 @@ class MaskRanges:
 
     @cached_property
     def _ends(self) -> tuple[int, Ints, Ints]:
-        """The number of documents that have ranges, and the least number of queries and keys of
-        each.
+        """The smallest number of documents that a layout of this mask must have, and the smallest
+        number of queries and of keys in each of these documents.
         """
         documents = int(self.columns.documents.max(initial=-1)) + 1
         queries, keys = np.zeros(documents, np.int64), np.zeros(documents, np.int64)
@@ -144,7 +145,7 @@ class MaskRanges:
 
 
 def described(handle: Tensor, canonical: bool) -> object:
-    """Return a value by which ranks compare their masks. With `canonical`, it is a text for
+    """Return a value by which ranks compare their masks. With `canonical`, the value is a text for
     errors.
     """
     digest = key_of_handle(handle).hex()[:16]
@@ -158,7 +159,9 @@ def described(handle: Tensor, canonical: bool) -> object:
 
 
 def from_handle(handle: Tensor) -> MaskRanges:
-    """Return the ranges of a handle or of a copy. Raise a ValueError if its content was changed."""
+    """Return the ranges of a handle, or of a copy of a handle. Raise a ValueError if the content of
+    the handle was changed.
+    """
     words = words_of(handle)
     found = _by_key.get(key_of(words))
     if found is None:
@@ -215,11 +218,12 @@ def _columns(ranges: RangeList) -> list[Ints]:
 
 
 def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
-    """Return the indices of two overlapping ranges, (2,), and a query and a key of both, or None.
+    """Return two overlapping ranges and a pair that is in both, or None if no ranges overlap.
 
-    The ranges must be sorted by document, then by `q_starts`. The search compares ranges about n
-    log n times. In addition, each range that begins moves the list entries of ranges with later
-    keys.
+    The results are the indices of the two ranges, (2,), and the positions of the query and the key
+    of the pair. The ranges must be sorted by document, then by `q_starts`. For n ranges, the search
+    makes about n log n comparisons. Inserting a range into the list of current ranges also moves
+    all list entries with later keys.
     """
     pairs = _neighbours(ranges)
     one, other = (ranges.take(column) for column in pairs)
@@ -238,8 +242,10 @@ def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
 
 
 def _neighbours(ranges: Ranges) -> Ints:
-    """Return all pairs of ranges that are neighbours at some query, (2, n), up to the first
-    overlap.
+    """Return pairs of ranges that have neighbouring intervals of keys at some query, (2, n).
+
+    If two ranges overlap, the pairs up to the first overlap are returned. They contain two ranges
+    that overlap.
     """
     # The search goes through the queries in order. At each query, a range has an interval of keys.
     # From one query to the next, an edge of an interval moves by one key or not at all, so

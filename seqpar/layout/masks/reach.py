@@ -1,8 +1,8 @@
 """Count the rows that a rank sends to each rank, and receives from each rank, under a mask.
 
-A rank must know these numbers before a call. This file counts them for one rank, called the
-*asking* rank. Attention has two *sides*, queries and keys. The *reach* of some rows is the set of
-positions on the other side that form a pair with at least one of these rows.
+A rank must know these numbers before it makes a call. This file counts the rows for one rank,
+called the *asking* rank. Attention has two *sides*, queries and keys. The *reach* of some rows is
+the set of positions on the other side that form a pair with at least one of these rows.
 
 Only documents of the asking rank are processed, a few documents at a time. For each document, only
 ranks in the reach of the asking rank are processed. An array with an element for each pair of a
@@ -35,7 +35,9 @@ _MAX_MIRRORED_SPANS = 2
 
 
 class Intervals(NamedTuple):
-    """Intervals of positions, as arrays (n,). Each interval is in the reach of one span."""
+    """Intervals of positions, as arrays (n,). The queries or keys at these positions form pairs
+    with one span.
+    """
 
     spans: Ints
     starts: Ints
@@ -44,7 +46,9 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """Finds the reach of spans: the positions on the other side that form pairs with them."""
+    """Finds the reach of spans: for spans of queries, the positions of keys that form pairs with
+    the spans, and for spans of keys, the positions of queries.
+    """
 
     lows: Ints  # (documents,): a row at position p reaches the positions p + low … p + high
     highs: Ints
@@ -60,7 +64,7 @@ class Reach:
         return of_queries, cls(-highs, -lows, queries.lengths, mask, False)
 
     def of(self, documents: Ints, starts: Ints, stops: Ints) -> Intervals:
-        """Return the positions that nonempty spans reach. Intervals may overlap."""
+        """Return the positions in the reach of some nonempty spans. The intervals may overlap."""
         if self.mask.ranges is not None:
             return self._in_ranges(documents, starts, stops)
         lengths = self.lengths[documents]
@@ -95,13 +99,13 @@ class Reach:
         return Intervals(index[kept], begins[kept], ends[kept])
 
     def union_of(self, rows: Holding) -> Holding:
-        """Return all positions that the rows of a rank reach, as spans of documents."""
+        """Return the positions in the reach of any row of a rank, as spans of documents."""
         reached = self.of(*rows.columns)
         return _union(rows.documents[reached.spans], reached.starts, reached.stops)
 
 
 class ReachedRows(NamedTuple):
-    """The rows of one rank that are in the reach of other ranks.
+    """The rows of one rank that form pairs with rows of other ranks.
 
     The arrays have one entry for each other rank, or one for each group of other ranks.
     """
@@ -117,12 +121,17 @@ class ReachedRows(NamedTuple):
 
     @property
     def are_ranges(self) -> NDArray[np.bool_]:
-        """Whether the rows of each entry are consecutive."""
+        """Whether the rows for each rank or group are consecutive."""
         return (self.counts > 0) & (self.counts == self.behind - self.firsts)
 
 
 class AttentionSide(NamedTuple):
-    """The rows of other ranks on one side of attention, and the reach in both directions."""
+    """The queries or the keys of all ranks, and which of them form pairs with rows of the asking
+    rank.
+
+    If the asking rank's rows are queries, the rows of the other ranks are keys. If they are keys,
+    the rows of the other ranks are queries.
+    """
 
     others: Geometry  # the geometry of the other ranks' rows
     own_reach: Reach  # from the asking rank's rows to rows of other ranks
@@ -130,19 +139,19 @@ class AttentionSide(NamedTuple):
 
     @classmethod
     def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the side of the keys, for the queries of the asking rank."""
+        """Return the keys of all ranks, to be compared with the queries of the asking rank."""
         return cls(keys, *Reach.both(queries, keys, mask))
 
     @classmethod
     def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the side of the queries, for the keys of the asking rank."""
+        """Return the queries of all ranks, to be compared with the keys of the asking rank."""
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
-        """Return the rows of the asking rank that are in the reach of each other rank.
+        """Return the rows of the asking rank that form pairs with rows of each rank.
 
-        If `groups` (ranks,) assigns each rank to a group, return the rows in the reach of each
-        group.
+        If `groups` (ranks,) assigns each rank to a group, return the rows that form pairs with rows
+        of each group.
         """
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
@@ -165,9 +174,7 @@ class AttentionSide(NamedTuple):
         return reached
 
     def their_rows(self, own: Holding) -> Ints:
-        """Return the number of rows of each rank that are in the reach of the asking rank,
-        (ranks,).
-        """
+        """Return how many rows of each rank form pairs with rows of the asking rank, (ranks,)."""
         reached = self.own_reach.union_of(own)
         has_mirrored_chunks = self.others.cut.mirrored_edges(reached.offsets[:0]) is not None
         if has_mirrored_chunks and (np.diff(reached.documents) > 0).all():
@@ -179,8 +186,8 @@ class AttentionSide(NamedTuple):
         return counts
 
     def own_ranges(self, own: Holding, peers: Sequence[Holding]) -> Ints:
-        """Return the asking rank's rows that are in the reach of at least one peer, as ranges (m,
-        2).
+        """Return the asking rank's rows that form pairs with rows of at least one peer, as ranges
+        (m, 2).
 
         There is at least one row between two ranges.
         """
@@ -195,7 +202,7 @@ class AttentionSide(NamedTuple):
         return union(starts[order], stops[order])
 
     def _spans_within(self, reached: Holding) -> Iterator[tuple[Ints, HeldSpans]]:
-        """Yield a few documents at a time, with the spans of all ranks near the reached
+        """Yield a few documents at a time, with the spans of all ranks that may contain reached
         positions.
         """
         documents, first, behind = reached.runs
@@ -215,10 +222,11 @@ class AttentionSide(NamedTuple):
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
-        """Count the asking rank's rows that are in the reach of each rank, for mirrored chunks.
+        """Return the result of `own_rows` if the cut has mirrored chunks and the mask has no limit
+        on the left.
 
-        If a mask is unlimited to the left, the two chunks of a rank together reach all positions
-        before or after a single position. A list of spans is therefore not needed.
+        With such a mask, the two chunks of a rank together reach all positions before or after a
+        single position. A list of spans is therefore not needed.
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
@@ -276,11 +284,13 @@ class AttentionSide(NamedTuple):
 
 
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
-    """Return the position that determines the reach of each rank's two chunks, (documents, ranks).
+    """Return the position that limits the reach of each rank's two mirrored chunks, (documents,
+    ranks).
 
-    If the chunks are queries, the position is the end of the rank's last chunk of the document. If
-    the chunks are keys, the position is the start of the rank's first chunk. For a rank without
-    tokens of the document, the position is −far for queries and far for keys.
+    With `to_keys`, the chunks are queries, and the position is the end of the rank's last chunk of
+    the document. Without `to_keys`, the chunks are keys, and the position is the start of the
+    rank's first chunk. For a rank without tokens of the document, the position is −far for queries
+    and far for keys.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
@@ -304,8 +314,8 @@ def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
 
 
 def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Move each start behind all earlier intervals of the same run, so that no position counts
-    twice.
+    """Return the starts of intervals, moved behind all earlier intervals of the same run, so that
+    no position is in two intervals.
 
     Intervals are sorted by run, then by start.
     """
@@ -315,9 +325,10 @@ def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
 
 
 def _blocks(limits: Ints) -> Iterator[slice]:
-    """Yield slices of documents whose `limits` sum to at most `_BLOCK_SPANS`.
+    """Yield slices of consecutive documents whose `limits`, the largest numbers of spans, sum to at
+    most `_BLOCK_SPANS`.
 
-    A document with a larger limit is alone in its slice.
+    A document whose limit is larger than `_BLOCK_SPANS` is alone in its slice.
     """
     ends, first = np.cumsum(limits), 0
     while first < limits.size:

@@ -1,4 +1,4 @@
-"""Find the query rows and key rows that have pairs in a band lo ≤ k_pos − q_pos ≤ hi."""
+"""Find the query rows and key rows that form pairs in a band lo ≤ k_pos − q_pos ≤ hi."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 
     A *cluster* is a group of neighbouring spans of a run. A run is cut into clusters at each gap
     between spans that is wider than the band, hi − lo. The queries of a cluster therefore attend to
-    a range of keys without gaps. No query attends to the keys between the ranges of two clusters,
-    so these keys need not be sent.
+    a range of keys without gaps. Keys between the ranges of two clusters are attended to by no
+    query, and are not sent.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -29,7 +29,7 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 
 
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges of query rows, each within a run, at the gaps between clusters.
+    """Cut ranges of query rows at the gaps between clusters. Each range must lie within a run.
 
     `widths` is hi − lo of each range's band. Returns three arrays with an entry for each cluster:
     the index of its range, its start, and its stop. Empty ranges have no cluster.
@@ -66,15 +66,16 @@ def trim(
 def in_reach(
     q: Holding, k: Holding, runs: Bounds, q_rows: Bounds, band: Bounds, keys: Bounds
 ) -> Ints:
-    """Return slices as an array (6, n) of q start and stop, k start and stop, lo and hi.
+    """Return slices between clusters of query rows and runs of keys.
 
-    There is one slice for each cluster of query rows that attends to at least one key of its run of
-    keys.
+    There is one slice for each cluster that attends to at least one key of the run. The result is
+    an array (6, n) of q start and stop, k start and stop, lo and hi.
 
     Args:
         q: the holding of the queries.
         k: the holding of the keys.
-        runs: for each cluster, its run of queries, and the run of keys with which it is compared.
+        runs: for each cluster, the run of queries that contains it, and the run of keys with which
+            it is compared.
         q_rows: the starts and stops of the clusters' rows.
         band: lo and hi of each cluster.
         keys: the range of key positions to which each cluster may attend.
@@ -97,7 +98,8 @@ def in_reach(
 def of_band(
     q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
 ) -> Ints:
-    """Return the slices of a window and a prefix as an array (6, n).
+    """Return the slices of a mask with a window and a prefix, as an array (6, n) like that of
+    `in_reach`.
 
     `shift` is added to the positions of queries to align them with the keys of their document.
     """
@@ -117,7 +119,7 @@ def of_band(
 
 
 def _nonempty(table: Ints, start: int) -> Ints:
-    """Return the columns of `table` whose range, in the rows `start` and `start` + 1, is not
-    empty.
+    """Return the columns of `table` that have a nonempty range in the rows `start` and `start` +
+    1.
     """
     return table[:, table[start + 1] > table[start]]

@@ -5,10 +5,10 @@ the rank that computes it. The *owner* of a row is the rank that holds it. A row
 receives from a different rank is *foreign*.
 
 A server receives its foreign queries in several stages. While the server computes one stage, it
-returns the results of the preceding stage. A key is sent to a server only once. It arrives no later
-than the first foreign query that attends to it. Its gradient can be returned after the last foreign
-query that attends to it. The work of the server's own queries over foreign keys is spread over all
-stages.
+returns the results of the preceding stage. A key is sent to a server only once. The key arrives no
+later than the first foreign query that attends to it. The gradient of the key can be returned after
+the server has computed the last foreign query that attends to the key. The work of the server's own
+queries over foreign keys is spread over all stages.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Segments(NamedTuple):
     def covering(
         cls, servers: Ints, starts: Ints, stops: Ints, stages: Ints, count: int, tokens: int
     ) -> Segments:
-        """Return the segments that some ranges cover.
+        """Return the segments that some ranges of the pack cover.
 
-        `stages[i]` is the stage, of `count` stages, in which range i is needed. It is −1 if the
-        server's own queries need the range.
+        There are `count` stages. `stages[i]` is the stage whose foreign queries need range i, or −1
+        if the server's own queries need the range.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
         edges = np.unique(np.r_[begins, ends])
@@ -84,7 +84,7 @@ class Segments(NamedTuple):
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
-        """Return the number of foreign rows in each segment, which the server receives."""
+        """Return how many rows of each segment its server receives from other ranks."""
         coming = self.stops - self.starts
         for server in np.flatnonzero(np.bincount(self.servers)).tolist():
             own = self._slice(server)
@@ -93,8 +93,8 @@ class Segments(NamedTuple):
         return coming
 
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
-        """Return the edges of each server's stages, (servers, count + 1), as indices of the
-        pack.
+        """Return the indices of the pack at which each server's stages begin and end, (servers,
+        count + 1).
         """
         # A server receives the same number of rows in each stage, except that it receives half as
         # many rows in the first stage, because there is less work during which they can arrive. The
@@ -119,7 +119,9 @@ class Segments(NamedTuple):
         return Segments(*(column[own] for column in self))
 
     def staged(self, count: int) -> Segments:
-        """Assign a stage to each foreign row that a server's own queries need."""
+        """Return these segments with a stage for each foreign row that a server's own queries
+        need.
+        """
         # In each stage, a server's own queries use the same number of these rows, and half as many
         # in the first stage. Keys then arrive early, gradients return early, and foreign queries
         # wait for only a fraction of the server's own work.
@@ -147,20 +149,24 @@ class Segments(NamedTuple):
         return slice(*np.searchsorted(self.servers, (server, server + 1)).tolist())
 
     def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
-        """Return the starts and stops of the local rows that a rank has in each segment."""
+        """Return the starts and stops of a rank's local rows in each segment."""
         holding = geometry.holdings[rank]
         firsts = geometry.cu_seqlens[holding.documents] + holding.starts
         return _rows_before(holding, firsts, self.starts), _rows_before(holding, firsts, self.stops)
 
 
 def _edges(totals: Ints, count: int) -> Ints:
-    """Return the edges of stages, (n, count + 1). The first stage is half as long as the others."""
+    """Return the edges of `count` stages for each total, (n, count + 1). The first stage is half as
+    long as each later stage.
+    """
     reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
     return totals[:, None] * reached // (2 * count - 1)
 
 
 def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
-    """Return how many local rows come before each position. `firsts` are the positions of spans."""
+    """Return how many local rows come before each index of the pack. `firsts` has the index of each
+    local span's first token.
+    """
     if not firsts.size:
         return np.zeros_like(positions)
     found = np.searchsorted(firsts, positions, side="right") - 1
@@ -193,8 +199,8 @@ class ServerRows(NamedTuple):
 
     @classmethod
     def of(cls, table: Ints) -> ServerRows:
-        """Return rows from a table (4, spans) of ranks, documents, starts and stops, in its
-        order.
+        """Return the rows of the spans in a table (4, spans) of ranks, documents, starts and stops,
+        in the order of the table.
         """
         ranks, documents, starts, stops = table
         begins = (np.diff(ranks, prepend=-1) != 0) | (np.diff(documents, prepend=-1) != 0)
@@ -224,7 +230,9 @@ class TaskRows:
     def __init__(
         self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int
     ) -> None:
-        """Divide the work into stages in which each server receives about `stage_rows` rows."""
+        """Divide the tasks into stages, so that each server receives about `stage_rows` rows per
+        stage.
+        """
         # shown in errors if the tasks of ranks differ
         self.described = described(tasks, queries.ranks)
         parts = Parts.of(tasks, queries, keys, mask)
@@ -251,7 +259,7 @@ class TaskRows:
 
 
 def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Segments:
-    """Return the rows that a rank sends, as segments of its local rows with their servers."""
+    """Return the local rows that a rank sends to servers, as segments of these rows."""
     start, stop = needed.rows(geometry, rank)
     chosen = (stop > start) & (needed.servers != rank)
     return needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
@@ -260,7 +268,7 @@ def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Seg
 def arriving_at(
     rank: int, geometry: Geometry, needed: Segments, stages: int
 ) -> dict[Stages, ServerRows]:
-    """Return the rows that the server `rank` receives, by their stages."""
+    """Return the rows that the server `rank` receives, by the stages in which it needs them."""
     needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
         start, stop = needed.rows(geometry, home)
@@ -280,7 +288,7 @@ def arriving_at(
 
 
 def _held(parts: Parts, queries: Geometry) -> Ints:
-    """Return how many queries of each part its server owns."""
+    """Return, for each part, how many of its queries are on the rank that computes the part."""
     found = np.zeros_like(parts.servers)
     order = np.argsort(parts.servers, kind="stable")
     edges = np.searchsorted(parts.servers[order], np.arange(queries.ranks + 1))
@@ -293,11 +301,11 @@ def _held(parts: Parts, queries: Geometry) -> Ints:
 
 
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
-    """Return the slices of these parts between the query rows and key rows of a server.
+    """Return the slices of some parts of tasks between the query rows and key rows of a server.
 
-    There is one slice for each combination of a part, a cluster of query rows and a run of key
-    rows, if it has pairs. `shift` (documents,) is added to the positions of queries to align them
-    with the keys.
+    There is one slice for each combination of a part, a cluster of query rows and a run of key rows
+    that has pairs. `shift` (documents,) is added to the positions of queries to align them with the
+    keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)
@@ -314,8 +322,8 @@ def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints
 
 
 def _runs_of(documents: Ints, block: ServerRows) -> tuple[Ints, Ints]:
-    """Return all pairs (index into `documents`, run of this document in the block), as two
-    arrays.
+    """Return two arrays, which list all pairs of an index into `documents` and a run of this
+    document in the block.
     """
     runs = block.holding.runs.documents
     order = np.argsort(block.documents[runs], kind="stable")

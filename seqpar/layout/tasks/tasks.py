@@ -23,10 +23,11 @@ from seqpar.layout.masks.slices_of_band import trim
 class TaskRectangles(NamedTuple):
     """Rectangles of query and key positions, and the rank that computes each, as arrays (n,).
 
-    A task is the visible pairs in its rectangle. If the task has a band, it is only the visible
-    pairs in that band. Every visible pair must be in exactly one task. Hidden pairs may be in any
-    number of tasks. Positions of queries are counted among the document's queries, and positions of
-    keys among its keys. The two differ if `kv_layout` has more keys than queries.
+    A task consists of the visible pairs in its rectangle. If the task has a band, the task consists
+    only of the visible pairs in this band. Every visible pair must be in exactly one task. Hidden
+    pairs may be in any number of tasks. Positions of queries are counted among the document's
+    queries, and positions of keys among the document's keys. The last query and the last key of a
+    document have different positions if `kv_layout` has more keys than queries.
 
     Attributes:
         documents: the document of the queries and keys.
@@ -49,7 +50,7 @@ class TaskRectangles(NamedTuple):
 
     @property
     def bands(self) -> tuple[Ints, Ints]:
-        """The bounds of the bands. They are unlimited for tasks without a band."""
+        """The lower and upper bounds of the bands, which are unlimited for tasks without a band."""
         unlimited = np.full_like(self.servers, UNLIMITED)
         lows = -unlimited if self.lows is None else self.lows
         return lows, unlimited if self.highs is None else self.highs
@@ -110,12 +111,12 @@ def digest_of(tasks: TaskRectangles) -> str:
 
 
 class Parts(NamedTuple):
-    """Rectangles of positions with one band each, as arrays (n,). They are as small as their pairs
-    allow.
+    """Rectangles of query and key positions with one band each, as arrays (n,). Each rectangle is
+    as small as its pairs allow.
 
-    The last query and the last key of a document are aligned (`Mask`). The bands include this
-    alignment. They apply to query positions that are counted from the document's first query, and
-    to key positions that are counted from its first key.
+    A band applies to query positions that are counted from the document's first query, and to key
+    positions that are counted from the document's first key. The bands of parts include the shift
+    by which `Mask` aligns the last query with the last key of a document.
     """
 
     documents: Ints  # the document of the queries and keys
@@ -129,8 +130,8 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-        """Cut tasks into parts: the pairs with keys of the prefix, and the other pairs in the
-        mask's band.
+        """Cut each task into parts: one part for the keys of the mask's prefix, and one part for
+        the keys behind the prefix. For a mask with ranges, a task has one part for each range.
         """
         if mask.ranges is not None:
             return cls._of_ranges(tasks, mask.ranges.columns)
@@ -173,9 +174,10 @@ class Parts(NamedTuple):
         return self._below(self.highs) - self._below(self.lows - 1)
 
     def _below(self, bounds: Ints) -> Ints:
-        """Count the pairs with k_pos − q_pos ≤ bound.
+        """Return the number of pairs of each part with k_pos − q_pos ≤ bound.
 
-        If there are w keys, query i has clip(i + c, 0, w) such pairs.
+        If a part has w keys, query i has clip(i + c, 0, w) such pairs, where c depends on the
+        bound.
         """
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
@@ -187,11 +189,11 @@ class Parts(NamedTuple):
         return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
-        """Cut parts at the edges of their servers.
+        """Cut the queries of each part at the edges of the part's server.
 
         `edges` (servers, n + 1) are indices of the pack, in which document d begins at `starts[d]`.
-        Returns the cut parts, and for each of them the index of the interval between edges that
-        contains it.
+        Returns the cut parts, and for each cut part the index of the interval between two edges
+        that contains its queries.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
@@ -200,10 +202,11 @@ class Parts(NamedTuple):
 
 
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut ranges at edges (ranges, n + 1).
+    """Cut each range at its edges, (ranges, n + 1).
 
-    Returns four arrays with an entry for each nonempty piece of a range: the index of its range,
-    its start, its stop, and the index of the interval between edges that contains it.
+    Returns four arrays with an entry for each nonempty piece of a range: the index of the range,
+    the piece's start, the piece's stop, and the index of the interval between two edges that
+    contains the piece.
     """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     index, between = enumerated(first, (edges[:, 1:-1] < stops[:, None]).sum(1))
