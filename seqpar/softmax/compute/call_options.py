@@ -1,4 +1,5 @@
-"""`CallOptions`: how scores are computed. Also checks of these options, and ALiBi's bias.
+"""`CallOptions`: the options that determine the scores, the checks of these options, and ALiBi's
+bias.
 
 ALiBi subtracts slope · |i − j| from the score of the query at position i and the key at position j
 (Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
@@ -36,8 +37,9 @@ _MIN_SOFTCAP = 1e-30
 
 
 def parse_softcap(name: str, softcap: object) -> float:
-    """Return the softcap as a number. It is 0 without a softcap, or if the softcap has no
-    effect.
+    """Return the softcap as a number, where 0 means no softcap.
+
+    A softcap of None returns 0. A softcap that is too large to change any score also returns 0.
     """
     if isinstance(softcap, Tensor):
         refuse_tangents(**{name: softcap})
@@ -69,7 +71,10 @@ class CallOptions(NamedTuple):
         return self.with_slopes(None if self.slopes is None else self.slopes[:, heads])
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise a ValueError if a number is outside the range of the accumulator for this dtype."""
+        """Raise a ValueError if the scale or the softcap is out of range.
+
+        The limits depend on the accumulator's dtype for operands of the dtype `dtype`.
+        """
         scale, softcap = self.scale, self.softcap
         accumulator = torch.finfo(accumulator_dtype(dtype))
         smallest, largest = accumulator.smallest_normal, accumulator.max
@@ -106,7 +111,8 @@ def make_add_bias(
 ) -> Callable[[Tensor, slice, slice], Tensor]:
     """Return a function that adds ALiBi's bias to scores (B, Hkv, G, n, m).
 
-    The arguments of the function are the scores, and the ranges of their query rows and key rows.
+    The arguments of the returned function are the scores, the range of their query rows, and the
+    range of their key rows.
     """
     slopes = options.slopes
     if slopes is None:
@@ -122,13 +128,15 @@ def make_add_bias(
 
 
 def distances(slices: Slices, rows: slice, keys: slice, device: torch.device) -> Tensor:
-    """Return the distance in tokens between each query row and each key row, (n, m) int32."""
+    """Return the distance in tokens between each query in `rows` and each key in `keys`, (n, m)
+    int32.
+    """
     queries, positions = aligned_positions(slices, device)
     return (queries[rows, None] - positions[keys]).abs_()
 
 
 def aligned_positions(slices: Slices, device: torch.device) -> list[Tensor]:
-    """Return the positions of all query rows and of all key rows, as tensors on a device.
+    """Return two tensors: the positions of all query rows, and the positions of all key rows.
 
     The last query and the last key of a document have the same position.
     """

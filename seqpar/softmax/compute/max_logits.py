@@ -1,7 +1,7 @@
 """The largest score of each head, which QK-clip needs during training.
 
 In Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1, S_max of a head is the
-largest scale · q·k over all pairs of a batch, before the softmax. If it exceeds a threshold,
+largest scale · q·k over all pairs of a batch, before the softmax. If S_max exceeds a threshold,
 training scales down the weights that make q and k of this head. Attention kernels return only lse,
 which can exceed the largest score by the logarithm of the number of keys. `attend.py` therefore
 computes the scores a second time, in plain PyTorch.
@@ -22,7 +22,7 @@ from seqpar.core.traffic import Traffic
 
 @dataclass(eq=False)
 class MaxLogits:
-    """The largest score of each head over the slices that were computed so far."""
+    """The largest score of each head in the slices that were computed so far."""
 
     values: Tensor  # (Hq,), fp32 (fp64 for fp64); −∞ for a head without pairs
 
@@ -32,8 +32,8 @@ class MaxLogits:
         return cls(q.new_full((q.shape[2],), -torch.inf, dtype=dtype))
 
     def of_heads(self, heads: slice) -> MaxLogits:
-        """Return an object for some heads, which is a view of this object. Updates of the view
-        change this object too.
+        """Return an object for the heads `heads`. Updates of the returned object also update this
+        object.
         """
         return MaxLogits(self.values[heads])
 
@@ -41,7 +41,7 @@ class MaxLogits:
         torch.maximum(self.values, scores, out=self.values)
 
     def of_all_ranks(self, comm: Comm) -> Tensor:
-        """Return the maximum over all ranks. Each rank sends Hq numbers to each other rank."""
+        """Return the maximum over all ranks. Each rank sends Hq numbers to every other rank."""
         arriving = [(peer, torch.empty_like(self.values)) for peer in comm.peers]
         sends = [(peer, self.values) for peer in comm.peers]
         comm.exchange(sends, arriving, label="max logits").wait()

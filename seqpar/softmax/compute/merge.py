@@ -70,9 +70,10 @@ class _MergeContext(FunctionCtx):
 
 
 class _Merge(torch.autograd.Function):
-    """Merge partials one after another, with a backward.
+    """Merge attention over several sets of keys, one set after another, with a backward.
 
-    Let wᵢ be the fraction of the softmax's denominator that the keys of set i contribute. Then
+    Let wᵢ be the fraction of the softmax's denominator that the keys of set i contribute. The
+    gradients are
 
         d outᵢ = wᵢ dout
         d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse)

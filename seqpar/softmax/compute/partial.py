@@ -28,15 +28,16 @@ from seqpar.softmax.wire.row_messages import Rows, add_rows
 class Sums:
     """Sums of the results that several kernel calls return for the same rows.
 
-    The result of the first call is stored as its kernel returned it. The sums are allocated only
-    when a second call needs them. If there is only one call, no sums are written.
+    The result of the first call is stored as the kernel returned it. Memory for the sums is
+    allocated only when a second call needs it. If there is only one call, no sums are written.
     """
 
     def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        """Store a function that allocates the sums. Nothing is allocated yet.
+        """Store a function that allocates the sums. The function is not called yet.
 
-        `make` is called with the results of the first call, or without arguments. It returns sums
-        that begin with these results, or with 0.
+        If a kernel call has returned results, `make` is called with these results, and returns sums
+        that begin with them. If no kernel call has returned results, `make` is called with an empty
+        sequence, and returns sums of 0.
         """
         self._make = make
         self._kept: tuple[Tensor, ...] = ()  # torch.compile cannot trace `tuple[Tensor, ...]()`
@@ -57,12 +58,16 @@ class Sums:
 
     @property
     def results(self) -> Sequence[Tensor]:
-        """The results of the kernel call if there was only one, and otherwise the sums."""
+        """The sums. If there was only one kernel call, these are the results as the kernel returned
+        them.
+        """
         return self._kept or self.tensors
 
     def keep(self, *results: Tensor) -> bool:
-        """Store the results of the first kernel call, which has all rows. Return False if there was
-        an earlier call.
+        """Store the results of the first kernel call, and return True. The results must have all
+        rows.
+
+        If there was an earlier call, nothing is stored, and False is returned.
         """
         if self._kept or self._made is not None:
             return False
@@ -73,8 +78,8 @@ class Sums:
         _ = self.tensors
 
     def release(self) -> None:
-        """Turn stored results into sums, so that their memory is free for a kernel's next
-        results.
+        """Copy stored results into the sums, so that the next kernel call can reuse the results'
+        memory.
         """
         if self._kept:
             self.allocate()
@@ -84,14 +89,15 @@ _MIN_COPIED_ROWS = 1024  # products are computed for at least this number of row
 
 
 class Partial(WaitingResults):
-    """The attention of some queries over the keys so far. More keys can be merged into it.
+    """The attention of some queries over the keys that were computed so far.
 
-    A row without keys has out 0 and lse −inf.
+    Attention over further keys can be merged into the object. A row without keys has out 0 and lse
+    −inf.
 
-    On CUDA, results of kernels are stored until one Triton kernel merges several of them. The bits
-    are the same as if the results were merged one by one. On other devices, each result is merged
-    immediately. An exception is the first result if it has all rows: it is stored until a second
-    result arrives.
+    On CUDA, fp32 results are stored until one Triton kernel merges several of them. The bits are
+    the same as if the results were merged one by one. In all other cases, and if `rank_invariant`
+    is True, each result is merged immediately, except for a first result that has all rows. Such a
+    first result is stored until a second result arrives.
     """
 
     # 12 bytes suffice for six results in half precision, or for the sums in fp32 and four such
@@ -102,13 +108,13 @@ class Partial(WaitingResults):
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, rank_invariant: bool = False
     ) -> None:
-        """Prepare out (B, T, Hq, Dv) and lse on the device of `like`.
+        """Prepare an object for out (B, T, Hq, Dv) and lse (B, T, Hq) on the device of `like`.
 
         Args:
             shape: (B, T, Hq, Dv).
             dtype: the dtype of out.
             like: any tensor on the device.
-            rank_invariant: whether the bits of a merged row must not depend on other rows.
+            rank_invariant: whether the bits of a merged row must not depend on the rows around it.
         """
         super().__init__(shape, dtype, like, by_kernel=not rank_invariant)
         self._sums: tuple[Tensor, Tensor] | None = None
@@ -138,7 +144,12 @@ class Partial(WaitingResults):
     ) -> Partial:
         """Make the partial of queries (B, T, Hq, D) over no keys.
 
-        If `out` has the accumulator's dtype, the partial uses its memory.
+        Args:
+            q: the queries.
+            v: a tensor with the head dim of the values.
+            out: a tensor whose memory the partial uses if it has the accumulator's dtype, or None.
+            rank_invariant: whether the bits of a merged row must not depend on the rows around it.
+            single: whether one backend call computes everything, so that nothing is merged.
         """
         dtype = accumulator_dtype(q.dtype)
         partial = cls((*q.shape[:-1], v.shape[-1]), dtype, q, rank_invariant)
@@ -148,27 +159,25 @@ class Partial(WaitingResults):
 
     @property
     def out(self) -> Tensor:
-        """out (B, T, Hq, Dv) in fp32 (fp64 for fp64).
-
-        Reading it merges all stored results, as in `sums`.
-        """
+        """out (B, T, Hq, Dv) in fp32 (fp64 for fp64). Reading out merges all stored results."""
         return self.sums[0]
 
     @property
     def lse(self) -> Tensor:
-        """lse (B, T, Hq), the natural logarithm, in fp64.
+        """The natural logarithm of the softmax's denominator, (B, T, Hq), in fp64.
 
-        Reading it merges all stored results, as in `sums`. An fp32 lse would be rounded in each
-        merge: after 16 merges, its error is 1.5 times the error of a single kernel's lse, and our
-        limit is 1.35 times. In fp64, lse takes 2/Dv of the memory of out.
+        Reading lse merges all stored results. An fp32 lse would be rounded in each merge. After 16
+        merges, its error would be 1.5 times the error of a single kernel's lse, and our limit is
+        1.35 times. In fp64, lse takes 2/Dv of the memory of out.
         """
         return self.sums[1]
 
     @property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """out and lse, which callers may change in place.
+        """The tensors out and lse, which callers may change in place.
 
-        Reading them merges all stored results. Results that are added later are merged immediately.
+        Reading this property merges all stored results. Results that are added later are merged
+        immediately.
         """
         self._may_wait = False
         return self._sum_up()
@@ -177,8 +186,9 @@ class Partial(WaitingResults):
         _ = self.sums
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Set the results of rows that have no results yet. The partial owns `out` and `lse` from
-        now on.
+        """Set out and lse of rows that have no results yet.
+
+        From now on, only the partial may use the two tensors.
         """
         if not self._keep(Result(rows, out, lse, is_owned=True)):
             self.out[:, rows], self.lse[:, rows] = out, lse
@@ -191,15 +201,16 @@ class Partial(WaitingResults):
         is_owned: bool = False,
         heads: slice | None = None,
     ) -> None:
-        """Merge attention of some rows over further keys.
+        """Merge a result, which is the attention of `rows` over further keys.
 
         Args:
             rows: the rows of the result.
             out: (B, n, H, Dv).
             lse: (B, n, H). out and lse must not change until the partial is finished or `sums` are
                 read.
-            is_owned: whether the partial owns both tensors from now on.
-            heads: the heads of the result, one of the groups of `divide`, or None for all heads.
+            is_owned: whether only the partial uses the two tensors from now on.
+            heads: the heads of the result, which are one of the groups of `divide`, or None for all
+                heads.
         """
         result = Result(rows, out, lse, is_owned, heads)
         if rehearsing():
@@ -218,8 +229,8 @@ class Partial(WaitingResults):
         """Return out, rounded once to `dtype`, and lse.
 
         Args:
-            sinks: (Hq,) or None. Their exponentials are added to the denominator of out, but not to
-                lse.
+            sinks: (Hq,) or None. The exponentials of the sinks are added to the denominator of out.
+                They are not added to lse.
             dtype: the dtype of out.
             into: two tensors to which out and lse are written, in the dtypes of these tensors.
         """
@@ -313,7 +324,7 @@ class Partial(WaitingResults):
 
 
 class Zeros:
-    """A tensor of zeros, allocated once, which several kernel calls read one after another."""
+    """A tensor of zeros that is allocated once and read by several kernel calls."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -329,10 +340,10 @@ class Zeros:
 
 @dataclass
 class OutputGradient:
-    """What backward reads: the final output of some queries, and the gradients of this output.
+    """What backward reads: the output of some queries, and the gradients of this output.
 
-    The output is final, over all keys on all ranks. With it, backward computes the gradients of one
-    block of keys without reading the other blocks.
+    The output includes all keys on all ranks. With this output, backward can compute the gradients
+    of one block of keys without reading the keys of all blocks.
     """
 
     dout: Tensor  # (B, T, Hq, Dv)
@@ -354,12 +365,14 @@ class OutputGradient:
         sinks: Tensor | None,
         rank_invariant: bool = False,
     ) -> OutputGradient:
-        """Make the object from forward's results out and lse.
+        """Make the object from the results out and lse of forward.
 
         out includes the sinks, and lse excludes them. The gradient of a score with probability p is
-        p (g·dout·v − g·dout·out + dlse). Here g is the fraction of the softmax's denominator that
-        does not come from the sinks. To include the sinks, it is therefore enough to multiply dout
-        by g.
+
+            p (g·dout·v − g·dout·out + dlse)
+
+        where g is the fraction of the softmax's denominator that does not come from the sinks. dout
+        is therefore multiplied by g, and backward needs no further code for sinks.
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks, rank_invariant), out.dtype)
@@ -370,13 +383,13 @@ class OutputGradient:
     def received(
         self, dout: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None
     ) -> OutputGradient:
-        """Return the object for rows that another rank sent during the same backward."""
+        """Return an object for rows that another rank sent during the same backward pass."""
         return OutputGradient(dout, None, lse, dlse, delta, zeros=self.zeros)
 
     def ensure_delta(self) -> Tensor:
-        """Return delta, and compute it if necessary.
+        """Return delta, which is computed in the first call.
 
-        On CUDA, one Triton kernel computes it without copies in fp32.
+        On CUDA, one Triton kernel computes delta without copies in fp32.
         """
         if self.delta is None:
             assert self.out is not None
@@ -390,11 +403,11 @@ class OutputGradient:
         return self.delta
 
     def ensure_out(self) -> Tensor:
-        """Return out. If out is None, return a tensor that kernels can read instead.
+        """Return out or, if out is None, a tensor that kernels can read in its place.
 
-        Kernels read out only to compute out·dout. The returned tensor is the multiple of dout that
-        gives the same product. To compute this tensor, dout is first divided by its largest
-        element, because squares can leave the range of fp32: the square of a number below 1e-23 is
+        Kernels read out only to compute the product out·dout. The returned tensor is the multiple
+        of dout that gives the same product. It is computed from dout divided by the largest element
+        of dout, because squares can leave the range of fp32. The square of a number below 1e-23 is
         0, and the square of a number above 1e19 is infinite.
         """
         if self.out is None:
@@ -418,8 +431,7 @@ class QuerySums(WaitingResults):
     def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
         """Prepare sums of 0 in `dtype`, with the shape of `like` (B, T, Hq, D).
 
-        `finish` may round them to the dtype of `like`. If `into` has the dtype `dtype`, the sums
-        use its memory.
+        If `into` has the dtype `dtype`, its memory is used for the sums.
         """
         super().__init__(tuple(like.shape), dtype, like, by_kernel=True)
         self._rounded_to = like.dtype
@@ -435,9 +447,10 @@ class QuerySums(WaitingResults):
 
     @property
     def sums(self) -> Tensor:
-        """dq, which callers may change in place.
+        """The tensor dq, which callers may change in place.
 
-        Reading it adds all stored results. Results that are added later are added immediately.
+        Reading this property adds all stored results. Results that come later are added
+        immediately.
         """
         self._may_wait = False
         return self._sum_up()
@@ -459,15 +472,16 @@ class QuerySums(WaitingResults):
         heads: slice | None = None,
         is_owned: bool = True,
     ) -> None:
-        """Add sign · part to some rows.
+        """Add sign · part to some rows of dq.
 
         Args:
-            rows: the rows of the part.
-            part: (B, n, H, D).
+            rows: the rows of `part`.
+            part: (B, n, H, D). A result of a kernel.
             sign: −1, 0 or 1.
-            heads: the heads of the part, one of the groups of `divide`, or None for all heads.
-            is_owned: whether the object owns the part from now on. If not, the part must not change
-                until `sums` are read or `finish` is called.
+            heads: the heads of `part`, which are one of the groups of `divide`, or None for all
+                heads.
+            is_owned: whether only this object uses `part` from now on. If False, the caller must
+                not change `part` until `sums` are read or `finish` is called.
         """
         if sign != 1 and self._may_wait:
             part, sign = part.mul_(sign), 1
@@ -482,9 +496,10 @@ class QuerySums(WaitingResults):
             add_rows(part, sums, local, sign)
 
     def finish(self, into: Tensor | None = None) -> Tensor:
-        """Return dq, in the dtype of the sums or rounded once to the dtype of `like`.
+        """Return dq, which is either in the dtype of the sums or rounded once to the dtype of
+        `like`.
 
-        With `into`, dq is written to this tensor, in the dtype of this tensor.
+        If `into` is given, dq is written to `into`, in the dtype of `into`.
         """
         if self._by_kernel and self._waiting and not self._all_wait:
             self._sum_up()
@@ -559,7 +574,7 @@ class PartialGradients:
         self.keys.allocate()
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv, each in the dtype of the sums or rounded once to that of q."""
+        """Return dq, dk and dv. Each tensor is in the dtype of the sums or in the dtype of q."""
         dk, dv, *_ = self.keys.results
         return self.queries.finish(), dk, dv
 
@@ -569,12 +584,12 @@ class PackedGradients(PartialGradients):
     """Gradients whose dk and dv are views of one tensor, so that one message can contain both.
 
     Attributes:
-        keys: dk, dv, and the tensor of which these two are views.
+        keys: the sums dk and dv, and the tensor of which dk and dv are views.
     """
 
     @classmethod
     def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
-        """Return an object with this dq, and with dk and dv of 0.
+        """Return an object with the given dq, and with dk and dv of 0.
 
         `shape` is (Tk, B, Hkv), and `dims` are the head dims D and Dv.
         """
@@ -586,11 +601,11 @@ class PackedGradients(PartialGradients):
         return self.keys.tensors[2]
 
     def message(self, dtype: torch.dtype) -> Tensor:
-        """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv) of this dtype, to be sent.
+        """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv) of the dtype `dtype`, to be sent.
 
-        If a single kernel call returned dk and dv in this dtype, they are only joined, and are not
-        converted to fp32 first. The conversion would not change what the receiver adds, because
-        fp32 can represent each number of bf16 and fp16.
+        If a single kernel call returned dk and dv in this dtype, they are joined without a
+        conversion to fp32. The receiver converts them to fp32 without rounding, because fp32 can
+        represent each number of bf16 and fp16.
         """
         dk, dv, *sums = self.keys.results
         if sums or dk.dtype != dtype:
@@ -598,8 +613,8 @@ class PackedGradients(PartialGradients):
         return torch.cat([dk.transpose(0, 1), dv.transpose(0, 1)], -1)
 
     def of_block(self, k: Tensor, v: Tensor) -> PackedGradients:
-        """Return an object for another block k, v, with the same dq, and with new sums dk and dv of
-        0.
+        """Return an object for a block k, v of keys. dq is shared with this object, and dk and dv
+        are 0.
         """
         return PackedGradients(self.queries, _sums_like(k, v))
 
@@ -626,11 +641,11 @@ def _split(packed: Tensor, dims: list[int]) -> Sequence[Tensor]:
 
 
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the gradients as contiguous tensors of one dtype.
+    """Return the gradients as contiguous tensors of the dtype `dtype`.
 
     Each gradient is freed before the next one is cast. torch requires that the results of an
-    operator share no memory. In half precision, the cast separates dk and dv, which were views of
-    one tensor. In fp32, separating them takes one more copy.
+    operator share no memory, but dk and dv may be views of one tensor. In half precision, the cast
+    separates them. In fp32, one more copy separates them.
     """
     remaining = list(gradients)
     del gradients
@@ -640,29 +655,30 @@ def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def key_weight(lse: Tensor, total: Tensor) -> Tensor:
-    """Return exp(lse − total), the weight of keys in a softmax with the lse `total`, (…, 1).
+    """Return exp(lse − total), (…, 1): the weight that keys with the lse `lse` have in a softmax.
 
-    It is 0 in rows without any keys, and NaN in rows whose lse is NaN.
+    `total` is the lse over all keys of the softmax. The weight is 0 in rows without any keys, and
+    NaN in rows whose lse is NaN.
     """
     return torch.exp(lse - _finite(total))[..., None]
 
 
 def key_fraction(lse: Tensor, sinks: Tensor, rank_invariant: bool = False) -> Tensor:
-    """Return the fraction of the softmax's denominator that the keys contribute, (B, T, Hq, 1).
+    """Return the fraction of the softmax's denominator that comes from the keys, (B, T, Hq, 1).
 
-    The sinks (Hq,) contribute the rest. lse (B, T, Hq) excludes the sinks. If lse and the sink are
-    both −∞, the fraction is set to 1. Such a row has no keys. Its out is multiplied by the
-    fraction, and remains 0.
+    The remaining fraction comes from the sinks (Hq,). lse (B, T, Hq) excludes the sinks. If lse and
+    the sink are both −∞, the row has no keys, and its fraction is 1. The out of such a row is 0,
+    and remains 0 after the multiplication by the fraction.
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
     return (sigmoid_anywhere if rank_invariant else torch.sigmoid)(difference)[..., None]
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of the sinks, summed over these rows, (Hq,).
+    """Return the gradient of the sinks (Hq,), summed over the rows of `dout`.
 
-    It is −Σ f · (dout · out), where f is the fraction of the softmax's denominator that the sink
-    contributes. dout and out are (B, T, Hq, Dv), and lse (B, T, Hq) excludes the sinks.
+    The gradient is −Σ f · (dout · out), where f is the fraction of the softmax's denominator that
+    comes from the sink. dout and out are (B, T, Hq, Dv), and lse (B, T, Hq) excludes the sinks.
     """
     delta = _products(dout, out, lse.dtype)
     sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - _finite(lse))
@@ -677,15 +693,15 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, into: Tensor | None =
     """Return x · factor, rounded once to `dtype`, without a temporary tensor larger than the
     result.
 
-    With `into`, a tensor of this dtype, the product is written to `into`.
+    If `into` is given, the product is written to `into`, which has the dtype `dtype`.
     """
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype) if into is None else into)
 
 
 def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the dot products of the rows of x and y (B, T, H, D), computed in `dtype`, (B, T, H).
+    """Return the dot products (B, T, H) of the rows of x and y, which are (B, T, H, D).
 
-    To save memory, a quarter of the rows is cast at a time.
+    The products are computed in `dtype`. To save memory, a quarter of the rows is cast at a time.
     """
     result = x.new_empty(x.shape[:-1], dtype=dtype)
     step = max(_MIN_COPIED_ROWS, -(-x.shape[1] // 4))
@@ -697,9 +713,8 @@ def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 # On CPUs, torch computes the last elements of a tensor with different code than the elements
 # before. sigmoid and logaddexp round differently in the two codes. exp, log1p, and single additions
-# and multiplications do not. The next two functions consist only of these, so they give an element
+# and multiplications do not. The next two functions use only these operations, so an element has
 # the same bits wherever it is in a tensor.
-# bits wherever it is in a tensor.
 
 
 def sigmoid_anywhere(x: Tensor) -> Tensor:
@@ -707,6 +722,6 @@ def sigmoid_anywhere(x: Tensor) -> Tensor:
 
 
 def logaddexp_anywhere(x: Tensor, y: Tensor) -> Tensor:
-    """Return log(exp(x) + exp(y)). Both may be infinite."""
+    """Return log(exp(x) + exp(y)). x and y may be infinite."""
     larger, distance = torch.maximum(x, y), (x - y).abs()
     return torch.where(larger.isinf(), larger, larger + torch.log1p(torch.exp(-distance)))

@@ -1,6 +1,6 @@
 """Results of kernel calls that are stored until one Triton kernel merges or adds several of them.
 
-One launch that reads several results writes the sum only once. `Partial` and `QuerySums` in
+If one launch sums several results, the sum is written only once. `Partial` and `QuerySums` in
 `partial.py` inherit from `WaitingResults`.
 
 Letters of shapes: B is the batch, T the number of rows, n the number of rows of a result, H the
@@ -36,11 +36,12 @@ class Result(NamedTuple):
 
 
 class WaitingResults:
-    """Stores results of kernels for rows of a tensor (B, T, H, D), to sum them later.
+    """Stores results of kernels for rows of a tensor (B, T, H, D), to sum the results later.
 
-    `Partial` sums results by merging them with weights that depend on lse. `QuerySums` adds them.
-    On CUDA, several results may be stored, in the dtypes of their kernels. On other devices, only
-    the first result can be stored, and only if it has all rows.
+    The subclass `Partial` merges results with weights that depend on lse. The subclass `QuerySums`
+    adds results. If a Triton kernel sums the results, several results may be stored, in the dtypes
+    of their kernels. If torch sums the results, only the first result can be stored, and only if it
+    has all rows.
     """
 
     # How much memory the stored results and the sums may take together, in bytes per element of (B,
@@ -52,8 +53,8 @@ class WaitingResults:
     ) -> None:
         """Prepare for sums of this shape and dtype, on the device of `like`.
 
-        With `by_kernel`, a Triton kernel sums the results if they are on CUDA and the sums are in
-        fp32.
+        If `by_kernel` is True, a Triton kernel sums the results, provided that they are on CUDA and
+        the dtype of the sums is fp32. In all other cases, torch sums the results.
         """
         self._shape, self._device, self.dtype = shape, like.device, dtype
         # Whether a Triton kernel sums the results.
@@ -73,7 +74,7 @@ class WaitingResults:
         return self._elements
 
     def divide(self, groups: Sequence[slice | None]) -> None:
-        """Allow results that have only the heads of one of `groups`."""
+        """Allow results that have only some of the heads: the heads of one of `groups`."""
         self._groups = groups
 
     @property
@@ -84,15 +85,15 @@ class WaitingResults:
     def make_room(
         self, rows: int, dtype: torch.dtype, columns: int = 0, heads: slice | None = None
     ) -> None:
-        """Sum the stored results if a further result would exceed the memory limit.
+        """Sum the stored results if one more result would exceed the memory limit.
 
-        Backends call this before a kernel allocates its result.
+        Backends call this method before a kernel allocates the new result.
 
         Args:
-            rows: the number of rows of the further result.
-            dtype: the dtype of the further result.
+            rows: the number of rows of the new result.
+            dtype: the dtype of the new result.
             columns: the head dim that the kernel allocates, if it is larger than D.
-            heads: the heads of the further result, or None for all heads.
+            heads: the heads of the new result, or None for all heads.
         """
         if not self._waiting:
             return
@@ -110,7 +111,7 @@ class WaitingResults:
             rows.local(self._device)
 
     def add_up(self) -> None:
-        """Sum the stored results. After that, their tensors may change."""
+        """Sum the stored results. After the call, the tensors of these results may change."""
         if self._waiting:
             self._sum_up()
 
@@ -176,9 +177,9 @@ class WaitingResults:
         sums: tuple[Tensor, Tensor | None] | None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Merge the sums, if there are any, with the stored results, and write to out and lse.
+        """Merge the stored results and the earlier sums, and write the new sums to `out` and `lse`.
 
-        If there are no sums, there must be stored results for each group of heads.
+        If `sums` is None, there must be at least one stored result for each group of heads.
         """
         from seqpar.kernels.flash_attention import HopResult, merge_hops  # imports Triton
 
