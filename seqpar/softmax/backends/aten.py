@@ -69,9 +69,9 @@ _BLOCK_KEYS = 512
 
 
 class _BackwardRows(NamedTuple):
-    """The rows of a piece that the backward kernel reads, each (B, n or m, H, D).
+    """The rows of a `Piece` that the backward kernel reads, each (B, n or m, H, D).
 
-    out and lse are those of the whole forward, over all keys on all ranks.
+    out and lse are the results of the whole forward, over all keys on all ranks.
     """
 
     dout: Tensor
@@ -83,7 +83,11 @@ class _BackwardRows(NamedTuple):
 
 
 def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock | None:
-    """Return the backend of one block on CUDA, or None if this module computes the block."""
+    """Return the object that computes one block on a GPU that runs FlashAttention-2.
+
+    On all other devices the result is None, and `forward` and `backward` of this module compute the
+    block.
+    """
     if not aten_cuda.computes(q):
         return None
     kernel = aten_kernel(q, v, slices, options)
@@ -153,8 +157,10 @@ def _pieces_of(q: Tensor, slices: Slices, options: CallOptions) -> list[Piece]:
 
 
 def _head_dim(q: Tensor, v: Tensor) -> int:
-    """Return the head dim to which q, k and v are padded. It is a multiple of 8 if D and Dv
-    differ.
+    """Return the head dim to which q, k and v are padded.
+
+    This is D if D and Dv are equal. If they differ, it is the smallest multiple of 8 that is at
+    least D and Dv.
     """
     return q.shape[-1] if q.shape[-1] == v.shape[-1] else joint_head_dim(q, v)
 
@@ -170,8 +176,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece.
 
-    `merges` says whether out and lse will be merged with the results of other keys. In this case,
-    lse is in fp64 if fp32 is not accurate enough for the lse of some row.
+    `merges` says whether out and lse will be merged with results over further keys. If it is True,
+    lse is in fp64 where fp32 is not accurate enough.
     """
     exact = merges and q.is_cpu and q.dtype == torch.float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -202,12 +208,11 @@ def _exact_lse(
     mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    """Return the lse (B, Hq, n) of a kernel call in fp64, including the digits that fp32 rounded
-    off.
+    """Return the lse (B, Hq, n) of a kernel call in fp64, with digits that fp32 cannot hold.
 
-    The kernel runs a second time. In this second call, the rounded lse of each row is subtracted
-    from the scores of the row. The lse of the second call is then the rounding error of the first
-    lse, which is close to 0.
+    `lse` is the lse of a first kernel call, rounded to fp32. This function runs the kernel again,
+    and subtracts the rounded lse of each row from the scores of the row. The lse of the second call
+    is the rounding error of the first lse. It is close to 0, so fp32 is accurate enough for it.
     """
     rounded = lse.nan_to_num(0.0, 0.0, 0.0)[..., None]
     if mask is None:
@@ -233,13 +238,13 @@ def _with_special_rows(
     slices: Slices,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of ATen's CPU kernel, after wrong rows were computed again.
+    """Return out and lse of ATen's CPU kernel, with wrong rows computed again in plain PyTorch.
 
-    The kernel has two faults. First, if the largest score that it finds in a row is −inf, it treats
-    the row as one without keys (out 0, and lse 0 or −inf). It thereby overlooks a NaN in those last
-    keys that do not fill a vector register. Second, it masks keys by adding −inf or by multiplying
-    by 0. A NaN or an infinity in a masked key therefore reaches rows that do not attend to this
-    key.
+    The kernel has two faults. First, if the largest score that the kernel finds in a row is −inf,
+    it treats the row as a row without keys (out 0, and lse 0 or −inf). When it looks for the
+    largest score, it overlooks a NaN in the last keys, if these keys do not fill a vector register.
+    Second, it masks keys by adding −inf or by multiplying by 0. A NaN or an infinity in a masked
+    key therefore reaches rows that do not attend to this key.
 
     `result` and `operands` are (B, H, rows, …).
     """
@@ -282,14 +287,14 @@ def _backward(
 
 
 def forward_buffer_bytes(q: Tensor, k: Tensor, threads: int = 1) -> int:
-    """Return the bytes of the buffers of ATen's CPU kernel, which exist during a forward.
+    """Return how many bytes of buffers ATen's CPU kernel allocates during forward.
 
-    q is (B, Hq, n, D), and k is (B, Hkv, m, D). Each of the threads has the scores of a block, its
-    result, and two numbers per query. In half precision, the scores are stored a second time in
-    half precision.
+    q is (B, Hq, n, D), and k is (B, Hkv, m, D). Each thread stores the scores of a block, the
+    result of the block, and two numbers per query. In half precision, each thread also stores a
+    copy of the scores in half precision.
 
-    Buffers of oneDNN for products in half precision are not counted. The same holds for copies of k
-    and v that the kernel packs for matrix units.
+    Two kinds of buffers are not counted: buffers of oneDNN for products in half precision, and
+    copies of k and v that the kernel packs for matrix units.
     """
     rows, scores = _block(q, k)
     width = 2 + q.shape[3]
@@ -299,12 +304,12 @@ def forward_buffer_bytes(q: Tensor, k: Tensor, threads: int = 1) -> int:
 
 
 def backward_buffer_bytes(dout: Tensor, q: Tensor, k: Tensor, threads: int = 1) -> int:
-    """Return the bytes of the buffers of ATen's CPU kernel, which exist during a backward.
+    """Return how many bytes of buffers ATen's CPU kernel allocates during backward.
 
-    Operands are as in `forward_buffer_bytes`. Each of the threads has the scores of a block, the
-    gradients of these scores, and a number per query. In half precision, scores and gradients are
-    stored a second time in half precision. The kernel copies dout if dout (B, n, Hq, D) is not
-    contiguous.
+    dout is (B, n, Hq, D), q is (B, Hq, n, D), and k is (B, Hkv, m, D). Each thread stores the
+    scores of a block, the gradients of these scores, and one number per query. In half precision,
+    each thread also stores copies of the scores and gradients in half precision. If dout is not
+    contiguous, the kernel copies dout.
     """
     rows, scores = _block(q, k)
     itemsize = accumulator_dtype(q.dtype).itemsize
@@ -320,12 +325,13 @@ def _block(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def half_is_faster_in_forward(dtype: torch.dtype) -> bool:
-    """Return whether forward on this CPU is faster in `dtype` than in fp32 with casts."""
+    """Return whether this CPU computes forward faster in `dtype` than in fp32 with casts."""
     return dtype == torch.bfloat16 and cpu_has_matrix_units()
 
 
 def half_is_faster_in_backward(dtype: torch.dtype, query_end: int) -> bool:
-    """Return whether backward on this CPU is faster in `dtype` than in fp32, and accurate enough.
+    """Return whether this CPU computes backward faster in `dtype` than in fp32, and accurately
+    enough.
 
     `query_end` is the position after the last query.
     """

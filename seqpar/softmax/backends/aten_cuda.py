@@ -2,9 +2,10 @@
 
 `aten.py` and `kernel_order.py` use these kernels as `VarlenKernel`s. cuDNN builds a plan for each
 new shape and thread, which takes 40 ms to 1.2 s. It therefore computes only calls whose shapes
-seldom change from step to step (`VarlenCall.dense`). ATen aligns a causal mask at the first row and
-the first key of a segment, and we align it at the last ones. cuDNN therefore computes only segments
-with full masks, and causal segments with as many keys as queries.
+seldom change from step to step (`VarlenCall.dense`). cuDNN's causal mask begins at the first row
+and the first key of a segment. Our causal mask ends at the last row and the last key. The two masks
+are equal only if a segment has as many keys as queries, so cuDNN computes only such causal
+segments, and segments with full masks.
 
 Letters of shapes: there are S segments of L query rows and Lk key rows each, Hq query heads, Hkv KV
 heads, the head dim D of q and k, and the head dim Dv of v.
@@ -37,7 +38,7 @@ _REFUSED_HEAD_DIMS = range(200, 232, 8)
 
 
 def computes(q: Tensor) -> bool:
-    """Return whether FlashAttention-2 runs on the device of q, a GPU from sm_80 on."""
+    """Return whether q is on a GPU that runs FlashAttention-2, which is a GPU from sm_80 on."""
     return is_on_cuda(q) and is_recent(device_of(q))
 
 
@@ -78,7 +79,10 @@ def _backward(
 
 
 def _prepare(function: Callable[..., T]) -> Callable[[VarlenTables, CallOptions], Callable[..., T]]:
-    """Return a field of `VarlenKernel` for a function of tables, options and tensors."""
+    """Turn a function of tables, options and tensors into a field of `VarlenKernel`.
+
+    The returned function takes tables and options, and returns a function of the tensors.
+    """
     return lambda tables, options: partial(function, tables, options)
 
 

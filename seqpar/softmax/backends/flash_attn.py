@@ -1,15 +1,15 @@
 """The backend "flash_attn": attention with the best installed package of FlashAttention.
 
-It computes bf16 and fp16 on CUDA, usually all documents in one call (`varlen.py`). Plain PyTorch
-computes two cases that the packages cannot compute. The first is ALiBi, because the packages
-measure distances in rows and not in positions. The second is masks under which the attended keys do
-not move by one key from each query row to the next.
+This backend computes bf16 and fp16 on CUDA, usually all documents in one call (`varlen.py`). Plain
+PyTorch computes two cases that the packages cannot compute. The first case is ALiBi, because the
+packages measure distances in rows and not in positions. The second case is masks under which the
+attended keys do not move by one key from each query row to the next.
 
 This file calls functions below the packages' autograd functions, because the autograd functions do
 not accept the lse over all keys on all ranks. A package that is not installed may be in the cache
 of Hugging Face's package `kernels`. seqpar does not download packages. If a package is missing,
-broken or of an unknown version, loading it returns a reason instead of a kernel, and the next best
-kernel computes.
+broken or of an unknown version, `load_package` returns a reason instead of a kernel, and the next
+kernel in the order of preference computes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Package(NamedTuple):
 def _arguments(
     tables: VarlenTables, options: CallOptions, unlimited: int | None = -1
 ) -> dict[str, object]:
-    """Return the arguments that the functions of all packages have.
+    """Return the arguments that the functions of all packages have in common.
 
-    `unlimited` is the value for a side of the window without a limit.
+    `unlimited` is the value that a package expects for a side of the window without a limit.
     """
     left, right = (unlimited if side == -1 else side for side in tables.window)
     return {
@@ -80,14 +80,16 @@ def _is_causal(tables: VarlenTables) -> bool:
 def _filling_gradients(
     forward_name: str, backward_name: str, causal: str, deterministic: bool, **unused: object
 ) -> Callable[[ModuleType, int], VarlenKernel]:
-    """Return a function that makes a kernel whose backward writes into tensors that the caller
+    """Return a function that makes a `VarlenKernel` from a package's module.
+
+    This function is for packages whose backward writes gradients into tensors that the caller
     passes.
 
     Args:
         forward_name, backward_name: the names of the package's functions.
-        causal: the name of the argument of backward for a causal mask.
+        causal: the name of backward's argument for a causal mask.
         deterministic: whether backward can have the same bits in each run.
-        unused: further arguments for both functions.
+        unused: further arguments that are passed to both functions.
     """
 
     def make(package: ModuleType, _major: int) -> VarlenKernel:
@@ -142,15 +144,16 @@ _FIRST_WITH_SOFTCAP = "4.0.0b24"
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     @cache
     def softcap_functions(softcap: float) -> dict[str, object]:
-        """Return the package's functions for a softcap.
+        """Return the arguments of FlashAttention-4 for a softcap.
 
-        Without this cache, the package would make and hash them in each call.
+        The result is cached, because the package would make new functions and hash them in each
+        call.
         """
         make = package.utils.create_softcap_scoremod, package.utils.create_softcap_scoremod_bwd
         return {"score_mod": make[0](softcap), "score_mod_bwd": make[1](softcap)}
 
     def arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
-        """Return the arguments of backward that do not depend on the tensors."""
+        """Return the arguments of backward, except for tensors."""
         found = _arguments(tables, options, None) | {"causal": _is_causal(tables)}
         found |= {"deterministic": options.deterministic}
         if options.softcap:
@@ -225,12 +228,12 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 
 
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
-    """Return the number of rows and of keys of each segment if FlashAttention-4 receives the
-    segments as a batch.
+    """Return the number of query rows and of key rows of each segment, or None.
 
-    FlashAttention-4 is faster with a batch than with segments of a packed tensor. It compiles a
-    separate variant for batches. Segments that are not larger than one tile are not passed as a
-    batch, because they would need a third variant.
+    If the result is not None, FlashAttention-4 receives the segments as a batch of equal segments.
+    This is faster than a packed tensor, but FlashAttention-4 compiles a separate variant for
+    batches. Batches of segments that are not larger than one tile would need a third variant, so
+    the result for these segments is None.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None
@@ -245,7 +248,9 @@ def _by_heads(x: Tensor, length: int) -> Tensor:
 
 
 def _is_at_least(package: ModuleType, first: str) -> bool:
-    """Return whether the version of FlashAttention-4 is known, and is `first` or later."""
+    """Return whether the version of FlashAttention-4 is known, and is `first` or a later
+    version.
+    """
     if not package.__name__.startswith("flash_attn."):  # builds from the hub have no version
         return False
     version = installed_version("flash-attn-4")
@@ -354,7 +359,10 @@ def _module(package: Package) -> ModuleType | str:
 
 
 def _lacking(function: object, names: list[str]) -> str | None:
-    """Return a text that names the arguments that a function lacks, or None if it has them all."""
+    """Return a text about those of the arguments `names` that `function` does not have.
+
+    The result is None if the function has all arguments, and "" if `function` is not callable.
+    """
     if not callable(function):
         return ""
     parameters = inspect.signature(function_of(function)).parameters
@@ -366,8 +374,9 @@ MAX_HEAD_DIM = 256
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return why this backend cannot compute these operands, or None. The text names the
-    argument.
+    """Return the reason why this backend cannot compute these operands, or None if it can.
+
+    The reason begins with the name of an argument or of the backend.
     """
     backend = 'the backend "flash_attn"'
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.is_cuda:
@@ -393,9 +402,10 @@ def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> Varl
 def kernel_for(
     operands: HeadDims, options: CallOptions, has_dlse: bool, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the kernel of the best installed package that computes these operands, or None.
+    """Return the kernel of the best installed package that computes these operands.
 
-    `has_dlse` says whether lse has a gradient.
+    The result is None if no installed package can compute them. `has_dlse` says whether lse has a
+    gradient.
     """
     major = gpu_major(device)
     for name in PACKAGES:

@@ -1,8 +1,8 @@
-"""Change operands into the form that fused kernels accept.
+"""Change operands so that fused kernels accept them.
 
 Scales become positive. Head dims are padded to a multiple of 8. A gradient of lse is moved into
-additional columns of v and dout. D is the head dim of q and k, and Dv the head dim of v. Both are
-the last dimension of their tensors.
+additional columns of v and dout. D is the head dim of q and k, and Dv is the head dim of v. The
+head dim is the last dimension of each tensor.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ALIGNMENT = 8  # elements of 2 bytes; kernels load 16 bytes at a time
 def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions, int]:
     """Change q and options so that the scale is positive and the scores stay the same.
 
-    Returns q, the options, and the sign of the original scale. dq of the original q is this sign
-    times dq of the returned q. The change is necessary because fused kernels scale the scores after
-    masking: a scale of 0 would turn the −∞ of a masked score into NaN, and a negative scale would
-    turn it into +∞.
+    Returns q, the options, and the sign of the original scale. To get dq of the original q,
+    multiply dq of the returned q by the sign. The change is necessary because fused kernels scale
+    the scores after masking. A scale of 0 would turn the −∞ of a masked score into NaN, and a
+    negative scale would turn the −∞ into +∞.
     """
     options, sign = positive_options(options)
     return q if sign == 1 else q * sign, options, sign
@@ -48,7 +48,8 @@ def pad_heads(x: Tensor, width: int) -> Tensor:
 def aligned_heads(x: Tensor, width: int) -> Tensor:
     """Pad the head dim of x with zeros to `width`.
 
-    If no padding is needed but a head begins at an unaligned address, x is copied.
+    If no padding is needed, x is returned. In this case, x is copied if any of its heads begins at
+    an unaligned address.
     """
     if x.shape[-1] < width:
         return pad_heads(x, width)
@@ -65,15 +66,16 @@ def _heads_are_aligned(strides: tuple[int, ...], offset: int) -> bool:
 
 
 def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:
-    """Return the number that fills each of the columns that are added to v if lse has a gradient.
+    """Return the numbers that fill the additional columns of v if lse has a gradient.
 
-    Some fused kernels do not accept dlse, the gradient of lse. It is then added to the product
-    dout·v in additional columns. The columns of v contain the returned numbers. The columns of dout
-    are chosen such that their product with these numbers is dlse. The columns of out are zeros.
+    Some fused kernels do not accept dlse, the gradient of lse. For these kernels, dlse is added to
+    the product dout·v in additional columns. Each returned number fills one column of v. The
+    columns of dout are chosen such that their product with these numbers is dlse. The columns of
+    out are zeros.
 
-    dlse is in fp32. In half precision, one column would round it, and would be infinite above
-    65,504 in fp16. Two columns keep 16 bits of dlse in bf16. In fp16 they keep 22 bits, for numbers
-    up to 1.3e8. The remainder in the second column is at most 32,768.
+    dlse is in fp32. In half precision, a single column would round dlse, and would be infinite
+    above 65,504 in fp16. Two columns keep 16 bits of dlse in bf16. In fp16 they keep 22 bits, for
+    numbers up to 1.3e8. The remainder in the second column is at most 32,768.
     """
     return (2.0**11, 1.0) if dtype.itemsize == 2 else (1.0,)
 
@@ -84,7 +86,9 @@ def with_lse_columns(v: Tensor) -> Tensor:
 
 
 def with_dlse(dout: Tensor, dlse: Tensor) -> Tensor:
-    """Return dout (…, Dv) with columns that contain the gradient of lse (…); see `lse_columns`."""
+    """Append columns that contain dlse (…), the gradient of lse, to dout (…, Dv); see
+    `lse_columns`.
+    """
     columns, remainder = [dout], dlse[..., None]
     for factor in lse_columns(dout.dtype):
         columns.append((remainder / factor).to(dout.dtype))

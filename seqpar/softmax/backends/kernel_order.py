@@ -3,7 +3,8 @@
 For each generation of GPUs, `ORDERS` lists kernels. A block is computed by the first kernel of the
 list that is available and can compute the whole block. The order for sm_90 was measured on an H200
 (docs/benchmarks/kernels.md), with two exceptions: FlashAttention-3 was not measured, and our own
-forward was measured only with warp specialisation. The other orders have not been measured.
+forward was measured only with warp specialisation. For all other GPUs, the order has not been
+measured.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the backend of the first available kernel that can compute all slices.
 
-    The kernel must also be able to compute the slices with a gradient of lse, so that backward can
+    The kernel must be able to compute the slices even if lse has a gradient, so that backward can
     use the same kernel.
     """
     device = device_of(q)
@@ -95,7 +96,10 @@ def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> 
 
 
 def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
-    """Return cuDNN's kernel if it can compute all slices, otherwise ATen's FlashAttention-2."""
+    """Return the kernel of ATen that computes the slices.
+
+    This is cuDNN's kernel if it can compute all slices, and FlashAttention-2 if it cannot.
+    """
     cudnn = _load("cuDNN", gpu_major(device_of(q)))
     if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
         return aten_cuda.KERNEL
@@ -105,12 +109,12 @@ def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> V
 def preferred_kernel(
     operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the varlen kernel that computes all blocks of a call, if this is certain without
-    slices.
+    """Return the varlen kernel that computes all blocks of a call, or None if this is not certain.
 
-    Blocks with segments that no varlen kernel can compute are not considered. The result is None if
-    it is possible that our Triton kernels or plain PyTorch compute some blocks, or that different
-    kernels compute different blocks. A meta device stands for a GPU with FlashAttention-4.
+    The function does not know the slices of the call. It ignores segments that no varlen kernel can
+    compute. The result is None if our Triton kernels or plain PyTorch might compute some blocks, or
+    if different kernels might compute different blocks. A meta device stands for a GPU with
+    FlashAttention-4.
     """
     if device.type == "meta":
         return _ON_META if _ON_META.takes(operands, options, True) else None
@@ -127,8 +131,9 @@ def preferred_kernel(
 
 
 def _order(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the kernels for a GPU. The result is empty if only plain PyTorch runs on
-    it.
+    """Return the names of the kernels for a GPU, in the order of preference.
+
+    The result is empty if only plain PyTorch computes attention on the GPU.
     """
     if not aten_cuda.is_recent(device):
         return ()
@@ -138,7 +143,11 @@ def _order(device: torch.device) -> tuple[str, ...]:
 def _first_kernel(
     operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the first kernel of a GPU's order, or None if it computes only some of the masks."""
+    """Return the first kernel in a GPU's order that computes the operands, or None.
+
+    The result is also None if cuDNN or our Triton kernels come before this kernel in the order,
+    because they might compute some blocks.
+    """
     major = gpu_major(device)
     for name in _order(device):
         is_aten = name == "aten" and isinstance(load_cudnn(major), str)
@@ -151,7 +160,7 @@ def _first_kernel(
 
 
 def described_kernels(device: torch.device) -> str:
-    """Return a text that describes this rank's kernels.
+    """Return a text that describes the kernels of this rank, to compare them with other ranks.
 
     If the texts of two ranks are equal, `preferred_kernel` returns equal kernels on both ranks.
     """
@@ -166,9 +175,9 @@ def described_kernels(device: torch.device) -> str:
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:
     """Return the kernel that computes full and causal masks in half precision by default.
 
-    The second result says, for FlashAttention-4 and for each kernel before the default in the
-    order, why the kernel cannot be used. `major` is the first number of the compute capability of
-    an NVIDIA GPU, 8 or more.
+    The second result says why FlashAttention-4, and each kernel before the default in the order,
+    cannot be used. `major` is the first number of the compute capability of an NVIDIA GPU, 8 or
+    more.
     """
     order = ORDERS.get(major, ORDERS[12]).names
     loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}
@@ -180,7 +189,7 @@ def default_kernel(major: int) -> tuple[str, dict[str, str]]:
 
 
 def kernel_table() -> dict[str, dict[str, str]]:
-    """Return the kernels in order, for each GPU and kind of call, and the reason for the order.
+    """Return the order of kernels for each GPU and kind of call, and the reason for the order.
 
     `python -m seqpar info` prints this table.
     """
@@ -208,9 +217,7 @@ def _load(name: str, major: int) -> VarlenKernel | str:
 
 
 def _kernel(name: str, major: int) -> VarlenKernel:
-    """Return a kernel object that has the limits of the kernel, even if the kernel is not
-    available.
-    """
+    """Return an object with the limits of a kernel, even if the kernel is not available."""
     if name == "cuDNN":
         return aten_cuda.cudnn_kernel(major)
     if name == "aten":

@@ -1,10 +1,10 @@
-"""Cut slices into the pieces that ATen's CPU kernel can compute.
+"""Cut slices into the rectangles that ATen's CPU kernel can compute, which are called pieces.
 
-The kernel computes a rectangle of query rows and key rows in one of three ways: in full, under a
-causal mask if the rectangle is a square, or under an additive mask. Pieces are cut by rows, not by
-positions. Rows ascend in position, both for queries and for keys. A rank's causal mask over its own
-tokens is therefore a single causal square in any layout, and most steps of a ring take one or two
-kernel calls without a mask.
+A *piece* is a rectangle of query rows and key rows. The kernel can compute a piece without a mask,
+under a causal mask if the piece is a square, or under an additive mask. Pieces are cut by rows, not
+by positions. Rows ascend in position, both for queries and for keys. A rank's causal mask over its
+own tokens is therefore a single causal square in any layout, and most steps of a ring take one or
+two kernel calls without a mask.
 
 Letters of shapes: B is the batch, Hq the number of query heads, n the number of query rows, and m
 the number of key rows.
@@ -37,8 +37,9 @@ _MAX_BIASED_SCORES = 2**24  # the largest number of scores of a piece whose mask
 class Piece(NamedTuple):
     """A rectangle of query rows and key rows for one kernel call.
 
-    It is computed in full, under a causal mask if `causal`, or under the mask `band`: low ≤
-    (position of key) − (position of query) ≤ high.
+    If `causal` is True, the piece is a square with a causal mask. If `band` is given, a query
+    attends to the keys for which low ≤ (position of key) − (position of query) ≤ high. In all other
+    cases, each query attends to all keys of the piece.
     """
 
     q_start: int
@@ -69,7 +70,8 @@ def additive_mask(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the additive mask of a piece, (n, m), and which rows attend to no key, (n,).
 
-    Each result is None if the piece does not need it.
+    The mask is None if the piece has no `band`. The second result is None if each row attends to
+    some key of the piece.
     """
     if piece.band is None:
         return None, None
@@ -92,8 +94,9 @@ def _build_pieces(slices: Slices) -> list[Piece]:
 
 
 def _in_order(pieces: list[Piece], slices: Slices) -> list[Piece]:
-    """Set `first` and `query_end` of `pieces`, which are in the order in which they are
-    computed.
+    """Return the pieces with their fields `first` and `query_end` set.
+
+    `pieces` are in the order in which they are computed.
     """
     begun, result = np.zeros(slices.query_rows, dtype=bool), list[Piece]()
     for piece in pieces:
@@ -118,11 +121,11 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
 
 
 def key_runs(start: Ints, stop: Ints) -> Ints | None:
-    """Return the runs of rows with the same keys, as row ranges and key ranges (r, 4).
+    """Return the runs of a slice as a table (r, 4) of row ranges and key ranges.
 
     A *run* is consecutive rows that attend to the same keys. Row i attends to the keys start[i] …
-    stop[i] − 1. The result is None if runs have on average fewer than `_MIN_RUN_ROWS` rows. Runs
-    without keys are left out.
+    stop[i] − 1. Runs without keys are left out. The result is None if a run has on average fewer
+    than `_MIN_RUN_ROWS` rows.
     """
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
     if stop.size < (edges.size + 1) * _MIN_RUN_ROWS:
@@ -133,10 +136,11 @@ def key_runs(start: Ints, stop: Ints) -> Ints | None:
 
 
 def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
-    """Cut a slice in which the first row attends to `base` + 1 keys, and each row to one key more
-    than the row before.
+    """Cut a slice with a causal mask into at most three pieces.
 
-    A row that would attend to more keys than there are attends to all keys.
+    The slice has the query rows q0 … q1 − 1 and the key rows k0 … k1 − 1. The first row attends to
+    the first `base` + 1 keys. Each row attends to one key more than the row before, until a row
+    attends to all keys.
     """
     side = min(q1 - q0, k1 - k0 - base)
     if side == 1:  # a causal square with one row and one key is full
@@ -150,11 +154,11 @@ def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
 
 
 def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...]) -> list[Piece]:
-    """Cut a slice into tiles of query rows, each with an additive mask.
+    """Cut a slice into pieces with additive masks, one or more for each tile of query rows.
 
-    Row i attends to the keys start[i] … stop[i] − 1. The kernel is faster without a mask. If the
-    number of keys to which all rows of a tile attend is larger than two tiles, these keys become a
-    piece without a mask.
+    Row i attends to the keys start[i] … stop[i] − 1. Because the kernel is faster without a mask,
+    keys to which all rows of a tile attend become a piece without a mask, if their number is larger
+    than two tiles.
     """
     tile = int(np.clip((stop - start).mean(), _MIN_TILE_ROWS, _MAX_TILE_ROWS))
     pieces: list[Piece] = []
@@ -183,10 +187,10 @@ def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...])
 
 
 def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
-    """Return pieces for a kernel that adds ALiBi's bias as a mask.
+    """Return pieces for ALiBi, whose bias is added to the scores as a mask.
 
-    `score_rows` is the number of rows of scores per query row: the batch times the number of query
-    heads.
+    `score_rows` is the number of rows of scores per query row: the batch size times the number of
+    query heads.
     """
 
     def build() -> list[Piece]:
@@ -200,11 +204,12 @@ def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
 def with_bias(
     mask: Tensor | None, piece: Piece, slices: Slices, slopes: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Add ALiBi's bias to the additive mask (n, m) of a piece, if the piece has one.
+    """Return the mask of a piece with ALiBi's bias, and a shift of lse.
 
-    Returns the mask, now (B or 1, Hq, n or 1, m), and a shift (B or 1, n, Hq) or None. The caller
-    must subtract the shift from the lse of each row. It is in fp64 because it can exceed a million,
-    so that fp32 would lose the differences between rows.
+    The caller must subtract the shift (B or 1, n, Hq) from the lse of each row. The shift is in
+    fp64, because it can exceed a million, and fp32 would lose the differences between rows. If the
+    piece has an additive mask (n, m), the bias is added to it, and the shift is None. If `slopes`
+    is None, the mask is unchanged, and the shift is None.
     """
     if slopes is None:
         return mask, None
@@ -220,8 +225,10 @@ def with_bias(
 
 
 def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
-    """Cut a slice into tiles of query rows. Cut each tile into keys before its queries and keys
-    after them.
+    """Cut a slice into tiles of query rows, and cut the keys of each tile into pieces.
+
+    Keys before all queries of the tile, and keys after all queries of the tile, become pieces whose
+    masks have a single row. The remaining keys become pieces whose masks have a row for each query.
     """
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
     start, stop = slices.key_intervals(i)

@@ -1,6 +1,6 @@
 """The backend "reference": attention over slices in plain PyTorch.
 
-It computes all float dtypes and options. All other backends are tested against it, and some
+This backend computes all float dtypes and options. All other backends are tested against it. Some
 backends call it for slices that they cannot compute.
 
 Letters of shapes: B is the batch, Hkv the number of KV heads, G the number of query heads per KV
@@ -61,18 +61,18 @@ def attention_of_rows(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, Hq, n, Dv) and lse (B, Hq, n) of rows that may have NaNs or infinities.
+    """Return out (B, Hq, n, Dv) and lse (B, Hq, n) of rows that may contain NaNs or infinities.
 
-    A row depends only on the keys to which it attends. If all scores of these keys are −inf, out is
-    0 and lse is −inf.
+    A NaN or an infinity in a key affects only the rows that attend to the key. If all scores of a
+    row are −inf, its out is 0 and its lse is −inf.
 
     Args:
         q: (B, Hq, n, D).
         k, v: (B, Hkv, m, D) and (B, Hkv, m, Dv).
-        visible: (n, m) or (1, m). The keys to which each row attends.
+        visible: (n, m) or (1, m). Whether each row attends to each key.
         bias: a tensor that is broadcast to scores (B, Hq, n, m) and added to them, or None.
         scale: the factor of q·k.
-        dtype: the dtype of computation and results.
+        dtype: the dtype of the computation and of the results.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
@@ -85,10 +85,10 @@ def attention_of_rows(
 
 
 def weighted_sum(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weights (…, n, m) @ values (…, m, d). The sum of a row includes only values that are
-    visible to the row.
+    """Return weights (…, n, m) @ values (…, m, d), where a row sums only the values visible to it.
 
-    The sum is NaN if a visible value is NaN, or if a visible value is infinite and has weight 0.
+    The sum is NaN in two cases: if a visible value is NaN, or if a visible value is infinite and
+    has weight 0.
     """
     total = weights @ values.masked_fill(~values.isfinite(), 0)
     attended = visible.expand_as(weights)
@@ -135,9 +135,9 @@ def backward(
 
 
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
-    """Return the largest scale · q·k of the slices for each head, without softcap, (Hq,).
+    """Return the largest scale · q·k of each head over the slices, without softcap, (Hq,).
 
-    It is −∞ for heads without pairs.
+    A head without (query, key) pairs gets −∞.
     """
     dtype, uncapped = accumulator_dtype(q.dtype), options._replace(softcap=0.0)
     # One KV head at a time, because bits may depend on the number of heads.
@@ -153,9 +153,9 @@ def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Te
 
 
 def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the query rows, the key rows and the mask (n, m) of each tile.
+    """Yield the query rows, the key rows and the mask (n, m) of each tile of the slices.
 
-    In a rehearsal, nothing is yielded.
+    In a rehearsal, which runs a call on meta tensors, nothing is yielded.
     """
     if rehearsing():
         slices.positions_on(q.device)

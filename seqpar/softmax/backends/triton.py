@@ -2,8 +2,8 @@
 
 The kernels are in `seqpar.kernels.flash_attention`. They run on CUDA, for bf16, fp16 and fp32. On
 CPUs they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests. A *launch* is one start
-of a kernel, with a table of the tiles that it computes. Tables are built once per layout and mask.
-They are stored with the slices, and so are their copies on the device.
+of a kernel, with a table of the tiles that the kernel computes. The tables, and their copies on the
+device, are made once per layout and mask, and are stored with the slices.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def forward_blocks(
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse over all blocks of keys and values; see `attend_blocks`.
+    """Return out and lse of q over all blocks of keys and values; see `attend_blocks`.
 
-    The launch for a block continues from the partial of the preceding block, so no separate kernel
-    merges partials.
+    The launch for a block continues from the partial result over the preceding blocks, so no
+    separate kernel merges partial results.
     """
     remaining: Iterator[kernels.Launches] | None = None
     scores = options.scale, options.softcap
@@ -107,17 +107,16 @@ def backward(
 
 
 def _slopes(options: CallOptions) -> Tensor | None:
-    """Return ALiBi's slopes in the form that the kernels read, (Hq,) or (B, Hq)."""
+    """Return ALiBi's slopes with the shape that the kernels read, (Hq,) or (B, Hq), or None."""
     slopes = options.slopes
     return slopes[0] if slopes is not None and len(slopes) == 1 else slopes
 
 
 class _Backward(NamedTuple):
-    """The queries and the kernel configurations of a backward. All blocks of keys use the same
-    ones.
+    """The queries and the kernel configurations of a backward, which all blocks of keys share.
 
-    There are one or two kernels. A single kernel adds to dq, dk and dv. Of two kernels, the first
-    adds to dk and dv, and the second adds to dq.
+    There are one or two kernels. If there is one kernel, it adds to dq, dk and dv. If there are
+    two, the first kernel adds to dk and dv, and the second kernel adds to dq.
     """
 
     queries: kernels.Queries
@@ -151,12 +150,12 @@ def _forward_launches(
     continued: bool = False,
     splits: bool = True,
 ) -> tuple[list[kernels.Launches], bool]:
-    """Return the launches for each block of keys, and whether some undivided tile reads or writes a
-    partial result.
+    """Return the launches for each block of keys, and whether a partial result is needed.
 
-    A partial result is the result over only some of the blocks. The launches are stored in
-    `derived`. If there are too few tiles to use the whole device, `splits` allows that several
-    programs compute one tile, each with a part of the keys. Such a tile is called divided.
+    A tile needs a partial result if it reads or writes a result over only some of the blocks. If
+    there are too few tiles to use the whole device, and `splits` is True, several programs may
+    compute one tile, each for some of the keys. Such divided tiles are ignored in the second
+    result. The launches are stored in `derived`.
     """
     heads, device = q.shape[0] * q.shape[2], device_of(q)
     key = config, device, continued, heads, splits
@@ -186,8 +185,8 @@ def _backward_launches(
 ) -> tuple[kernels.Launches | kernels.Config, ...]:
     """Return the launches of each kernel, each followed by the configuration of the kernel.
 
-    The tiles of the first kernel are key rows, and the kernel loops over queries. The tiles of the
-    second kernel, if there is one, are query rows.
+    A tile of the first kernel is a range of key rows, and the kernel loops over the queries of
+    these keys. If there is a second kernel, its tiles are ranges of query rows.
     """
 
     def build() -> list[kernels.Launches]:

@@ -77,7 +77,9 @@ class VarlenSegment(NamedTuple):
         return sum(stop - start for start, stop in self.keys)
 
     def fits(self, window: Window) -> bool:
-        """Return whether the segment has the same (query, key) pairs under this window."""
+        """Return whether the segment keeps its (query, key) pairs if it is computed under
+        `window`.
+        """
         # A side of at least this size masks no key.
         unlimited_from = self.key_count - 1, self.q_stop - self.q_start - 1
         return all(
@@ -100,14 +102,16 @@ class VarlenTables(NamedTuple):
 class VarlenCall:
     """One call of a varlen kernel.
 
-    No two segments share a query row. If segments share key rows, the call is used only in forward.
+    No two segments of the call share a query row. If two segments share key rows, the call is used
+    only in forward.
 
     Attributes:
         queries, keys: the rows of all segments, in the order of the segments.
         query_key: a key that is equal for calls with the same query rows.
-        dense: for a dense call, the numbers of query rows and key rows of each segment; otherwise
-            None. All segments of a dense call have the same two numbers, which are multiples of
-            128. The segments have full masks, or causal masks and as many keys as queries.
+        dense: the number of query rows and the number of key rows of each segment if the call is
+            dense, or None. In a dense call, all segments have the same two numbers, which are
+            multiples of 128. The segments have full masks, or they have causal masks and as many
+            keys as queries.
     """
 
     def __init__(self, segments: Sequence[VarlenSegment], window: Window) -> None:
@@ -124,8 +128,10 @@ class VarlenCall:
         self._tables = Memo()
 
     def tables(self, batch: int, device: torch.device) -> VarlenTables:
-        """Return the segments of all batch entries as tensors. The rows of one batch entry follow
-        those of the preceding entry.
+        """Return the segments of all batch entries as tensors on a device.
+
+        The rows of the first batch entry are followed by the rows of the second batch entry, and so
+        on.
         """
 
         def build() -> VarlenTables:
@@ -154,18 +160,20 @@ class VarlenCall:
 
 
 class VarlenWork(NamedTuple):
-    """The calls of a varlen kernel for some slices, and the slices that it cannot compute."""
+    """The calls of a varlen kernel that compute some slices, and the slices that it cannot
+    compute.
+    """
 
     calls: list[VarlenCall]
     remaining: Slices | None
 
 
 def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
-    """Return the calls that compute the slices. They are built once and stored with the slices.
+    """Return the calls that compute the slices, which are built once and stored with the slices.
 
     With `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls
-    are needed. Such calls can be used only in forward. In backward, several segments would add to
-    the gradients of the same rows.
+    are needed. Such calls can be used only in forward, because in backward two segments would add
+    to the gradient of one key row at the same time.
     """
     name = "varlen work with repeated keys" if repeats_keys else "varlen work"
     return slices.derived(name, lambda: _build(slices, repeats_keys))
@@ -240,8 +248,8 @@ def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
 def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment]]:
     """Group segments by the window under which they are computed.
 
-    If a segment has the same pairs under several windows, it joins the group of the first of these
-    windows.
+    If a segment has the same (query, key) pairs under several windows, it joins the first group
+    whose window gives these pairs.
     """
     groups: dict[Window, list[VarlenSegment]] = {}
     for x in sorted(segments, key=lambda x: (x.left < 0) + (x.right < 0)):
@@ -251,7 +259,7 @@ def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment
 
 
 def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
-    """Divide segments into lists so that no two segments of a list share a row.
+    """Divide segments into lists, so that no two segments of one list share a row.
 
     Each list is ordered by query rows.
     """
@@ -283,9 +291,10 @@ _MOST_READS = 2
 
 
 def _with_repeated_keys(segments: list[VarlenSegment], window: Window) -> list[VarlenCall] | None:
-    """Return a single call in which one segment has each query row, with all keys of this row.
+    """Return a list with a single call, which reads key rows several times.
 
-    Return None if some segment has no full mask, or if the call would read too many key rows.
+    In this call, each query row is in one segment, which has all keys of the row. The result is
+    None if some segment has a mask, or if the call would read too many key rows.
     """
     if not all(x.is_full for x in segments):
         return None
@@ -331,10 +340,10 @@ def _warn_of_triton() -> None:
 
 
 class BackwardRows(NamedTuple):
-    """The rows of a call that a backward kernel reads.
+    """The rows of a varlen call that a backward kernel reads.
 
     dout, q and out are (n, Hq, D), k and v are (m, Hkv, D), and lse and dlse are (Hq, n). out and
-    lse are those of the whole forward, over all keys on all ranks. dlse is None if lse has no
+    lse are results of the whole forward, over all keys on all ranks. dlse is None if lse has no
     gradient, or if dout contains the gradient (`lse_columns`).
     """
 
@@ -348,7 +357,7 @@ class BackwardRows(NamedTuple):
 
 
 class HeadDims(NamedTuple):
-    """The dtype of q, k and v, and the head dims of q and k and of v."""
+    """The dtype of q, k and v, the head dim of q and k, and the head dim of v."""
 
     dtype: torch.dtype
     dim: int
@@ -366,11 +375,11 @@ Backward = Callable[[BackwardRows], tuple[Tensor, Tensor, Tensor]]
 
 
 class VarlenKernel(NamedTuple):
-    """A kernel that computes the segments of a call, in bf16 or fp16.
+    """A kernel that computes all segments of a `VarlenCall`, in bf16 or fp16.
 
-    All operands have the same head dim, a multiple of 8. Results are new tensors, which callers may
-    keep and change. `forward` and `backward` prepare a call. They return a function, which is
-    called with the tensors.
+    All operands have the same head dim, which is a multiple of 8. Results are new tensors, which
+    callers may keep and change. The functions `forward` and `backward` prepare a call, and return a
+    function of the tensors.
     """
 
     forward: Callable[[VarlenTables, CallOptions], Forward]
@@ -388,11 +397,11 @@ class VarlenKernel(NamedTuple):
     variant: Callable[[VarlenTables, CallOptions], Hashable] | None = None
 
     def limits(self) -> dict[str, int]:
-        """Return those fields, by name, that are numbers and can be compared between processes."""
+        """Return the fields that are numbers, by name, so that ranks can compare their kernels."""
         return {name: x for name, x in self._asdict().items() if isinstance(x, int)}
 
     def takes(self, operands: HeadDims, options: CallOptions, has_dlse: bool) -> bool:
-        """Return whether the kernel can compute scores with these options, for these operands.
+        """Return whether the kernel supports these operands and options.
 
         `has_dlse` says whether lse has a gradient.
         """
@@ -405,7 +414,7 @@ class VarlenKernel(NamedTuple):
         return fits and (self.softcap or not options.softcap)
 
     def computes_all(self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> bool:
-        """Return whether the kernel can compute all slices, even with a gradient of lse."""
+        """Return whether the kernel can compute all slices, even if lse has a gradient."""
         if not self.takes(HeadDims.of(q, v), options, True):
             return False
         calls, remaining = varlen_work(slices)
@@ -422,11 +431,11 @@ class _Launch(NamedTuple):
 
 
 class VarlenBlock:
-    """A backend for the slices of one block of keys that uses varlen kernels.
+    """A backend that computes the slices of one block of keys with varlen kernels.
 
-    The kernels, the calls and the head dim are found once, for all tensors with the same device,
-    dtype, head dims and options. Everything else that a kernel needs, except tensors, is also
-    prepared once.
+    The kernels, the calls and the head dim are chosen once, and used for all tensors with the same
+    device, dtype, head dims and options. All arguments of a kernel except tensors are also prepared
+    once.
     """
 
     forward_blocks = None  # `attend_blocks` calls `forward` for each block
@@ -436,8 +445,9 @@ class VarlenBlock:
     ) -> None:
         """Prepare for tensors like q and v.
 
-        `kernels[True]` is the kernel for calls in which lse has a gradient, and `kernels[False]` is
-        the kernel for other calls. A value is None if no kernel can compute these calls.
+        `kernels[True]` is the kernel for calls in which lse has a gradient. `kernels[False]` is the
+        kernel for calls in which lse has no gradient. A value is None if no kernel can compute
+        these calls.
         """
         self._kernels, self._width, kernel = kernels, joint_head_dim(q, v), kernels[False]
         # If segments repeat keys, their lengths may differ, and the call is not dense.
@@ -563,7 +573,11 @@ class VarlenBlock:
         options: CallOptions,
         output: OutputGradient | None = None,
     ) -> None:
-        """Compile the forward of a call or, with `output`, its backward, if its kernel compiles."""
+        """Compile the kernel for a call ahead of the call, if the kernel can be compiled ahead.
+
+        If `output` is given, this method compiles the backward of the kernel. If `output` is None,
+        it compiles the forward.
+        """
         if kernel.variant is None:
             return
         batch, heads, kv_heads, dtype = q.shape[0], q.shape[2], k.shape[2], q.dtype
@@ -589,7 +603,9 @@ class VarlenBlock:
 
 
 class _ScaledQueries(NamedTuple):
-    """The query rows of a call in forward, which the next call reuses if it has the same rows."""
+    """The query rows of one call in forward, kept for the next call if it has the same query
+    rows.
+    """
 
     # The tensor and the key from which the rows were made.
     q: Tensor
@@ -612,7 +628,9 @@ _QueryRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 class _Queries(NamedTuple):
-    """The query rows of a call in backward, which the next call reuses if it has the same rows."""
+    """The query rows of one call in backward, kept for the next call if it has the same query
+    rows.
+    """
 
     # The tensor and the key from which the rows were made.
     q: Tensor
@@ -660,7 +678,10 @@ def _scaled(q: Tensor, launch: _Launch) -> Tensor:
 
 
 def _flat(x: Tensor, rows: Rows | None) -> Tensor:
-    """Return some or all rows of x (B, T, …) as (n, …), one batch entry after another."""
+    """Return the given rows of x (B, T, …), or all rows if `rows` is None, as (n, …).
+
+    In the result, the rows of the second batch entry follow the rows of the first, and so on.
+    """
     if rows is not None:
         local = rows.local(x.device)
         x = x[:, local] if isinstance(local, slice) else x.index_select(1, local)
@@ -668,7 +689,7 @@ def _flat(x: Tensor, rows: Rows | None) -> Tensor:
 
 
 def _batched(x: Tensor, batch: int) -> Tensor:
-    """Return rows (B · n, …), one batch entry after another, as (B, n, …)."""
+    """Return x (B · n, …) as (B, n, …). The rows of a batch entry follow one another in x."""
     # `unflatten` takes several times as long.
     return x[None] if batch == 1 else x.unflatten(0, (batch, -1))
 
