@@ -149,10 +149,6 @@ class Cluster:
 
     @classmethod
     def _kept(cls, path: Path, is_default: bool, quiet: bool = False) -> Cluster | None:
-        """Return the cluster in a file, or None if there is no file.
-
-        A default file that is damaged or describes a different device is ignored.
-        """
         if not path.exists():
             return None
         try:

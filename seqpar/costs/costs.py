@@ -64,7 +64,7 @@ class Costs:
         return dtype_of_one_call(HeadDims(dtype, dim, dim), options, device, True).itemsize
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
-        """Return (n,) the seconds of attention in one softmax layer, if each task is a separate
+        """Return the seconds (n,) of attention in one softmax layer, if each task is a separate
         call.
 
         `heads` is the number of query heads on the device, by default all heads.
@@ -82,11 +82,11 @@ class Costs:
         backward: bool = False,
         heads: int | None = None,
     ) -> Floats:
-        """Return (owners,) the seconds of one softmax layer, if one call computes all tasks of an
+        """Return the seconds (owners,) of one softmax layer, if one call computes all tasks of an
         owner.
 
-        An owner is, for example, a rank, or a step of a rank. `owner` (n,) contains the index of
-        each task's owner. By default, all tasks have the same owner.
+        An owner is, for example, a rank. `owner` (n,) contains the index of each task's owner. By
+        default, all tasks have the same owner.
         """
         check_type("tasks", tasks, Tasks)
         backward, heads = as_bool("backward", backward), self._heads(heads)
@@ -104,7 +104,7 @@ class Costs:
         return np.where(tokens > 0, call + self._recurrent_work(tokens, backward), 0.0)
 
     def span_work(self, starts: ArrayLike, stops: ArrayLike, backward: bool = False) -> Floats:
-        """Return (n,) the seconds that each span adds to a rank in the attention of all layers.
+        """Return the seconds (n,) that each span adds to a rank in the attention of all layers.
 
         A span has the positions start … stop − 1 of a document. The mask is causal, with a window
         in layers that have one. Linear layers are included. The constant cost of calls
@@ -138,7 +138,7 @@ class Costs:
         owners: int = 1,
         backward: bool = False,
     ) -> Floats:
-        """Return (owners,) the seconds of attention in all layers, with one call per layer and
+        """Return the seconds (owners,) of attention in all layers, with one call per layer and
         owner.
 
         Spans are as in `span_work`, and owners are as in `attention_call`. Waiting for keys is not
@@ -223,8 +223,9 @@ class Costs:
     def activation_bytes_per_token(self, checkpointing: str = "none") -> tuple[int, int]:
         """Return the bytes per token of the activations in all layers, as two numbers (each, once).
 
-        `each` bytes are kept from forward to backward. Additional `once` bytes are needed while
-        backward recomputes a layer; without checkpointing, there are none.
+        `each` is the number of bytes that are kept from forward to backward. `once` is the number
+        of additional bytes that are needed while backward recomputes a layer. Without
+        checkpointing, `once` is 0.
 
         `checkpointing` is "none"; "full", which keeps only each layer's input; or "attention",
         which also keeps the results of attention, as `seqpar.checkpoint` does. Logits are not
@@ -305,7 +306,9 @@ class Costs:
 
     @property
     def _attentions(self) -> list[tuple[Layer, int]]:
-        """The first layer of each kind of attention, and the number of layers of that kind."""
+        """For each kind of attention, the first layer of this kind and the number of such
+        layers.
+        """
         kinds: dict[tuple[str, int | None], tuple[Layer, int]] = {}
         for layer, count in self.model.counts.items():
             first, before = kinds.get((layer.kind, layer.window), (layer, 0))

@@ -101,7 +101,6 @@ class Torus:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return prod(self.shape)
 
     def links(self, source: int, target: int) -> Iterator[tuple[int, int, int]]:
@@ -165,7 +164,9 @@ class Recurrent:
     def work(
         self, tokens: ArrayLike, heads: int, key_dim: int, value_dim: int, backward: bool = False
     ) -> Floats:
-        """Return the seconds of one layer without the constant seconds of the call."""
+        """Return the seconds of linear attention in one layer, without the constant seconds of a
+        call.
+        """
         width = heads * (key_dim + value_dim) / (2 * self.head_dim)
         each = self.row[backward] + self.token[backward] * width
         return np.asarray(tokens, np.float64) * each
@@ -214,7 +215,6 @@ class Device:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of `dtype`."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -223,7 +223,6 @@ class Device:
         return self.matmul_rate * self.matmul_share
 
     def as_dict(self) -> dict[str, object]:
-        """Return the fields as plain numbers, for JSON."""
         return asdict(self) | {"attention": self.attention.as_dict()}
 
     @classmethod

@@ -56,12 +56,12 @@ def published_grid(
 
     `to_forward` is the seconds of backward divided by the seconds of forward.
 
-    The four published times are nodes of the grid. The times of all other nodes are computed from
-    three constants: the seconds per call, per row and per pair. These constants reproduce the four
-    published times with an error of at most 0.5%. If a call has fewer tiles of rows × heads than
-    the GPU has multiprocessors, it takes as long as if each multiprocessor had a tile. `edge` is 0,
-    because the times include the cut tiles of a causal call. A window adds half a tile of keys per
-    row.
+    The four published times are points of the grid. The times at all other points are computed from
+    three constants: the seconds per call, per row and per (query, key) pair. These constants
+    reproduce the four published times with an error of at most 0.5%. A kernel divides the rows of
+    each head into tiles. If a call has fewer tiles than the GPU has multiprocessors, it is assumed
+    to take as long as a call with one tile for each multiprocessor. `edge` is 0, because the times
+    include the cut tiles of a causal call. A window adds half a tile of keys per row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
     seen = (rows + 1) / 2  # the average number of keys per row
@@ -159,8 +159,8 @@ NODES = {
 
 
 def node_like(device: object) -> NodeKind:
-    """Return the kind of node whose device's name is part of a GPU's name, or else a node of
-    H100s.
+    """Return the kind of node for a GPU's name. If the name contains no known device, this is a
+    node of H100s.
     """
     named = [kind for kind in NODES if kind in str(device).lower()]
     return NODES[named[0] if named else "h100"]

@@ -34,10 +34,11 @@ def seconds(sample: Sample) -> Floats:
 
 
 def fit_grid(profile: Profile) -> Grid:
-    """Return the grid of a profile's samples.
+    """Return the grid of the times of softmax attention in a profile.
 
-    `call` is the time that is saved if a task is added to a call instead of being a separate call.
-    `edge` is the multiple of 16 keys with the smallest squared errors for the causal samples.
+    The grid's `call` is the time that is saved if a task is added to a call instead of being a
+    separate call. The grid's `edge` is a multiple of 16 keys, for which the grid predicts the times
+    of the causal samples with the smallest squared errors.
     """
     samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]
@@ -105,7 +106,7 @@ def fit_recurrent(profile: Profile) -> Recurrent:
 
 
 def fit_modules(profile: Profile) -> float:
-    """Return the FLOP/s of linear modules: the median of forward and backward at all sizes."""
+    """Return the FLOP/s that linear modules reach, as the median over all sizes and both passes."""
     samples = [sample for sample in profile["samples"] if sample["kind"] == "modules"]
     flops = np.array([[sample["flops"], 2 * sample["flops"]] for sample in samples])
     return float(np.median(flops / np.array([seconds(sample) for sample in samples])))
@@ -120,7 +121,9 @@ def fit_new_memory(profile: Profile) -> float:
 
 
 def describe(profile: Profile) -> dict[str, Any]:
-    """Return the fields of a Cluster for a profile. Links are not in a profile."""
+    """Return the fields of a Cluster that a profile determines. A profile does not determine
+    links.
+    """
     matmul, copy = (float(np.median(profile["rates"][name])) for name in ("matmul", "copy"))
     reached = fit_modules(profile)
     device = Device(

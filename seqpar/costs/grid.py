@@ -35,15 +35,16 @@ def as_amounts(name: str, values: ArrayLike) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Tasks, as arrays of the same shape, called (n,).
+    """The sizes of n tasks of softmax attention. All arrays have the same shape (n,).
 
     Attributes:
-        rows: (n,) the number of query rows.
-        keys: (n,) the number of key rows to which at least one query row attends.
-        pairs: (n,) the number of visible (query, key) pairs, at most rows · keys.
-        windowed: (n,) the fraction of pairs that are in rows whose window excludes keys on the
-            left. It is 0 without a window. With a window, it is 1 except near the start of a
-            document.
+        rows: (n,). The number of query rows.
+        keys: (n,). The number of key rows to which at least one query row attends.
+        pairs: (n,). The number of visible (query, key) pairs, which is at most rows · keys.
+        windowed: (n,). The fraction of a task's pairs whose query does not attend to the first keys
+            of the document, because a window excludes these keys. The fraction is 0 without a
+            window. With a window, it is below 1 only if the task contains queries near the start of
+            a document.
     """
 
     rows: Floats
@@ -72,8 +73,9 @@ class Tasks:
 
     @property
     def cut_rows(self) -> Floats:
-        """The number of rows that attend to only some of the keys, if each row attends to one more
-        key than the row before it.
+        """The number of query rows of each task that attend to only some of the task's keys.
+
+        The task is assumed to be causal: each row attends to one more key than the row before it.
         """
         unseen = self.rows * self.keys - self.pairs
         cut = np.minimum((1 + np.sqrt(1 + 8 * unseen)) / 2, self.rows)
@@ -81,8 +83,8 @@ class Tasks:
 
 
 def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Floats:
-    """Return the number of causal pairs of queries start … stop − 1, within a window if it is not
-    None.
+    """Return the number of (query, key) pairs that a causal mask allows for the queries start …
+    stop − 1 of a document. With `window`, a query attends to at most `window` keys.
     """
     starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
     if (stops < starts).any():
@@ -174,8 +176,8 @@ class Grid:
         return {x.name: np.asarray(getattr(self, x.name)).tolist() for x in fields(self)}
 
     def alone(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) the seconds of each task in a separate call. A task without pairs takes 0
-        s.
+        """Return the seconds (n,) of each task if each task is a separate call. A task without
+        pairs takes 0 s.
         """
         rows, scale = self._scaled(tasks, heads, head_dim)
         call = self.call[backward]
@@ -183,7 +185,7 @@ class Grid:
         return np.where(tasks.pairs > 0, seconds, 0.0)
 
     def work(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) the seconds that each task adds to a call.
+        """Return the seconds (n,) that each task adds to a call of several tasks.
 
         If the grid is `fused`, the call is assumed to have enough tasks to use the whole device.
         """
@@ -204,7 +206,8 @@ class Grid:
         owner: ArrayLike | None = None,
         owners: int = 1,
     ) -> Floats:
-        """Return (owners,) the seconds of each owner's call, which has all tasks of the owner.
+        """Return the seconds (owners,) of one call per owner, which computes all tasks of the
+        owner.
 
         `owner` (n,) is the index of each task's owner. By default, all tasks have the same owner.
         The time of a call is the sum of the work of its tasks, but at least the time of its longest
@@ -219,8 +222,12 @@ class Grid:
         return seconds
 
     def _scaled(self, tasks: Tasks, heads: int, head_dim: int) -> tuple[Floats, float]:
-        """Return the rows with which tasks are looked up in the grid, and a factor for their
-        seconds.
+        """Return the numbers of rows (n,) with which tasks are looked up in the grid, and the
+        factor by which the seconds from the grid are multiplied.
+
+        Rows are rounded up to whole tiles. The factor corrects for the head dim. If the grid is
+        `fused`, a task with fewer heads than the grid is looked up with fewer rows. Otherwise, the
+        factor also corrects for the number of heads.
         """
         rows = np.ceil(tasks.rows / self.tile) * self.tile
         scale = head_dim / self.head_dim
@@ -267,6 +274,5 @@ def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floa
 
 
 def _cell(nodes: Floats, x: Floats) -> tuple[NDArray[np.intp], Floats]:
-    """Return the node before each x, and the fraction of the distance to the next node."""
     i = np.minimum(np.searchsorted(nodes, x, side="right") - 1, nodes.size - 2)
     return i, (x - nodes[i]) / (nodes[i + 1] - nodes[i])

@@ -193,18 +193,18 @@ class Model:
         return self.hidden * (queries * (3 if self.output_gate else 2) + 2 * keys)
 
     def ffn_weights(self, layer: Layer, stored: bool = False) -> int:
-        """Return the number of feed-forward weights that a token uses or, with `stored`, of all."""
+        """Return the number of feed-forward weights of a layer: those that one token uses or, with
+        `stored`, the weights of all experts.
+        """
         width = layer.stored_ffn if stored else layer.ffn
         return self.hidden * (width * (3 if self.gated else 2) + layer.experts)
 
     def layer_parameters(self, layer: Layer) -> int:
-        """Return the number of parameters that a layer stores."""
         norms = 2 * self.hidden
         return self.attention_weights(layer) + self.ffn_weights(layer, stored=True) + norms
 
     @cached_property
     def parameters(self) -> int:
-        """The number of parameters."""
         layers = sum(n * self.layer_parameters(layer) for layer, n in self.counts.items())
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return layers + embeddings + self.hidden
@@ -246,7 +246,6 @@ class _Config:
         self._config = config
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these attributes, or entries of a mapping, that is not None."""
         for name in names:
             if isinstance(self._config, Mapping):
                 value = self._config.get(name)
@@ -262,9 +261,10 @@ class _Config:
         return default
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these attributes as a number, or the default.
+        """Return the first of these attributes that the configuration has as a number, or the
+        default.
 
-        Raises a ValueError unless the number is at least 1, or at least 0 if the default is 0.
+        Raises a ValueError if the number is below 1. If the default is 0, the number can also be 0.
         """
         value = self.get(*names, default=default)
         if value is None:
@@ -377,7 +377,9 @@ def _default_types(config: _Config, count: int) -> list[str]:
 
 
 def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
-    """Return a layer's width per token, its stored width, and its number of experts."""
+    """Return a layer's feed-forward width per token, the width summed over all experts, and the
+    number of experts.
+    """
     experts = config.number("num_local_experts", "num_experts", "n_routed_experts", default=0)
     period = config.number("decoder_sparse_step", default=1)
     sparse = (

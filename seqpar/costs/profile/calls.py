@@ -34,7 +34,6 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls) -> Setting:
-        """Return 4 heads of dim 64 in fp32 on a CPU, and 16 heads of dim 128 in bf16 on a GPU."""
         if torch.cuda.is_available():
             return cls("cuda", torch.bfloat16, 16, 128, "triton")
         return cls("cpu", torch.float32, 4, 64, "aten")

@@ -68,9 +68,7 @@ def quartiles(figures: Sequence[float]) -> tuple[float, float]:
 
 
 class Sample(TypedDict, total=False):
-    """A timed call: its kind, its shape and the measured seconds. Further fields depend on the
-    kind.
-    """
+    """A timed call: its kind, its shape and the measured seconds."""
 
     kind: str  # "full", "causal" and "window" (softmax attention), "linear" or "modules"
     rows: int

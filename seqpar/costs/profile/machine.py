@@ -27,8 +27,10 @@ _end = ContextVar("end", default=math.inf)  # the monotonic time at which profil
 
 
 def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
-    """Return the shapes to time: all pairs of nodes, both with a full mask and with a window, and
-    causal calls.
+    """Return the shapes of softmax attention to time.
+
+    These are all pairs of a number of rows and a number of keys, each with a full mask and with a
+    window, and a few causal calls.
     """
     pairs = [(rows, keys) for rows in row_nodes for keys in key_nodes]
     full = [Shape("full", rows, keys) for rows, keys in pairs]
@@ -42,9 +44,9 @@ def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shap
 def contenders(
     shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting
 ) -> list[tuple[Sample, Calls]]:
-    """Return the calls to time: softmax attention, then linear attention, then modules.
+    """Return the calls to time, in this order: softmax attention, linear attention, linear modules.
 
-    Linear attention and modules are timed for each number in `tokens`.
+    Linear attention and linear modules are timed for each number of tokens in `tokens`.
     """
     calls: list[tuple[Sample, Calls]] = [
         (shape.as_sample(), SoftmaxCalls(shape.slices(), setting)) for shape in shapes
@@ -60,9 +62,10 @@ def contenders(
 def take_turns(
     calls: Sequence[tuple[Sample, Calls]], device: str, rounds: int = ROUNDS
 ) -> list[Sample]:
-    """Time calls in rounds, and return samples with the seconds of each round.
+    """Time calls several times, and return samples with all measured seconds.
 
-    Each round runs all calls once, in turn. A short call first runs twice to fill caches.
+    In each of the `rounds`, all calls run once, one after another. A short call first runs twice to
+    fill caches.
     """
     samples: list[Sample] = [{**record, "forward": [], "backward": []} for record, _ in calls]
     for done in range(rounds):
@@ -142,8 +145,8 @@ def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], objec
 
 
 def memory() -> int:
-    """Return the bytes of memory of a device: of a GPU, or of a core, which has its part of the
-    host's memory.
+    """Return the bytes of memory of a GPU. Without a GPU, return the memory that this process may
+    use, divided by the number of cores.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
@@ -161,8 +164,8 @@ def machine() -> str:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the time of this thread's profiles. An error is raised if the first round takes
-    longer.
+    """Within this context, profiles of this thread take at most `seconds`. If timing all calls once
+    takes longer, an error is raised.
     """
     token = _end.set(time.monotonic() + seconds)
     try:
@@ -191,8 +194,8 @@ def one_thread() -> Iterator[None]:
 
 
 def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:
-    """Return a profile of this machine: its hardware, samples, and separate samples of
-    `held_out`.
+    """Return a profile of this machine: its hardware and samples. The samples of the shapes in
+    `held_out` are separate, because costs are not fitted to them.
     """
     setting = Setting.of_this_machine()
     here = environment()
