@@ -26,8 +26,8 @@ class Candidate(NamedTuple):
         return " ".join([self.strategy, *mesh])
 
     def make(self, comm: Comm, **options: Any) -> Attention:
-        """Return the strategy's module on a group. The ranks of the group fill the mesh row by
-        row.
+        """Return the strategy's module on a group. If the strategy has a mesh, the ranks of the
+        group fill the mesh row by row.
         """
         shape = (comm.size,) if self.mesh is None else self.mesh
         return SOFTMAX[self.strategy](as_mesh(comm, *shape), **options)
@@ -36,11 +36,11 @@ class Candidate(NamedTuple):
 def candidates(
     cluster: Cluster, ranks: int, strategies: Sequence[str] = STRATEGIES
 ) -> list[Candidate]:
-    """Return the candidates among these strategies, simplest first.
+    """Return these strategies, each with all shapes of its mesh that are tried. The simplest
+    strategy comes first.
 
-    A row of a USP mesh lies within a node: its length divides the number of devices per node or, on
-    a single node, the number of ranks. A row of a "mesh" is at most about as long as a column,
-    because a query has at least as many bytes as a key.
+    All ranks in one row of a USP mesh are in the same node. A row of a "mesh" is at most about as
+    long as a column, because a query has at least as many bytes as a key.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     made = []

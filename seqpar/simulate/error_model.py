@@ -17,10 +17,10 @@ FILE = "validated.json"  # written by `benchmarks.simulate.validation`
 def error_of(cluster: Cluster) -> float:
     """Return the standard deviation of the relative error of simulated seconds on a cluster.
 
-    Two errors are combined by the root of the sum of their squares. The first one is the RMS error
-    of simulated steps against measured steps, on machines of the cluster's kind. The second one is
-    the RMS error of the cluster's costs against measured calls to which the costs were not fitted.
-    Presets have no measurements, so their second error is 0.
+    The result is the root of the sum of the squares of two errors. The first error is the RMS error
+    of simulated steps against measured steps, on machines of the cluster's kind. The second error
+    is the RMS error of the cluster's costs against measured calls to which the costs were not
+    fitted. Presets have no measurements, so for presets the second error is 0.
     """
     steps = validated()["links" if cluster.overlaps else "cores"]
     return float(np.hypot(steps, _error_of_costs(cluster)))

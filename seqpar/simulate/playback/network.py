@@ -56,13 +56,12 @@ class Hardware:
         self._fabric_links: dict[Hashable, Resource] = {}
 
     def core(self, rank: int) -> Resource | None:
-        """Return the cores on which a rank computes, or None if the rank does not share its
-        device.
-        """
         return None if self.cluster.overlaps else self._cores[self.nodes[rank]]
 
     def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
-        """Return the seconds and the resources of a copy between a device and its host."""
+        """Return the seconds and the links of a copy between a rank's device and the memory of its
+        host.
+        """
         core = self.core(rank)
         seconds = float(self.cluster.host.seconds(nbytes))
         return seconds, [self._hosts[rank], *([] if core is None else [core])]
@@ -70,9 +69,11 @@ class Hardware:
     def way(
         self, source: int, target: int, nbytes: float, played_end: str = "both"
     ) -> tuple[float, float, list[Resource]]:
-        """Return a message's latency, the seconds of its bytes, and its resources.
+        """Return a message's latency, the seconds for sending its bytes, and the ports, NICs, links
+        or cores that it uses.
 
-        With `played_end` "source" or "target", only the resources of this end are returned.
+        If `played_end` is "source", only those of the sender are returned. If it is "target", only
+        those of the receiver are returned.
         """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
@@ -105,7 +106,9 @@ class Hardware:
         return [self._fabric_link((way, x), uplinks) for way, x in zip("ud", leaves, strict=True)]
 
     def _leaf(self, fabric: FatTree, rank: int) -> tuple[int, int]:
-        """Return the group of nodes and the rail that identify a rank's leaf switch."""
+        """Return the number of a leaf switch and the rail, which together identify the switch to
+        which a rank's NIC is connected.
+        """
         return self.nodes[rank] // fabric.nodes_per_leaf, self.rail(rank)
 
     def rail(self, rank: int) -> int:
@@ -131,9 +134,10 @@ class Flight:
 
 
 class _Message:
-    """A message, and the exchanges that have posted an end of it.
+    """A message, and the exchanges in which its sender and its receiver have posted it.
 
-    `played_end` says for which ends the rank's program is played: "source", "target" or "both".
+    `played_end` says whose program is simulated: "source" for the sender's, "target" for the
+    receiver's, or "both".
     """
 
     __slots__ = ("begun", "ends", "nbytes", "played_end", "ready", "sender", "source", "target")
@@ -158,15 +162,18 @@ class Network:
     receive was posted first. A sender is done when the remaining bytes are in the connection's
     buffer.
 
-    A rank whose program is not played has a stand-in (`stand_ins.py`). The rank begins its exchange
-    number n when the stand-in begins its exchange number n. A message between a played rank and
-    such a rank uses only the resources of the played rank.
+    A rank whose program is not simulated has a stand-in, a rank whose program is simulated
+    (`stand_ins.py`). The rank begins its exchange number n when the stand-in begins exchange number
+    n of the stand-in's program. If the program of only one end of a message is simulated, the
+    message uses only the resources of this end.
     """
 
     def __init__(
         self, env: simpy.Environment, hardware: Hardware, ordered: bool, stand_ins: Sequence[int]
     ) -> None:
-        """`stand_ins[rank]` is the rank that is played in place of `rank`, or `rank` itself."""
+        """`stand_ins[rank]` is the rank whose program is simulated in place of the program of
+        `rank`. It is `rank` itself if the program of `rank` is simulated.
+        """
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
         self._stand_ins = dict(enumerate(stand_ins))
@@ -205,7 +212,9 @@ class Network:
         return flight
 
     def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
-        """Start a message if the peer has posted its end of it. Otherwise keep this rank's end."""
+        """Start a message between `rank` and `peer` if `peer` has posted it too. If `peer` has not,
+        remember that `rank` has posted the message.
+        """
         source, target = (rank, peer) if sending else (peer, rank)
         waiting = self._open.setdefault((source, target, flight.post.channel), deque())
         if waiting and waiting[0][1] != sending:
@@ -294,8 +303,9 @@ class Network:
     ) -> None:
         """Send messages of equal size from all senders to all receivers, over the same links.
 
-        `played` has the flights of all ranks whose programs are played. Either the programs of all
-        senders are played, or none of them is. The same holds for the receivers.
+        `played` has an entry for each rank whose program is simulated. The programs of either all
+        senders or no senders are simulated, and the programs of either all receivers or no
+        receivers.
         """
         flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"

@@ -11,15 +11,17 @@ from seqpar.simulate.recording.program import Begin, Compute, Copy, End, Post, P
 
 
 def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
-    """Return the seconds of a rank's program, assuming that its peers post their messages when it
-    does.
+    """Return the seconds of a rank's program, if each peer posts a message at the same time as the
+    rank.
 
-    No other program is needed, so the prediction is fast even for thousands of ranks. Waiting for
-    slower ranks, and contention between nodes, are not included.
+    The programs of the peers are not needed, so the prediction is fast even for thousands of ranks.
+    The time of waiting for slower ranks is not included, and messages of different nodes do not
+    slow each other down.
 
-    The exchanges of a communicator run one after another. A rank has two ports: one inside the
-    node, and its fraction of the node's NICs. An exchange takes the largest latency of its
-    messages, plus the seconds of the bytes in the busiest direction of the two ports.
+    The exchanges of a communicator run one after another. A rank has two ports: a port for messages
+    inside the node, and its fraction of the node's NICs. Each port sends and receives at the same
+    time. An exchange takes the largest latency of its messages, plus the longest of four times: the
+    times for sending and for receiving all bytes of the exchange over each of the two ports.
 
     Raises a ValueError if the cluster's devices do not overlap messages with computation, or if the
     program serves requests.

@@ -26,10 +26,9 @@ def computes(programs: Iterable[Program]) -> list[Compute]:
 
 
 def price(device: Device, calls: list[Compute]) -> dict[int, float]:
-    """Return the seconds of each computation, by the computation's `id`.
+    """Return the seconds of each computation, as a dict from the `id()` of the computation.
 
-    The seconds of softmax attention come from the device's measured grid, by one lookup for all
-    calls of a kind.
+    The seconds of softmax attention are interpolated in the device's measured grid.
     """
     seconds: dict[int, float] = {}
     alike: dict[tuple[int, int, bool], list[Compute]] = defaultdict(list)

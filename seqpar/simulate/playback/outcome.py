@@ -60,7 +60,7 @@ class Outcome:
         return limit_of(mean, busy - mean, self.seconds - busy)
 
     def why_slower(self, best: Outcome) -> str:
-        """Return the reason why this step is slower than `best`."""
+        """Return a text that says why this step is slower than the step `best`."""
         waiting, busy = (
             float(getattr(self, kind).max() - getattr(best, kind).max())
             for kind in ("waiting", "busy")
@@ -80,7 +80,6 @@ class Outcome:
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace of the whole step, from time 0, of the ranks that were played."""
         trace = Trace()
         trace.events = [*chain.from_iterable(self._events.values())]
         return trace

@@ -66,11 +66,12 @@ def play_with_stand_ins(
     cluster: Cluster,
     pricing: Pricing | None = None,
 ) -> Outcome:
-    """Simulate all ranks, but play the programs of some ranks only.
+    """Return the times at which all ranks compute, send and wait, from the programs of some of the
+    ranks.
 
-    `stand_ins[rank]` is the rank whose program is played for `rank`. For a rank that has a program,
-    this must be the rank itself. If some ranks have no program, all programs must be `ordered`, and
-    `exchange_alike` must return True for them.
+    `stand_ins[rank]` is the rank whose program is used for `rank`. For a rank that has a program,
+    it must be the rank itself. If some ranks have no program, all programs must be `ordered`, and
+    `exchange_alike(programs)` must be True.
     """
     calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)
@@ -102,7 +103,9 @@ def require_simpy() -> ModuleType:
 
 
 class _Run:
-    """Plays all programs once. `events` has each rank's actions in the order in which they end."""
+    """One simulation of all programs. `events` contains, for each rank, the rank's actions in the
+    order in which they end.
+    """
 
     def __init__(
         self,
@@ -179,7 +182,9 @@ class _Run:
             yield from self._take(seconds, [core])
 
     def _take(self, seconds: float, through: list[Resource]) -> Generator[simpy.Event, None, None]:
-        """Use resources for `seconds`, or longer if other jobs use the same resources."""
+        """Use the resources `through` for `seconds`, or longer if other computations or messages
+        use the same resources.
+        """
         ended = self._env.event()
         self._network.shares.start(seconds, through, ended.succeed)
         yield ended

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 
 class Resource:
-    """A resource that serves `capacity` jobs at full pace.
+    """A resource, such as a NIC, on which `capacity` jobs run at the same time without slowing each
+    other down.
 
-    If there are more than `capacity` jobs, the total capacity is multiplied by `shared`.
+    If there are more than `capacity` jobs, the capacity that the jobs divide is `capacity` ·
+    `shared`.
     """
 
     __slots__ = ("capacity", "groups", "load", "shared")
@@ -49,10 +51,11 @@ class Resource:
 
 
 class JobGroup:
-    """The jobs that use the same resources.
+    """The jobs that use the same resources, and therefore progress at the same rate.
 
-    `progress` is the work, in seconds, that each job of the group has done since the group began.
-    `jobs` contains each job and the progress at which the job ends.
+    `progress` is the work that a job would have done if it had started together with the group, in
+    seconds that the work takes without other jobs. `jobs` contains each job and the value of
+    `progress` at which the job ends.
     """
 
     __slots__ = ("jobs", "next_end", "pace", "progress", "resources", "since", "version")
@@ -99,7 +102,9 @@ class ActiveJobs:
         self._change(resources)
 
     def _change(self, resources: Sequence[Resource]) -> None:
-        """Update the groups on these resources, after all changes at the current time."""
+        """Compute the rates of all jobs on these resources again, after all jobs that start or end
+        at the current time.
+        """
         if not self._changed and any(resource.groups for resource in resources):
             self._after(0.0, self._settle)
         for resource in resources:

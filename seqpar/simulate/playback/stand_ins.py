@@ -30,13 +30,14 @@ _IN_STEP = ("ulysses", "ring", "all_gather", "usp", "mesh")
 
 
 def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Ints:
-    """Return the stand-in of each rank, (ranks,). A rank that is played is its own stand-in.
+    """Return (ranks,): for each rank, the rank whose program is simulated in its place.
 
-    `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played if the
-    group is small, if the work of ranks is uneven, or in one of these cases:
+    `strategy` is a softmax strategy, or the transport of linear layers. In the following cases, the
+    programs of all ranks are simulated, and each rank is its own stand-in:
 
+    * The group is small, or the work of its ranks is uneven.
     * The ranks of this strategy do not begin each exchange at the same time.
-    * All nodes would be played anyway, or the ranks do not fill all nodes.
+    * The number of nodes is too small, or some devices of a node have no rank.
     * Cores send the messages.
     * Links between nodes also carry messages of other nodes: on a torus, with rails, and below
       oversubscribed leaf switches.
@@ -69,9 +70,9 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
 def has_even_work(geometry: Geometry) -> bool:
     """Return whether all ranks hold tokens of the same documents, with the same causal work.
 
-    Two deviations are allowed. Some documents can be on fewer ranks if together they have at most
-    2% of all tokens. The ranks' numbers of tokens, and of (query, key) pairs, can differ by up to
-    2%.
+    Two deviations are allowed. Documents that are not on all ranks may have up to 2% of all tokens
+    together. The numbers of tokens of two ranks may differ by up to 2%, and so may their numbers of
+    (query, key) pairs.
     """
 
     def build() -> bool:
@@ -92,8 +93,7 @@ def has_even_work(geometry: Geometry) -> bool:
 def exchange_alike(programs: Iterable[Program]) -> bool:
     """Return whether all programs post the same exchanges in the same order.
 
-    The peers and bytes of the exchanges can differ. Stand-ins need this property, because a rank is
-    assumed to begin its exchange number n when its stand-in begins its exchange number n.
+    The peers and bytes of the exchanges can differ.
     """
     orders = {
         tuple((x.number, x.channel, x.what, x.step) for x in program.each() if isinstance(x, Post))

@@ -50,7 +50,9 @@ class Division:
 
     @property
     def least_seconds(self) -> float:
-        """A lower bound on a step's seconds: the seconds if all context ranks had equal work."""
+        """A lower bound on the seconds of a step, which assumes that all context ranks have equal
+        work.
+        """
         return self.least_seconds_with(self.attending / self.parallelism.context)
 
     def least_seconds_with(self, micro_batch: float) -> float:
@@ -70,17 +72,17 @@ class Division:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches of each data group."""
         return len(self.batches[0])
 
 
 def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
     """Yield the ways to divide a cluster's devices.
 
-    For up to 128 devices, the division with one group and one micro-batch is left out, because it
-    is simulated separately. Tensor ranks are in one node and divide the heads among them. Pipeline
-    ranks divide the layers. A group of context ranks has at most 2,048 ranks, and either consists
-    of whole nodes or is one of several equal groups in a node.
+    For up to 128 devices, the division in which all devices compute one micro-batch together is
+    left out, because this case is simulated separately. Tensor ranks are in one node and divide the
+    heads among them. Pipeline ranks divide the layers. A group of context ranks has at most 2,048
+    ranks. The group either consists of whole nodes, or is one of several groups of equal size in a
+    node.
 
     Four numbers of micro-batches per data group are tried: one, two per pipeline stage, four per
     pipeline stage, and the smallest number that fits into memory with as little recomputation as
@@ -91,7 +93,9 @@ def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
 
     @cache
     def dealt(tensor: int, bins: int) -> list[tuple[float, Ints]]:
-        """Return micro-batches as (work, documents), those with the most work first."""
+        """Return micro-batches as (work, documents). The micro-batch with the most work is
+        first.
+        """
         divided = DividedCosts(costs, Parallelism(tensor=tensor))
         latency = divided.tensor_seconds(0)
         sent = np.array([divided.tensor_seconds(x) - latency for x in lengths[kept].tolist()])
@@ -159,8 +163,8 @@ def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -
 
 
 def _attending(lengths: Ints, costs: Costs) -> Floats:
-    """Return (documents,) the seconds of each document's attention and matrix products on one
-    device.
+    """Return (documents,): the seconds that one device needs for the attention and the matrix
+    products of each document.
     """
     starts = np.zeros(lengths.size)
     attention = sum(costs.span_work(starts, lengths, backward) for backward in (False, True))
@@ -169,8 +173,10 @@ def _attending(lengths: Ints, costs: Costs) -> Floats:
 
 
 def _division(divided: DividedCosts, lengths: Ints, bins: list[tuple[float, Ints]]) -> Division:
-    """Assign micro-batches to data groups in alternating direction, those with the most work
-    first.
+    """Assign micro-batches to data groups, so that the groups have similar work.
+
+    Micro-batches are sorted by work, the largest first. The first ones are assigned to the groups
+    in ascending order, the next ones in descending order, and so on.
     """
     groups = divided.parallelism.data
     turn, place = np.divmod(np.arange(len(bins)), groups)
@@ -195,11 +201,11 @@ class NamedLayout(NamedTuple):
 def layouts(
     lengths: Ints, costs: Costs, documents: Sequence[int] | None = None
 ) -> Iterator[NamedLayout]:
-    """Yield layouts over all ranks: zigzag, contiguous, and the layout of a plan if it differs from
-    both.
+    """Yield the layouts that are tried: zigzag, contiguous, and the layout of `balance.plan` if it
+    differs from these two.
 
-    The layouts contain the documents with the given indices, in the given order, or by default all
-    documents.
+    `documents` are the indices of the documents in the layouts, in order. By default, the layouts
+    contain all documents.
     """
     order = tuple(range(lengths.size) if documents is None else documents)
     edges = np.r_[0, np.cumsum(lengths[[*order]])]
@@ -214,7 +220,9 @@ def layouts(
 
 
 def planned(lengths: Ints, costs: Costs, documents: Sequence[int]) -> NamedLayout | None:
-    """Return the layout of `balance.plan` for these documents; None if `plan` refuses them."""
+    """Return the layout of `balance.plan` for these documents, or None if `balance.plan` raises an
+    error.
+    """
     cluster, lengths = costs.cluster, lengths[[*documents]]
     if cluster.ranks == 1:
         return None

@@ -18,9 +18,10 @@ from seqpar.simulate.steps.training_step import Step, step
 
 
 def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return the way with the reason why memory is too small, or None if the way possibly fits.
+    """Return a configuration with the reason why it does not fit into memory, or None if it may
+    fit.
 
-    Temporary tensors of attention are not counted, because only a simulation knows their size.
+    Temporary tensors of attention are not counted, because only a simulation computes their size.
     """
     least = min(_least_memory(way, costs, x) for x in _manners(way))
     if least <= costs.cluster.device.memory:
@@ -29,9 +30,10 @@ def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
 
 
 def predicted(way: Recommendation, costs: Costs) -> Recommendation:
-    """Return a way with predictions for the fastest manner that fits into memory.
+    """Return a configuration with its predicted time and memory.
 
-    If no manner fits, the predictions are for the manner that needs the least memory.
+    Activations are kept, offloaded or recomputed, whichever is the fastest that fits into memory.
+    If none of these fits, the predictions are for the one that needs the least memory.
     """
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
     manners = _manners(way)
@@ -74,7 +76,7 @@ def _unfit(way: Recommendation, costs: Costs, least: float, needs: str) -> Recom
 
 
 def _least_memory(way: Recommendation, costs: Costs, checkpointing: str) -> float:
-    """Return the bytes of parameters and of the activations that cannot be offloaded."""
+    """Return the bytes on a device if all activations that can be offloaded are offloaded."""
     division, tokens = way.division, float(max(way.layout.tokens_per_rank))
     if division is None:
         activations = float(costs.activation_bytes(tokens, checkpointing))
@@ -96,9 +98,9 @@ def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
 
     The result is 0 in three cases:
 
-    * With checkpointing, because few activations remain, or because these are in use.
+    * With checkpointing, because few activations remain, or because backward needs them at once.
     * With servers, because the copies of tasks already use the link to host memory.
-    * With pipeline stages, because the activations of several micro-batches are in use.
+    * With pipeline stages, because a device holds the activations of several micro-batches.
     """
     division, layers = way.division, len(costs.model.layers)
     has_stages = way.parallelism.pipeline > 1
@@ -148,7 +150,9 @@ def _stepped(
 
 
 def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
-    """Return how many tokens fit, assuming that all memory except that of parameters grows with
+    """Return the number of tokens with which a configuration uses all memory of a device.
+
+    All memory except the memory of parameters is assumed to be proportional to the number of
     tokens.
     """
     fixed, division = _parameter_bytes(way, costs), way.division
@@ -157,9 +161,8 @@ def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return the way with activations in host memory, or None if it still does not fit.
-
-    Activations are copied to the host during forward, and back during backward.
+    """Return a configuration with activations in host memory, or None if it does not fit even
+    so.
     """
     layers, movable = len(costs.model.layers), _movable(way, costs, way.checkpointing)
     short = way.memory - costs.cluster.device.memory

@@ -173,8 +173,8 @@ class Recommendation:
         return [*lines, f"layout = {made}"]
 
     def _divided_lines(self, division: Division) -> list[str]:
-        """Return the lines for a division, which every device runs. They create a mesh of all
-        devices.
+        """Return the lines of a program that creates the mesh of a division. Every device runs
+        these lines.
         """
         data, pipeline, tensor, context = self.parallelism
         mesh = self.options.get("mesh") or (context,)
@@ -218,8 +218,8 @@ class Recommendation:
         return lines
 
     def _laid_out(self, documents: tuple[int, ...]) -> NamedLayout:
-        """Return the layout of a plan for a micro-batch or, if planning fails, the first of
-        `layouts`.
+        """Return the layout of `balance.plan` for a micro-batch. If `balance.plan` fails, return
+        the zigzag layout.
         """
         assert self.division is not None
         batch = self.division.lengths, self.division.divided.context, documents

@@ -35,16 +35,18 @@ class Search:
     many ways. The search keeps a queue of divisions and ways, each with a lower bound on its time,
     and always continues with the smallest bound:
 
-    * A division is replaced by its ways with a few strategies.
-    * A way with a quick bound gets a tighter bound.
-    * A way with a tight bound is simulated.
+    * If the smallest bound belongs to a division, the division is replaced by its ways with a few
+      strategies.
+    * If it belongs to a way whose bound was computed by a quick method, a larger and slower bound
+      is computed.
+    * If it belongs to a way that has the slower bound already, the way is simulated.
 
     When all bounds are above the time of the fastest step, the search adds the remaining strategies
     of the division of the fastest way. It ends when all bounds are above the time of the fastest
     step again.
 
-    A way whose parameters and activations cannot fit is not simulated. If no way fits, the way that
-    lacks the least memory is simulated, unless it has too many tokens.
+    A way whose parameters and activations cannot fit is not simulated. If no way fits, the way with
+    the least missing memory is simulated, unless it has too many tokens.
 
     Attributes:
         ways: all ways so far.
@@ -66,9 +68,10 @@ class Search:
         self._completed: set[int] = set()  # ids of divisions whose ways were all added
 
     def run(self, ways: Iterable[Recommendation], divided: Iterable[Division]) -> None:
-        """Search until the best way is known, or until the user interrupts and a way fits.
+        """Search until the fastest configuration is known.
 
-        Raises a KeyboardInterrupt if the user interrupts and no way fits.
+        If the user interrupts the search, it ends as soon as a simulated configuration fits into
+        memory. Raises a KeyboardInterrupt if the user interrupts again before that.
         """
         with stop_on_interrupt("recommend") as interrupted:
             self._add(ways)
@@ -94,7 +97,9 @@ class Search:
                 self.interrupted = True
 
     def results(self) -> list[Recommendation]:
-        """Return the ways, each with predictions or with the reason why it was not simulated."""
+        """Return all configurations, each with predictions or with the reason why it was not
+        simulated.
+        """
         return [
             self.simulated.get(number)
             or self.too_large.get(number)
@@ -156,11 +161,11 @@ class Search:
 
 
 def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
-    """Yield lower bounds on the seconds of a step of this way, the quickest bound first.
+    """Yield two lower bounds on the seconds of a training step with one configuration.
 
-    The first bound comes from the program of the rank that probably computes longest, and the
-    second bound from the programs of a few such ranks. A bound is 0 if the strategy refuses the
-    layout.
+    The first bound is computed from the program of the rank that probably computes longest. The
+    second bound is computed from the programs of a few ranks that probably compute long, and takes
+    more time. A bound is 0 if the strategy refuses the layout.
     """
     if way.servers:
         yield least_trainer_seconds(way.layout, costs)
@@ -184,9 +189,10 @@ def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
 def _busy_ranks(layout: Layout) -> tuple[int, ...]:
     """Return the ranks that probably compute longest.
 
-    These ranks have the most (query, key) pairs, or hold the ends of documents. Depending on the
-    strategy, the rank that holds the query or the rank that holds the key computes a pair, so both
-    are considered.
+    Some strategies compute a (query, key) pair on the rank that holds the query, and some on the
+    rank that holds the key. The result therefore contains the rank whose queries have the most
+    pairs, and the rank whose keys have the most pairs. It also contains the first and the last
+    rank, which often hold the ends of documents.
     """
     lengths = np.diff(layout.cu_seqlens)
     pairs_of_queries, pairs_of_keys = np.zeros(layout.ranks), np.zeros(layout.ranks)

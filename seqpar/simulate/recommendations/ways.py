@@ -37,7 +37,6 @@ _TASKS_PER_SERVER = 4
 
 
 def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
-    """Yield the ways to train in one group of all devices."""
     cluster = costs.cluster
     for named in layouts(lengths, costs):
         yield from _in_place(candidates(cluster, cluster.ranks), named, costs, costs, None)
@@ -48,10 +47,10 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 
 
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
-    """Yield the ways of a division with the strategies that are usually the best, or with all
-    others.
+    """Yield the configurations of a division with the strategies that are usually the fastest. With
+    `others`, yield the configurations with all other strategies.
 
-    With more than 128 ranks, only USP is tried, on meshes with few recorded messages.
+    With more than 128 ranks, only USP is tried, on meshes for which few messages are recorded.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
@@ -145,10 +144,9 @@ def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
     """Return the numbers of servers to try.
 
     The first number is the number of ranks times the fraction of all work that is softmax
-    attention. Devices are then divided in proportion to softmax attention and all other work, so
-    that trainers and servers are both always busy: a trainer computes with one half of its
-    documents while servers compute attention for the other half. The second number is half of the
-    first one. Every trainer has at least one document.
+    attention. With this number, trainers and servers take the same time: a trainer computes with
+    one half of its documents while servers compute attention for the other half. The second number
+    is half of the first number. There are never more trainers than documents.
     """
     ranks, model = costs.cluster.ranks, costs.model
     softmax = tuple(x for x in model.layers if x.kind != "linear")
@@ -177,10 +175,11 @@ def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
 
 
 def tasks_of(layout: Layout, servers: int) -> int:
-    """Return the number of tasks into which a trainer cuts each call.
+    """Return the number of tasks into which every trainer cuts each call of attention.
 
-    All trainers use the same number. It is chosen for the trainer with the most attention, such
-    that each server gets about four tasks if every trainer had tasks of this size.
+    The number determines the size of a task of the trainer with the most attention. If the
+    attention of all trainers were cut into tasks of this size, each server would receive about four
+    tasks.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]

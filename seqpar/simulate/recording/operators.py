@@ -42,23 +42,24 @@ _UNTOUCHED = {
 
 
 class Operations(dispatch_mode()):  # type: ignore[misc]
-    """A context that passes the costs of torch operators to `add`.
+    """A context that passes the costs of torch operators to the function `add`.
 
-    The costs of consecutive operators are summed until `flush`.
+    The costs of consecutive operators are added up until `flush` is called.
 
     Attributes:
         peak: the most bytes held at once by tensors created in this context.
     """
 
     def __init__(self, add: Callable[[Compute], None], counts: bool, on_cpu: bool = False) -> None:
-        """Make the context.
+        """Make a context for the operators of one program.
 
         Args:
-            add: gets the costs.
-            counts: whether to count. Otherwise nothing is passed to `add`: the context only runs
-                the code of seqpar's operators instead of their fake rules.
-            on_cpu: whether the meta device stands for a CPU, where an operator may need memory for
-                more than its results.
+            add: the function that receives the costs.
+            counts: whether to pass costs to `add`. With False, the context has a single effect:
+                seqpar's operators run their code on meta tensors, so that calls of torch within
+                this code are recorded.
+            on_cpu: whether the meta device stands for a CPU. On a CPU, `peak` includes the memory
+                that an operator uses only while it runs.
         """
         super().__init__()
         self._add = add
@@ -114,8 +115,8 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         tensors: list[Tensor],
         form: object,
     ) -> object:
-        """Run and count an operator. Its result and cost are cached by the form of the
-        arguments.
+        """Run and count an operator, and cache the form of its result and its cost for arguments
+        with the same shapes, strides and dtypes.
         """
         result = operator(*args, **kwargs)
         inputs = [x for x in tensors if x.is_meta]
@@ -153,7 +154,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             self._costs = before
 
     def flush(self) -> None:
-        """Pass on the sums of the operators since the last flush."""
+        """Pass the summed costs of the operators since the last `flush` to `add`."""
         if self._bytes or self._new_bytes or self._calls:
             self._add(Compute(Operators(0, self._bytes, self._new_bytes, self._calls)))
             self._bytes = self._new_bytes = self._calls = 0
@@ -168,7 +169,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         self._bytes += cost.bytes
 
     def _need(self, temporary: int) -> None:
-        """Count memory that an operator on a CPU frees at its end."""
+        """Count memory that an operator on a CPU uses only while it runs."""
         if self._on_cpu and self._counts:
             self.peak = max(self.peak, self._held + temporary)
 
@@ -202,9 +203,11 @@ _MAX_KNOWN = 2**14
 
 
 def _form(x: object, tensors: list[Tensor]) -> object:
-    """Replace each tensor in an argument by its form, and append the tensor to `tensors`.
+    """Return an argument with each tensor replaced by the tensor's form, and append the tensor to
+    `tensors`.
 
-    A tensor that is in `tensors` already is replaced by its index.
+    The form of a tensor is its device, shape, stride and dtype. If the tensor is in `tensors`
+    already, it is replaced by its index in `tensors`.
     """
     if isinstance(x, Tensor):
         number = next((i for i, other in enumerate(tensors) if other is x), None)
@@ -244,9 +247,9 @@ def operator_cost(
 def temporary_bytes(operator: Any, args: Arguments, results: list[Tensor]) -> int:
     """Return the bytes that an operator on a CPU allocates and frees, in addition to its results.
 
-    ATen's attention kernels have buffers. A pointwise operator computes in one dtype: before it, an
-    operand with another floating dtype is copied to this dtype, and after it, a result with another
-    dtype is copied from this dtype.
+    ATen's attention kernels allocate buffers. A pointwise operator computes in one dtype. An
+    operand with a different floating dtype is first copied to this dtype, and a result with a
+    different dtype is copied from this dtype.
     """
     tensors = [x for x in _tensors(args) if x.is_meta]
     packet = operator.overloadpacket
@@ -265,7 +268,9 @@ def temporary_bytes(operator: Any, args: Arguments, results: list[Tensor]) -> in
 
 
 def _result_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None:
-    """Return the form of a new tensor, or the index of an input, or else None."""
+    """Return how to make the result of an operator again: the form of a new tensor, or the index of
+    the input that is returned. Return None if the result is neither.
+    """
     if type(result) is not Tensor or not result.is_meta:
         return None
     for number, x in enumerate(tensors):

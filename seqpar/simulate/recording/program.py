@@ -1,5 +1,5 @@
-"""Programs. A program is the list of one rank's actions, in order: it computes, posts messages and
-waits.
+"""Programs. A program is the list of one rank's actions, in order. In an action, the rank computes,
+posts messages or waits.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class End:
 class Serve:
     """The rank runs several programs.
 
-    Each program waits for one exchange, which was posted earlier. The programs run in the order in
-    which their exchanges end.
+    Each of the programs waits for one exchange, which the rank has posted earlier. The programs run
+    one after another, in the order in which their exchanges end.
 
     Attributes:
         programs: a dict from the number of an exchange (`Post.number`) to the program that waits

@@ -126,7 +126,7 @@ class ProgramRecorder:
         self._label, self._posted, self._computes = "", count(), count()
 
     def add(self, action: Action) -> None:
-        """Record an action, after the costs of all earlier operators."""
+        """Append an action to the program, after the costs of all earlier torch operators."""
         self.operations.flush()
         self.program.actions.append(action)
 
@@ -145,11 +145,12 @@ class ProgramRecorder:
         self.add(Compute(call, self._label, next(self._computes), work.area))
 
     def exchange(self, *_: object) -> Callable[[], AbstractContextManager[None]]:
-        """Record nothing, because `RecordingComm` records the exchange."""
         return nullcontext
 
     def beside(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Record `function` as a concurrent program. Returns a function that waits for its end."""
+        """Record what `function` does as a program that runs concurrently. Returns a function that
+        records waiting for the end of the concurrent program.
+        """
         inner = Program()
         with self.into(inner):
             function()
@@ -158,7 +159,7 @@ class ProgramRecorder:
 
     @contextmanager
     def into(self, program: Program) -> Iterator[None]:
-        """Within this context, record into a different program."""
+        """Within this context, append actions to `program`."""
         self.operations.flush()
         outer, self.program = self.program, program
         yield
@@ -166,7 +167,7 @@ class ProgramRecorder:
         self.program = outer
 
     def post(self, channel: str, sends: Sizes, recvs: Sizes, what: str, step: int) -> int:
-        """Record messages, and return the number of the exchange."""
+        """Record that the rank posts messages, and return the number of the exchange."""
         number = next(self._posted)
         self.add(Post(number, sends, recvs, channel, what, step))
         return number
@@ -180,8 +181,8 @@ class RecordingComm(Comm):
         self._recorder, self._ordered, self._through = recorder, ordered, ""
 
     def channel(self, name: str) -> Comm:
-        """Return the same group on the communicator with this name. On gloo, there is only one
-        communicator.
+        """Return the same group on the communicator with this name. If the ranks use gloo, return
+        this group, because gloo has only one communicator.
         """
         if not self._ordered:
             return self

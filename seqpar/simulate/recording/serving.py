@@ -142,7 +142,7 @@ class RecordedPool(ServerPool):
         self.dispatcher()
 
     def close(self) -> None:
-        """Do nothing: the pool has no connection."""
+        pass
 
 
 class _RecordedReply(Future[tuple[Tensor, ...]]):

@@ -92,7 +92,9 @@ class DividedCosts:
 
     @cached_property
     def context(self) -> Costs:
-        """The costs of one group of context ranks. A rank has only the heads of its tensor rank."""
+        """The costs of one group of context ranks. A device computes only the heads of its tensor
+        rank.
+        """
         cluster, (_, _, tensor, context) = self.costs.cluster, self.parallelism
         per_node = min(context, cluster.devices_per_node // tensor)
         part = per_node / cluster.devices_per_node
@@ -105,7 +107,7 @@ class DividedCosts:
         return self.parallelism.data * self.parallelism.context
 
     def tensor_seconds(self, tokens: float, checkpointing: str = "none") -> float:
-        """Return the seconds that tensor ranks take to exchange a layer's activations."""
+        """Return the seconds in which tensor ranks exchange the activations of one layer."""
         ranks, cluster = self.parallelism.tensor, self.costs.cluster
         if ranks == 1:
             return 0.0
@@ -181,8 +183,8 @@ class DividedCosts:
     def layer_seconds(
         self, attending: float, layer: Layer, tokens: float, checkpointing: str
     ) -> float:
-        """Return the seconds of a layer whose attention and matrix products take `attending`
-        seconds.
+        """Return the seconds of a layer, exchanges included. `attending` is the seconds of the
+        layer's attention and matrix products.
         """
         seconds = attending + self.tensor_seconds(tokens, checkpointing)
         if self.parallelism.pipeline > 1 or self.sharding_ranks == 1:
@@ -196,8 +198,8 @@ class DividedCosts:
         return self._stage_costs.parameter_bytes(self.sharding_ranks, stage)
 
     def activation_bytes(self, tokens: float, checkpointing: str, micro_batches: int) -> float:
-        """Return the bytes of activations on a device of the first stage, which holds more than
-        others.
+        """Return the bytes of activations on a device of the first stage, which needs more memory
+        than the devices of later stages.
         """
         each, once = self.costs.activation_bytes_per_token(checkpointing)
         stages = self.parallelism.pipeline
@@ -216,8 +218,9 @@ class DividedCosts:
 
     @cached_property
     def _stage_costs(self) -> Costs:
-        """The costs of the largest stage. Only the first stage has the embedding, and only the last
-        the head.
+        """The costs of the stage with the most parameters. With several stages, the embedding and
+        the head count as one matrix, because only the first stage holds the embedding, and only the
+        last stage holds the head.
         """
         model = self.context.model
         if self.parallelism.pipeline == 1:
@@ -228,7 +231,9 @@ class DividedCosts:
 
     @property
     def end_seconds(self) -> float:
-        """The seconds of Adam and, with stages, of the exchange of gradients and parameters."""
+        """The seconds at the end of a step: of Adam's update and, with several stages, of
+        exchanging gradients and parameters.
+        """
         ranks = self.sharding_ranks
         update = self._stage_costs.optimizer_seconds(ranks)
         if self.parallelism.pipeline == 1 or ranks == 1:
@@ -241,9 +246,10 @@ class DividedCosts:
 
 
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
-    """Return a fraction of a cluster.
+    """Return a cluster with `nodes` nodes of `devices` devices, which have `nics` NICs per node.
 
-    The number of NICs is rounded to an integer, and their rate is scaled to keep the total rate.
+    `nics` can be a fraction. The number of NICs is rounded to an integer, and the rate of a NIC is
+    scaled so that the total rate stays the same.
     """
     if nodes == 1:
         return replace(cluster, nodes=1, devices_per_node=devices)

@@ -32,7 +32,9 @@ from seqpar.strategies.registry import make_attention
 
 
 class Products(NamedTuple):
-    """The weights of a layer, from which the FLOPs of its matrix products follow."""
+    """The number of weights in the matrices of one layer, from which the FLOPs of the matrix
+    products follow.
+    """
 
     weights: float  # the number of weights that are applied to each token
     stored: float  # the number of stored weights, which includes all experts
@@ -67,12 +69,12 @@ class Attending:
         return [(tokens, m.heads, m.head_dim), keys, keys]
 
     def operands(self, tokens: int) -> list[Tensor]:
-        """Return q, k and v, which require gradients."""
+        """Return new tensors q, k and v of this many tokens, which require gradients."""
         return [self._empty(shape, self.dtype) for shape in self.shapes(tokens)]
 
     def call(self, tokens: int) -> dict[str, object]:
-        """Return the arguments of a call other than q, k and v: the mask, or the gates of linear
-        layers.
+        """Return the arguments of a call of attention in addition to q, k and v. These are the mask
+        of softmax attention, or the gates of linear attention.
         """
         if not self.linear:
             window = -1 if self.layer.window is None else self.layer.window - 1
@@ -95,8 +97,8 @@ class Attending:
     def module(
         self, comm: Comm, strategy: str = "ring", **options: Any
     ) -> Attention | RecurrentAttention:
-        """Return the layer's module: of this strategy or, for linear layers, with the layer's
-        transport.
+        """Return the module that computes the layer's attention. Only a softmax layer uses
+        `strategy`.
         """
         if not self.linear:
             return make_attention(strategy, comm, **options)
@@ -148,10 +150,10 @@ record_attention_once = lru_cache(maxsize=4)(record_attention)
 def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
     """Return the number of consecutive ranks whose programs differ only in their peers.
 
-    These are ranks that exchange heads among them: they compute the same tokens for different
-    heads. Their programs are alike if all of them hold the same number of tokens and heads. With
-    Ulysses, these are all ranks. With USP, these are the ranks of one row of the mesh. The
-    functions of this file call such ranks a *run*.
+    Ranks that exchange heads compute the same tokens for different heads. With Ulysses, all ranks
+    exchange heads. With USP, the ranks in one row of the mesh do. The programs of these ranks are
+    alike if the ranks hold the same number of tokens and of heads. With all other strategies, the
+    result is 1.
     """
     if candidate.strategy == "ulysses":
         length = layout.ranks
@@ -165,10 +167,11 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
 
 
 def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
-    """Return the program of another rank in the run of the recorded rank.
+    """Return the program of `rank`, made from the recorded program of the rank `recorded`.
 
-    The recorded program is copied, with other peers. A peer is either in the same run, or has the
-    same index in another run.
+    The ranks are divided into groups of `length` consecutive ranks with equal programs
+    (`ranks_alike`), and both ranks are in the same group. In the copy of the program, each peer of
+    the rank `recorded` is replaced by the peer of `rank` in the same group as this peer.
     """
     if rank == recorded:
         return program
@@ -203,7 +206,8 @@ def whole_documents(layout: Layout) -> list[list[int]]:
 def nano_batches(layout: Layout) -> list[list[list[int]]]:
     """Return each trainer's documents in two nano-batches of similar length.
 
-    Documents are not cut, so a trainer with one document has one nano-batch.
+    A nano-batch consists of whole documents, so a trainer with a single document has a single
+    nano-batch.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     batches = []
@@ -269,7 +273,9 @@ def record_layers(
 
 
 class _Computed(torch.autograd.Function):
-    """A layer's matrix products, counted as FLOPs. The results are the next layer's q, k and v."""
+    """An operator that records the matrix products of a layer as FLOPs. Its results are q, k and v
+    of the next layer.
+    """
 
     @staticmethod
     def forward(

@@ -78,7 +78,9 @@ class Step:
     _spent: dict[str, Floats] = field(repr=False)
 
     def spent(self, activity: str) -> Floats:
-        """Return (ranks,) the seconds that each rank is "busy" or "waiting" in all layers."""
+        """Return (ranks,): the seconds that each rank spends with an activity in all layers.
+        `activity` is "busy" (computing) or "waiting".
+        """
         return self._spent[activity]
 
 
@@ -227,10 +229,11 @@ def least_step_seconds(
     mesh: tuple[int, int] | None = None,
     transport: str = "all_gather",
 ) -> float:
-    """Return a lower bound on a step's seconds without servers, from the programs of these ranks
-    only.
+    """Return a lower bound on the seconds of a step without servers. Only the programs of `ranks`
+    are recorded.
 
-    The bound holds for every checkpointing, sharding and offload.
+    The bound holds for all values of the arguments `checkpointing`, `sharding` and `offload` of
+    `step`.
     """
     candidate = Candidate(strategy, mesh)
     simulator = _LayerSimulator(costs, layout, candidate, "none", "none", 0.0, 0, {})
@@ -243,7 +246,9 @@ def least_step_seconds(
 
 
 def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
-    """Return the seconds of a trainer's matrix products, a lower bound on a step with servers."""
+    """Return a lower bound on the seconds of a step with servers: the time of the matrix products
+    on the trainer with the most tokens.
+    """
     tokens = max(layout.tokens_per_rank)
     kinds = _kinds_of_layers(costs, "none", "all_gather")
     flops = sum(count * sum(products.flops(tokens)) for _, products, count in kinds)
@@ -266,16 +271,18 @@ def _kinds_of_layers(
 
 
 def head_seconds(costs: Costs, tokens: float) -> float:
-    """Return the seconds of the head's forward and backward on a rank with `tokens` tokens."""
+    """Return the seconds of forward and backward of the model's head on a rank with `tokens`
+    tokens.
+    """
     flops = 6 * tokens * costs.model.vocabulary * costs.model.hidden
     return flops / costs.cluster.device.reached_rate
 
 
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
-    """Return the amount of `count` layers.
+    """Return the seconds or bytes of `count` layers, given the seconds or bytes of one layer.
 
-    This is `count` times the amount of one layer. If the amount of two layers is given, each
-    further layer adds as much as the second one.
+    If `two`, the value of two consecutive layers, is given, each layer after the first one adds
+    `two` − `one`. Without `two`, each layer adds `one`.
     """
     return count * one if two is None else one + (count - 1) * (two - one)
 
@@ -294,8 +301,8 @@ class _LayerSimulator:
     options: Mapping[str, Any]
 
     def play(self, attending: Attending, products: Products, count: int) -> tuple[Outcome, Ints]:
-        """Play consecutive layers. Returns the outcome, and (ranks,) the bytes that attention
-        sends.
+        """Simulate `count` consecutive layers. Returns the outcome, and the bytes (ranks,) that
+        attention sends.
         """
         layout, cluster = self.layout, self.costs.cluster
         if self.servers:
@@ -363,7 +370,12 @@ class _LayerSimulator:
 def _exchange_parameters(
     programs: Mapping[int, Program], ranks: int, nbytes: int, passes: int
 ) -> None:
-    """Add exchanges to the programs: `passes` times, equal shards of `nbytes` among all ranks."""
+    """Add an exchange with all other ranks to each program. The exchange begins at the start of the
+    program, and ends at its end.
+
+    `nbytes` bytes are divided into equal shards, one for each rank. A message has the bytes of
+    `passes` shards.
+    """
     shard = -(-nbytes // ranks)
     shards = [(peer, passes * shard) for peer in range(ranks)]
     for rank, program in programs.items():
