@@ -9,8 +9,9 @@ about √n·(u + a·√K). The bound is `MARGIN` times this number.
 
 The derivation assumes that operations do not enlarge relative differences, on average over a
 token's features. If the operations of a model enlarge differences, for example because attention
-scores are very large, correct runs exceed the bound. For such a model, a second recording of the
-first run measures the bound.
+scores are very large, correct runs exceed the bound. For such a model, record the first run twice,
+with different orders of summation, and pass the second recording to `compare` as `again`. The bound
+is then `REPEATED_MARGIN` times the difference between these two recordings.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def rounding_bound(operation: int, coarsest: float, summands: int) -> float:
-    """Return the relative difference that rounding explains after `operation` operations.
+    """Return the largest relative difference between two runs that rounding explains after
+    `operation` operations.
 
     `coarsest` is the unit roundoff u of the least precise dtype so far, and `summands` is the
     number K of products that an operation sums; see the module's docstring.
@@ -46,7 +48,8 @@ def rounding_bound(operation: int, coarsest: float, summands: int) -> float:
 def update_bound(
     sizes: NDArray[np.float64], noise: float, coarsest: float, relative_update: float
 ) -> float:
-    """Return the relative difference that rounding explains in the update of a weight.
+    """Return the largest relative difference that rounding explains between two runs in the update
+    of a weight.
 
     The update is what a step of the optimizer adds to the weight. An optimizer such as Adam divides
     an element's gradient by the typical size of this gradient, so the update of an element depends

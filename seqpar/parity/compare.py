@@ -103,10 +103,11 @@ def compared(first: str | Path, second: str | Path, say: Progress) -> Evidence:
 
 
 def _place_both(a: Recording, b: Recording) -> None:
-    """Find the places of all tokens, first in a recording whose order of tokens is known.
+    """Find the position of every token of both recordings in the whole batch.
 
-    If one recording has several rows, and each group of ranks in the other recording packed some of
-    these rows into one row, all rows are packed into one row before they are compared.
+    The recording whose order of tokens is known comes first. If each group of ranks in one
+    recording packed several rows of the other recording into one row, all rows are packed into one
+    row before they are compared.
     """
     known = [x for x in (a, b) if len(x.ranks) == 1 or x.content["order"] != "unknown"]
     first = known[0] if known else a
@@ -155,7 +156,9 @@ def _check_same_run(a: Recording, b: Recording) -> None:
 
 
 def _may_be_parts(x: Sequence[int], y: Sequence[int]) -> bool:
-    """Return whether the shapes differ in at most one dimension, and there by a whole factor."""
+    """Return whether two shapes are equal, except for at most one dimension, in which one size is a
+    multiple of the other size.
+    """
     unequal = [(m, n) for m, n in zip(x, y, strict=True) if m != n]
     return len(unequal) <= 1 and all(n and m and (m % n == 0 or n % m == 0) for m, n in unequal)
 
@@ -267,7 +270,7 @@ def distances(reference: Floats, values: Floats) -> Floats:
 
 
 def _errors(reference: Floats, parts: list[Part]) -> tuple[Floats, Ints]:
-    """Return the relative error of each token, and the rank with this error; both (tokens,).
+    """Return two arrays (tokens,): the relative error of each token, and the rank with this error.
 
     An error is relative to the token's norm in the reference, or to the median norm of the tokens
     if the median is larger. If several ranks hold a token, its error is the largest of their
@@ -313,14 +316,14 @@ def _of_tokens(evidence: Evidence, key: Key, kind: str, depths: _Depths) -> Find
 
 
 def _scale_of_losses(evidence: Evidence, depths: _Depths) -> float:
-    """Return the ratio of the runs' output gradients if the numbers of ranks explain it, and else
-    1.
+    """Return the number by which the second run's output gradients are divided before they are
+    compared.
 
     A run that averages gradients over ranks multiplies each rank's loss by the number of ranks, or
-    by the number of ranks that share a sequence. The runs' output gradients can therefore differ by
-    the ratio of two such numbers without a fault. The second run's output gradients are divided by
-    this ratio before they are compared. The comparison of the parameters' gradients shows later
-    whether the ratio is right.
+    by the number of ranks that share a sequence. The output gradients of two correct runs can
+    therefore differ by the ratio of two such numbers. If the observed ratio is the ratio of two
+    such numbers, it is returned, and otherwise 1. The later comparison of the parameters' gradients
+    shows whether the ratio is right.
     """
     a, b = evidence.a, evidence.b
     for key in reversed(depths.order):
@@ -361,8 +364,8 @@ def _of_positions(evidence: Evidence) -> list[Finding]:
 
 
 def _of_labels(evidence: Evidence) -> list[Finding]:
-    """Compare the labels of all tokens, or only the numbers of labels if a rank's labels are
-    unknown.
+    """Compare the labels of all tokens. If the labels of a rank are unknown, compare only the
+    numbers of labels.
     """
     a, b = evidence.a, evidence.b
     x, y = a.labels(), b.labels()
@@ -390,8 +393,9 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
     """Compare the losses of the batch, and the numbers by which the runs divided them.
 
     A run does not say whether the loss of the batch is the sum or the mean of the ranks' losses.
-    Each run therefore has several possible values. The two closest values of the two runs are
-    compared or, if no values agree, the two means.
+    The loss of each run therefore has several possible values. If a value of the first run agrees
+    with a value of the second run, the closest two values are compared. Otherwise the means of both
+    runs are compared.
     """
     x, y = evidence.losses(evidence.a), evidence.losses(evidence.b)
     if not x or not y:
@@ -421,16 +425,19 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
 def _totals(losses: list[float], run: Recording) -> list[float]:
     """Return the values that the loss of the batch can have, given the losses of the ranks.
 
-    These are the mean of the losses; the sum of the losses divided by the number of copies of a
-    token; and this quotient divided by the number of groups.
+    The values are:
+
+    * the mean of the losses;
+    * the sum of the losses, divided by the number of copies of a token;
+    * the second value, divided by the number of groups of ranks that share rows.
     """
     mean, total = sum(losses) / len(losses), sum(losses) / run.copies_of_tokens
     return [mean, total, total / len(run.groups)]
 
 
 def _as_token(summary: Floats) -> Floats:
-    """Return a block's summary as a token's summary, with the norm in place of the sum of
-    squares.
+    """Convert the summary of a block of a parameter to the form of a token's summary, which has a
+    norm in place of a sum of squares.
     """
     return np.concatenate([[np.sqrt(summary[0])], summary[1:]])
 

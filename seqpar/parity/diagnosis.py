@@ -68,7 +68,9 @@ def positions(evidence: Evidence, first: Finding) -> str | None:
 
 
 def _restarts(evidence: Evidence, first: Finding) -> bool:
-    """Return whether the output of every rank equals the reference's output of the first tokens."""
+    """Return whether the output of every rank equals the output of the reference for the first
+    tokens of the sequence.
+    """
     assert first.key is not None
     reference = evidence.a.joined(evidence.a.parts(first.key))
     tokens, found = evidence.shape[1], False
@@ -277,7 +279,9 @@ def label_shift(evidence: Evidence, first: Finding) -> str | None:
 
 
 def _ends(places: Ints) -> Bools:
-    """Return (rows, tokens): whether a rank's next token is not the next token of the sequence."""
+    """Return (rows, tokens): for each token, whether the next token of the sequence is not the next
+    token of the same rank.
+    """
     ends = np.ones(places.shape, bool)
     ends[:, :-1] = np.diff(places, axis=1) != 1
     return ends & (places >= 0)
@@ -429,8 +433,8 @@ def _number_of_ranks(evidence: Evidence, factor: float, limit: float) -> _Factor
 
 
 def _sharing(evidence: Evidence) -> dict[str, int]:
-    """Return {name: the number of ranks that hold a row}, or {} if this number differs between
-    rows.
+    """Return a dict from a name to the number of ranks that hold a row of the batch. If the number
+    differs between rows, the dict is empty.
     """
     rows = evidence.shape[0]
     holders = {tuple(np.unique(evidence.b.rank_of[row])) for row in range(rows)}
@@ -439,9 +443,8 @@ def _sharing(evidence: Evidence) -> dict[str, int]:
 
 
 def _factors(evidence: Evidence, name: str) -> tuple[float, float]:
-    """Return the factor between a parameter's gradients, and the relative error that it leaves.
-
-    The gradient of the second run is about this factor times the gradient of the first run.
+    """Return the factor by which a parameter's gradient in the first run is multiplied to get about
+    the gradient in the second run, and the relative error of the product.
     """
     old = evidence.a.parameters("gradients")[name][0][1][2:]
     new = evidence.b.parameters("gradients")[name][0][1][2:]
@@ -495,7 +498,6 @@ def optimizer(evidence: Evidence, first: Finding) -> str | None:
 
 
 def _by_row(evidence: Evidence, first: Finding) -> Bools:
-    """Return (rows, tokens): which tokens differ."""
     return first.differing.reshape(evidence.shape)
 
 
@@ -514,7 +516,7 @@ def _borders(evidence: Evidence) -> Bools:
 
 
 def _from_a_border(evidence: Evidence, differing: Bools) -> int | None:
-    """Return the first rank border if the difference begins there, or None.
+    """Return the first rank border if the tokens from this border on differ, or None.
 
     The token at the border must differ, each later rank must have a token that differs, and all
     tokens before the border must agree.

@@ -58,14 +58,18 @@ class Finding:
 
     @property
     def first_token(self) -> int | None:
-        """The first token that differs, as an index of (rows · tokens), or None."""
+        """The index of the first token that differs, in the array (rows · tokens) of all tokens, or
+        None.
+        """
         if self.errors is None or not self.differing.any():
             return None
         return int(np.argmax(self.differing))
 
     @property
     def first_rank(self) -> int | None:
-        """The rank of the second run that holds the first token that differs, or else `rank`."""
+        """The rank of the second run that holds the first token that differs. If the finding is not
+        about tokens, this is `rank`.
+        """
         token = self.first_token
         return self.rank if token is None or self.ranks is None else int(self.ranks[token])
 

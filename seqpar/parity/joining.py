@@ -147,10 +147,11 @@ class Recording:
         return [_without_padding(part) for part in found]
 
     def joined(self, parts: list[Part]) -> Floats:
-        """Return (rows · tokens, columns): the values of all parts at the places of their tokens.
+        """Return (rows · tokens, columns): the values of each token of the whole batch, from the
+        parts of all ranks.
 
-        Tokens that no part has are NaN. If several parts have a token, the value is the first
-        rank's.
+        The values are NaN for a token that no rank has. If several ranks have a token, the values
+        are those of the first of these ranks.
         """
         width = parts[0].values.shape[1] if parts else COLUMNS
         whole = np.full((self.tokens, width), np.nan)
@@ -169,7 +170,9 @@ class Recording:
         return whole.reshape(self.shape) if seen else None
 
     def joined_rows(self, name: str, forward: int = 0) -> Floats | None:
-        """Return (rows · tokens, columns): summaries of an input that has features, or None."""
+        """Return (rows · tokens, columns): the summaries of each token of an input that has
+        features. Return None if there is no such input.
+        """
         parts = []
         for rank in self.ranks:
             x = rank.input(name, forward)
@@ -254,7 +257,9 @@ def _without_padding(part: Part) -> Part:
 
 
 def read(folder: str | Path, progress: Progress) -> Recording:
-    """Read the files of all ranks. The places of tokens are found later, by `place_tokens`."""
+    """Read the files of all ranks. The position of each token in the batch is found later, by
+    `place_tokens`.
+    """
     path = as_path("folder", folder)
     ranks = []
     files = rank_files(path)
@@ -274,7 +279,8 @@ def read(folder: str | Path, progress: Progress) -> Recording:
 
 
 def place_tokens(recording: Recording, reference: Recording | None) -> None:
-    """Find the places of all ranks' tokens. The places in `reference` must be known.
+    """Find the position in the whole batch of each token of all ranks. The positions of the tokens
+    of `reference` must be known.
 
     Groups with different tokens hold different rows of the batch (data parallelism); the token ids
     of `reference` show which rows a group holds. Groups with the same tokens hold copies of the
@@ -310,7 +316,7 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
 
 
 def packs_rows(recording: Recording, reference: Recording) -> bool:
-    """Whether each group of ranks has one row, and packed it from rows of the reference."""
+    """Return whether each group of ranks packed rows of the reference into a single row."""
     rows = [(group[0].content["batch"] or [1])[0] for group in recording.groups]
     if reference.shape[0] == 1 or set(rows) != {1}:
         return False
@@ -324,7 +330,8 @@ def packs_rows(recording: Recording, reference: Recording) -> bool:
 def _place_in_packed_row(
     recording: Recording, sequences: list[_Sequences], reference: Recording
 ) -> None:
-    """Find the places of all tokens if the row of each group packs some rows of the reference.
+    """Find the position in the whole batch of each token, if each group of ranks has packed rows of
+    the reference into one row.
 
     The token ids say which rows a group holds.
     """
@@ -385,7 +392,9 @@ class _Sequences(NamedTuple):
 
 
 def separate_whole_rows(recording: Recording, reference: Recording) -> None:
-    """If the ranks hold different, whole rows of the reference, make each rank a separate group."""
+    """Make each rank a separate group, if each rank holds whole rows of the reference that no other
+    rank holds.
+    """
     ids = reference.joined_ids
     own = [rank.ids for rank in recording.ranks]
     known = [x for x in own if x is not None]
@@ -415,10 +424,11 @@ def _place_in_group(recording: Recording, group: list[Rank], ids: Ints | None) -
 
 
 def _numbers_of_rows(x: _Sequences, rows: list[Ints | None], used: set[int]) -> list[int]:
-    """Return the index in `rows` of each row of a group, and append rows of the group that are new.
+    """Return, for each row of a group, its index in the list `rows`. A row that is not in the list
+    is appended to the list.
 
-    If a row of the group is equal to several entries of `rows`, an entry that no group holds yet is
-    preferred.
+    If a row of the group is equal to several entries of the list, an entry that no group holds yet
+    is preferred.
     """
     numbers: list[int] = []
     for i in range(x.rows):

@@ -45,8 +45,6 @@ class Labelled:
 
 @dataclass
 class Losses:
-    """The calls of `cross_entropy` and of `backward` within a step."""
-
     labelled: list[Labelled] = field(default_factory=list)
     backwards: list[Tensor] = field(default_factory=list)
     _observes: bool = False
@@ -122,7 +120,7 @@ class Losses:
 def _shape_of(labels: int, batch: Batch) -> tuple[int, int] | None:
     """Return the (rows, tokens) of labels, or None if the number of labels does not fit the batch.
 
-    Each row has a label for every token, or for every token except the last.
+    Each row must have a label for every token, or for every token except the last one.
     """
     shapes = [(batch.rows, batch.tokens), (batch.rows, batch.tokens - 1)]
     return next((x for x in shapes if x[0] * x[1] == labels), None)

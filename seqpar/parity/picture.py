@@ -27,7 +27,9 @@ _AGREES, _NOT_COMPARED, _INK, _GREY = "#e4e9e4", "#ffffff", "#333333", "#777777"
 
 
 def shown_findings(evidence: Evidence, rows: int) -> list[Finding]:
-    """Return at most `rows` findings about tokens, from two before the first real difference on."""
+    """Return at most `rows` findings about tokens. The list begins two findings before the first
+    one that differs by more than rounding.
+    """
     with_tokens = [x for x in evidence.findings if x.errors is not None]
     real = [i for i, x in enumerate(with_tokens) if x.is_real]
     start = max(0, real[0] - 2) if real else 0
@@ -39,7 +41,9 @@ def label(x: Finding) -> str:
 
 
 def column_edges(tokens: int, columns: int) -> Ints:
-    """Return (min(columns, tokens) + 1,): the token at which each column begins."""
+    """Return (min(columns, tokens) + 1,): the token at which each column of the picture begins, and
+    the number of tokens.
+    """
     return np.linspace(0, tokens, min(columns, tokens) + 1).astype(np.int64)
 
 

@@ -280,10 +280,10 @@ class Recorder:
             return _Output(description, _summary(rows.detach(), by_token), full=kept)
 
     def _rows(self, x: Tensor) -> tuple[Tensor, bool]:
-        """Return `x` as (rows, tokens, features), and True.
+        """Return a tensor in the shape (rows, tokens, features), and True.
 
-        If no dimension of `x` is the tokens, return `x`, or the local tensor of a DTensor, and
-        False.
+        If no dimension of `x` is the tokens, the tensor is returned unchanged, with False. If `x`
+        is a DTensor, its local tensor is returned.
         """
         if is_dtensor(x):
             block = local_block(x)
@@ -331,8 +331,8 @@ class Recorder:
         """Return (parameters, columns): the summaries of this rank's blocks of the parameters.
 
         `part` is a function from a parameter to the tensor to be summarised, such as the gradient.
-        The row of a parameter is NaN if `part` returns None, or if the part of the tensor on this
-        rank is not a block.
+        The summary of a parameter is NaN if `part` returns None, or if the elements of the tensor
+        on this rank are not a block.
         """
         found = []
         with torch.no_grad():
@@ -457,7 +457,9 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
 def _named_tensors(
     model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the tensors among a call's arguments, by the names of `forward`'s parameters."""
+    """Return the tensors among the arguments of a call of `model`, in a dict from the names of the
+    parameters of `forward`.
+    """
     inner = model
     while (child := getattr(inner, "module", None)) is not None and isinstance(child, nn.Module):
         inner = child

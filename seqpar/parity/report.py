@@ -105,7 +105,9 @@ class Report:
         return lines + _counted(hidden)
 
     def _shown(self) -> set[int]:
-        """Return the indices of the findings that have a line. The table only counts all others."""
+        """Return the indices of the findings that have a line in the table. Findings without a line
+        are only counted.
+        """
         real = [i for i, x in enumerate(self.findings) if x.is_real]
         if not real:
             return {i for i, x in enumerate(self.findings) if x.stage in ("label", "loss")}

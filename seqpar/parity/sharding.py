@@ -102,10 +102,10 @@ def as_order(layout: object, tokens: object) -> Order:
 def stated_positions(
     order: Order, tokens: Tensor | None, rank: int, ranks: int, batch: Batch | None
 ) -> tuple[str, Ints | None]:
-    """Return the name of an order and this rank's positions.
+    """Return the name of an order of tokens, and the positions of this rank's tokens.
 
-    The positions are None if there is no order, or if the positions depend on the numbers of tokens
-    of other ranks.
+    The positions are None if `order` is None, or if the positions depend on how many tokens other
+    ranks have.
     """
     if tokens is not None:
         return "tokens", tokens.detach().cpu().numpy().astype(np.int64).reshape(-1)
@@ -149,7 +149,8 @@ def positions_of(order: str, counts: Sequence[int]) -> list[Ints]:
 def found_order(
     ids: Sequence[Ints], position_ids: Sequence[Ints | None], reference: Ints | None
 ) -> tuple[str, list[Ints]] | None:
-    """Return an order that explains the ranks' tokens, with each rank's positions, or None.
+    """Find the order in which the ranks hold the tokens of a sequence. Returns the order and the
+    positions of each rank's tokens, or None if no known order matches.
 
     `ids` are the token ids of each rank, (rows, tokens). `reference` are the token ids of the other
     recording, (rows, all tokens). If the `position_ids` of all ranks together are 0 … T − 1, the
