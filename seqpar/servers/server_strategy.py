@@ -42,7 +42,7 @@ class Submitted(NamedTuple):
     def results(self) -> Iterator[tuple[CutTask, tuple[Tensor, ...]]]:
         """Yield each task with its result, in the order of the tasks.
 
-        If a task fails, `results` raises the error of the task, and cancels all later tasks.
+        If a task fails, this method raises the error of the task, and cancels all later tasks.
         """
         try:
             for task in self.tasks:
@@ -51,7 +51,6 @@ class Submitted(NamedTuple):
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancel the tasks whose results were not yielded yet."""
         while self.futures:
             self.futures.popleft().cancel()
 

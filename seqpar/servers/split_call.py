@@ -105,9 +105,8 @@ def _with_idle_ranks(geometry: Geometry, count: int) -> Geometry:
 
 
 def _rows_in_several(segments: Segments, tokens: int) -> Ints:
-    """Return for each row, and for the end, how many earlier rows are in several tasks.
-
-    The result has tokens + 1 elements.
+    """Return (tokens + 1,): for each row, the number of earlier rows that are in more than one
+    task. The last element counts all such rows.
     """
     change = np.zeros(tokens + 1, np.int64)
     np.add.at(change, segments.starts, 1)
@@ -116,7 +115,9 @@ def _rows_in_several(segments: Segments, tokens: int) -> Ints:
 
 
 def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, ServerRows]:
-    """Return the rows of a task in the call's tensors, and the rows that the task's server gets."""
+    """Return two descriptions of the rows of a task: where the rows are in the tensors of the call,
+    and where they are in the tensors that are sent to the server.
+    """
     # The trainer stores all tokens, so the index of a row in its tensors is the token's position in
     # the packed batch.
     starts, stops = segments.starts, segments.stops

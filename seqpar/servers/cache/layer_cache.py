@@ -53,7 +53,9 @@ class RecomputedRows:
     """
 
     def __init__(self, shape: RowShape, source: Source) -> None:
-        """`source` is a function that returns k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
+        """`source(start, stop)` computes k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv) of the rows
+        start … stop − 1.
+        """
         # Nbytes: the bytes of the pages that a server needs for the rows.
         self.shape, self.nbytes = shape, 0
         self._source = source
@@ -117,8 +119,6 @@ class Query(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The rows of a segment that a server stores."""
-
     place: CachePlace
     number: int  # the number by which the server finds the segment's cache
     writes: int = 0  # how many steps the server has computed for the segment
@@ -147,8 +147,8 @@ class SegmentServers:
     def hold(self, nbytes: int) -> Held | None:
         """Reserve `nbytes` for a new segment on the server with the most free memory.
 
-        Returns None if no server has enough memory or the cache was closed. If the cache was closed
-        and the pool has `home=False`, this raises a ServersError.
+        Returns None if no server has enough memory, or if the cache was closed. If the cache was
+        closed and the pool has `home=False`, this method raises a ServersError.
         """
         if self.closed:
             if not self.pool.options.has_home:
@@ -188,7 +188,9 @@ class Segment:
     """
 
     def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
-        """`own_rows` is the object from which the rows for a server are read."""
+        """`own_rows` stores or recomputes the rows of the segment in this process, so that they can
+        be sent to a server.
+        """
         self.length = 0
         self._servers, self._own_rows = servers, own_rows
         self._held: Held | None = None
@@ -217,7 +219,6 @@ class Segment:
 
     @property
     def lacks(self) -> bool:
-        """Whether the server possibly lacks some rows."""
         return self.length > (0 if self._held is None else self._held.rows)
 
     def forget(self) -> None:
@@ -233,8 +234,8 @@ class Segment:
     def begin(self, query: Query) -> BegunStep | None:
         """Send a step with the rows that the server does not have.
 
-        If no server stores the segment, or the rows do not fit into one message, this returns None
-        and sends nothing. `finish` then sends the rows.
+        If no server stores the segment, or the missing rows do not fit into one message, this
+        method returns None and sends nothing. In these cases, `finish` sends the rows.
         """
         held = self._held
         if held is None or self.length - held.rows > self._rows_at_once(held.place):
@@ -244,8 +245,9 @@ class Segment:
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
         """Return out and lse of a step, in fp32 or, for fp64 queries, in fp64.
 
-        If `begun` is None or the step was lost, this process sends the missing rows to a server and
-        repeats the step there. If no server can compute the step, this process does.
+        If `begun` is None or the server did not answer the step, this process sends the missing
+        rows to a server, and the server computes the step. If no server can compute the step, this
+        process computes it.
         """
         result = self._result(query, begun)
         self._own_rows.settle()
@@ -450,8 +452,8 @@ class ServerAnswer:
 def _drop(
     layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[BegunStep | None]
 ) -> None:
-    """Cancel the steps of an answer whose result nobody has taken. The layer can then start another
-    answer.
+    """Cancel the steps of a `ServerAnswer` whose result was not requested, so that the layer can
+    begin another step.
     """
     for (segment, _), each in zip(queries, begun, strict=False):
         if each is not None:

@@ -110,8 +110,8 @@ class PendingWork:
 
     @classmethod
     def of(cls, request: Request) -> PendingWork:
-        """Pack a task. The caller's thread does this, because packing would delay the event
-        loop.
+        """Convert a request to bytes. This runs in the caller's thread, because it would delay the
+        event loop.
         """
         return cls(request, pack(request), request.q.device, request.work)
 
@@ -134,7 +134,9 @@ class Attempt:
     late: bool = False  # whether another server was asked, because no answer came in time
 
     def cancel(self) -> None:
-        """Cancel the call, and end the attempt even if the call has not begun."""
+        """Cancel the call of an attempt. If the call has not begun, the attempt ends
+        nevertheless.
+        """
         if self.call is not None:
             self.call.cancel()
         self.connection.finish(self)
@@ -168,8 +170,6 @@ class Failure(NamedTuple):
 
 @dataclass(eq=False)
 class PoolEndpoint:
-    """What all connections of a pool share."""
-
     name: str  # a name of the pool that is unique among all processes
     identity: ClientIdentity | None
     connect_seconds: float  # the deadline for a handshake, and for the next event of a session
@@ -201,15 +201,15 @@ class TaskCall:
         return await early
 
     def rest(self) -> None:
-        """Keep the call open for another task. If the server sends anything meanwhile, the call
-        ends.
+        """Keep the call open for another task. If the server sends anything before the next task,
+        the call ends.
         """
         self._rests, self._rested = True, time.monotonic()
         self._early = asyncio.ensure_future(self.stream.read())
         self._early.add_done_callback(self._spoil)
 
     def _spoil(self, early: asyncio.Task[bytes]) -> None:
-        """End the call if the server sent something while the call rested, or ended the call."""
+        """End a call if the server sent something between two tasks, or has ended the call."""
         if not early.cancelled():
             early.exception()  # without this, asyncio would log the error
         # A reply can arrive before gRPC reports that the request was written. In this case, the
@@ -242,7 +242,9 @@ class ServerConnection:
     """
 
     def __init__(self, address: str, endpoint: PoolEndpoint, events: ConnectionEvents) -> None:
-        """`events` is notified of results, failures and changes of the state."""
+        """The connection calls the methods of `events` when its state changes and after an
+        error.
+        """
         self.address = address
         self.state: State = "connecting"  # also the state after a session was lost
         self.reason = "it has not answered yet"  # why the server is not ready, or ""
@@ -285,8 +287,8 @@ class ServerConnection:
 
     @property
     def place(self) -> CachePlace | None:
-        """The server and its session, or None if the server is not ready. Needed to store a new
-        cache.
+        """The server and its current session, where a new cache can be stored. None if the server
+        is not ready.
         """
         # Any thread can read this property, because the event loop sets the welcome before the
         # state becomes "ready", and removes the welcome after the state has changed.
@@ -591,9 +593,9 @@ class ServerConnection:
             self._events.on_change()
 
     async def _greet(self, channel: grpc.aio.Channel) -> tuple[Any, Any]:
-        """Ask for a session in the newest version of the service that the server knows.
+        """Begin a session in the newest version of the service that the server knows.
 
-        Returns the call of the session and its first event.
+        Returns the gRPC call of the session, and the first event that the server sent.
         """
         direct = self._endpoint.direct
         arena = None if direct is None else direct.open(self)
@@ -650,7 +652,6 @@ class ServerConnection:
         self._events.on_change()
 
     def lose(self, reason: str) -> None:
-        """End the session. All attempts of the session fail."""
         self.lost += self.is_welcome
         self.state, self.reason, self._welcome = "connecting", reason, None
         unanswered = list(self.attempts.values())

@@ -94,7 +94,7 @@ class Inbox:
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
-        """The event loop calls `look` after something was put into the inbox."""
+        """After something was put into the inbox, the event loop calls `look`."""
         self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
         self.ended: str | None = None  # why the inbox accepts nothing, or None if it is open
@@ -313,9 +313,10 @@ class Dispatcher:
     def _commit(
         self, work: PendingWork, tensors: Sequence[Tensor], count: Callable[[], None]
     ) -> bool:
-        """Resolve the future of work, and call `count`.
+        """Set the result of the future of `work`, call `count`, and return True.
 
-        If the work was settled before, this only returns False.
+        If the work had a result or an error already, or was cancelled, this method does nothing and
+        returns False.
         """
         work.cancel_attempts()
         if work.settled or not work.future.set_running_or_notify_cancel():
@@ -340,7 +341,9 @@ class Dispatcher:
             self._resolve(partial(work.future.set_result, result))
 
     def _resolve(self, resolve: Callable[[], None]) -> None:
-        """Resolve a future. An error in one of its callbacks must not end the event loop."""
+        """Call `resolve`, which sets the result or the error of a future. An error in a callback of
+        the future does not end the event loop.
+        """
         try:
             resolve()
         except BaseException as error:  # for example SystemExit, raised by a callback
@@ -426,9 +429,9 @@ class Dispatcher:
     def _leave_servers(self, work: PendingWork) -> bool:
         """Handle a task that no ready server can compute.
 
-        With `home`, this process computes the task. Without `home`, the task fails after too many
-        failed attempts. Before that, this method returns False, and the pool tries all servers
-        again.
+        With the option `home`, this process computes the task. Without `home`, the task fails if
+        too many attempts have failed. If fewer attempts have failed, this method returns False, and
+        the pool tries all servers again.
         """
         if self.options.has_home:
             self.local_worker.take(work)
@@ -471,9 +474,9 @@ class Dispatcher:
             self._lose_step(work)
 
     def _end_late_attempts(self, work: PendingWork, now: float) -> bool:
-        """Mark each attempt that has missed its deadline as late.
+        """Mark each attempt of `work` that has missed its deadline as late.
 
-        Returns True if this call marked an attempt and no attempt is in time.
+        Returns True if this call marked an attempt, and now all attempts of `work` are late.
         """
         any_ended = False
         for attempt in work.attempts:

@@ -67,7 +67,8 @@ class KnownServers:
     def allowance(self, work: PendingWork) -> float:
         """Return the seconds by which the deadlines of a task are extended, for sending payloads.
 
-        A task that was not sent yet gets the longest extension of all servers.
+        A task that was not sent yet gets the longest of the extensions that the servers would give
+        it.
         """
         connections = [attempt.connection for attempt in work.attempts] or list(self)
         return max([work.passing, *(connection.allowance for connection in connections)])
@@ -76,9 +77,6 @@ class KnownServers:
         return any(connection.is_free(self._depth, now) for connection in self)
 
     def any_able(self, work: PendingWork) -> bool:
-        """Return whether a ready server accepts tasks of this size and has not failed to compute
-        the task.
-        """
         ready = [connection for connection in self if connection.state == "ready"]
         able = [connection for connection in ready if connection.accepts(work)]
         if ready and not able:
@@ -92,9 +90,10 @@ class KnownServers:
         return f"no server was ready ({found})" if found else "no server was ready"
 
     def choose(self, work: PendingWork, now: float, but: str = "") -> ServerConnection | None:
-        """Return the free server that should finish a task first, or None if no server is free.
+        """Return the server that is expected to finish a task first, among the servers that can
+        take a task now. Return None if there is no such server.
 
-        The server at the address `but` is never returned.
+        The server at the address `but` is not considered.
         """
         free = [x for x in self if x.address != but and x.is_free(self._depth, now)]
         free = [x for x in free if x.accepts(work)]

@@ -27,7 +27,7 @@ class LocalWorker:
     def __init__(self, on_done: Callable[[], None], depth: int) -> None:
         """The worker calls `on_done` whenever it has computed a task or checked a result.
 
-        While servers are ready, it takes at most `depth` tasks at a time.
+        While servers are ready, the worker has at most `depth` tasks at a time.
         """
         self._done: deque[tuple[PendingWork, Outcome]] = deque()
         # Each entry is an attempt, its result, and whether the result is right.
@@ -71,8 +71,8 @@ class LocalWorker:
         return work, outcome
 
     def examine(self, attempt: Attempt, tensors: list[Tensor], rows: int) -> None:
-        """Queue a check of `rows` rows of a server's result. Its outcome is appended to
-        `examined`.
+        """Queue a check of `rows` rows of a server's result. The worker appends the outcome of the
+        check to `examined`.
         """
         with suppress(ExitingError):
             self._submit(self._examine, attempt, tensors, rows)

@@ -81,8 +81,8 @@ def _largest_score(part: Request) -> float:
 
 
 def _terms(part: Request) -> list[float]:
-    """Return, for each result of a task, a bound of the terms before they are multiplied by
-    probabilities.
+    """Return, for each result of a request, a bound of the terms that the result adds up. The terms
+    are taken before they are multiplied by probabilities.
 
     The error of a dot product is at most about ε' times the product of the lengths of the two
     vectors. For a score, this product is |scale|·|q|·|k|. For the gradient of a probability, the
@@ -97,11 +97,12 @@ def _terms(part: Request) -> list[float]:
 
 
 def _random_walk(part: Request) -> float:
-    """Return a bound of √Σp², or 1 if the bound is below 1.
+    """Return an upper bound of √Σp², or 1 if the bound is below 1.
 
     The sum runs over all queries, and p is the probability that a query gives to one key. Because p
-    is at most 1, √Σp is such a bound. Σp is equal to dv if all elements of dout are 1, and is
-    computed in this way. For sums over keys, no such bound is needed, because the probabilities of
+    is at most 1, p² is at most p, and √Σp² is at most √Σp. This function returns the largest √Σp of
+    all keys. It computes Σp by a backward pass in which all elements of dout are 1, because dv is
+    then Σp. Results that are sums over keys do not need this bound, because the probabilities of
     one query add up to 1.
     """
     assert part.output is not None
@@ -122,7 +123,9 @@ def _block(random: np.random.Generator, count: int, rows: int) -> slice:
 
 
 def _part(request: Request, queries: slice, keys: slice) -> Request:
-    """Return the part of a task with these query rows and these key rows."""
+    """Return a request that computes only the attention of some query rows of a request over some
+    of its key rows.
+    """
     output = request.output
     if output is not None:
         rows = output.dout, output.lse, output.ensure_delta()

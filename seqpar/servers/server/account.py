@@ -26,7 +26,7 @@ class Client(NamedTuple):
 
 
 class TooManyError(Exception):
-    """A name asks for more than its limit."""
+    """The clients with one name asked for more of a resource than they can get now."""
 
 
 class Account:
@@ -51,12 +51,14 @@ class Account:
         return free >= 0 and (not name or not own or own + size <= free)
 
     def room_of(self, name: str) -> int:
-        """Return the most that a name can reserve now."""
+        """Return the largest amount that the clients with this name can reserve now."""
         own, free = self._held[name], self.most - self.held
         return max(0, (free - own) // 2) if name and own else free
 
     def count(self, name: str, size: int) -> None:
-        """Add `size` to what a name holds. A negative `size` releases."""
+        """Add `size` to the amount that a name holds. With a negative `size`, the name holds
+        less.
+        """
         self.held += size
         self._held[name] += size
         if not self._held[name]:
@@ -87,7 +89,6 @@ class Account:
         return give
 
     async def wait_and_take(self, name: str, size: int) -> Callable[[], None]:
-        """Wait until a name can reserve `size`, and then do what `take` does."""
         while not self.fits(name, size):
             changed = asyncio.get_running_loop().create_future()
             self._waiting.append(changed)

@@ -54,7 +54,7 @@ class CacheStep:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for two steps that take about the same time."""
+        """A key that is equal for two steps that take about the same time."""
         size = self.length.bit_length()
         return "step", *self.cache.pages.shape, self.q.shape[2:], self.options, size
 

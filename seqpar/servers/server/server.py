@@ -121,7 +121,6 @@ class Server:
         event_loop().call_soon_threadsafe(self._service.tell)
 
     def status(self) -> Status:
-        """Return the server's numbers. Any thread can call this."""
         return self._service.status()
 
     def run(self, each_beat: Callable[[], None] | None = None) -> None:

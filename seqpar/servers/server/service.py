@@ -143,7 +143,6 @@ class Service:
         self._news = asyncio.Event()  # set for a moment, to wake every session
 
     def status(self) -> Status:
-        """Return the server's numbers. Any thread may call this."""
         return Status(
             library=self.library,
             device=str(self.device),
@@ -212,7 +211,9 @@ class Service:
         return handle
 
     async def admit(self, context: Context) -> None:
-        """Count a call of the health service as a call of its client, or refuse the call."""
+        """Count a call of gRPC's health service among the calls of the client, or refuse the
+        call.
+        """
         try:
             self._calls.take(self.callers.identify(context).name, 1)
         except UntrustedError as error:
@@ -230,7 +231,9 @@ class Service:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _first_request(self, turns: Turns, name: str, context: Context) -> bytes:
-        """Read a call's first request, whose bytes no account counts while it arrives."""
+        """Read the first request of a call. While the request arrives, its bytes are not counted in
+        the account of the client.
+        """
         async with turns.turn(name), asyncio.timeout(self._deadlines.handshake):
             raw: bytes = await context.read()
         if raw is grpc.aio.EOF:
@@ -363,10 +366,10 @@ class Service:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[bool]:
-        """Yield whether a call may stay open, and count open calls.
+        """Yield whether a call may stay open for further tasks, and count the open calls.
 
-        Only a few calls may stay open, because the next request of an open call begins to arrive
-        before an account counts its bytes.
+        Only a few calls may stay open, because the bytes of the next request of an open call arrive
+        before they are counted in an account.
         """
         of_name, of_all = self._open_calls[name], self._open_calls.total()
         is_open = of_name < _OPEN_CALLS and of_all < _ALL_OPEN_CALLS
@@ -449,8 +452,9 @@ class Service:
         return incoming.parts
 
     async def _next_chunk(self, name: str, context: Context) -> bytes:
-        """Read a call's next message during a turn. If no message arrives, the turn ends and the
-        call waits for another turn.
+        """Read the next message of a call. The call reads during a turn, of which each name has
+        only a few at a time. If no message arrives, the turn ends, and the call waits for another
+        turn.
         """
         async with self._turns.turn(name):
             chunk = asyncio.ensure_future(context.read())
@@ -496,7 +500,9 @@ class Service:
         return ComputeJob(session.client, task, found, size, kind, on_done, done)
 
     def _check(self, header: RequestHeader, parts: Sequence[Bytes], size: int) -> Request | None:
-        """Check a payload; return the request of a task, or None for a step."""
+        """Check a payload. Returns the request if the payload belongs to a task, and None if it
+        belongs to a decoding step.
+        """
         task = header.task
         if header.step is not None:
             form_of(task).request.check(parts, header.checksum)
@@ -508,7 +514,9 @@ class Service:
         return request
 
     async def _computed(self, job: ComputeJob) -> None:
-        """Wait until a job is computed. If the call ends before the job begins, remove the job."""
+        """Wait until a job is computed. If the client ends the call before the job begins, the job
+        is removed from the queue.
+        """
         worker = self.worker
         worker.add(job)
         try:

@@ -51,7 +51,9 @@ class Session:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request, or raise a FullError if the session has too many."""
+        """Within this context, count one more request of the session. Raises a FullError if the
+        session has too many requests.
+        """
         if self.requests >= self.most:
             raise FullError(f"requests: the session may have {self.most} without a result")
         self.requests += 1
@@ -62,8 +64,8 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server, by secret. Only the client of a session knows the session's
-    secret.
+    """The sessions of a server. Each session is found by its secret, which only the client of the
+    session knows.
     """
 
     def __init__(self, limits: Limits) -> None:

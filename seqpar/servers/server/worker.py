@@ -80,7 +80,7 @@ class ThreadsByName:
     """
 
     def __init__(self, name: str, most: int, run: Callable[[], None], lock: threading.Lock) -> None:
-        """At most `most` threads run the function `run`. All threads have this name."""
+        """At most `most` threads run the function `run`. `name` is the name of each thread."""
         self.changed = threading.Condition(lock)  # notified when a job can begin
         self.served: set[str] = set()  # the names that a thread serves now
         self.threads: list[threading.Thread] = []
@@ -117,9 +117,9 @@ class ThreadsByName:
         return waiting[names[0]]
 
     def take(self, waiting: Mapping[str, Client]) -> tuple[Client, bool]:
-        """Give a client the next turn.
+        """Choose the client whose jobs are computed next.
 
-        Returns the client, and whether its name is the only active name.
+        Returns the client, and whether no other name is active.
         """
         client, now = self.first(waiting), time.monotonic()
         self._last[client.name] = now
@@ -182,7 +182,6 @@ class Worker:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake or start threads for the jobs that can begin. The caller must hold the lock."""
         for long in (False, True):
             if able := self._firsts(long):
                 self._threads[long].start_for(len(able))
@@ -246,9 +245,10 @@ class Worker:
         return self._threads[long].waiting(able)
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
-        """Return whether the threads for long jobs, or those for short jobs, can begin a job.
+        """Return whether a job can begin now. With `long`, the threads for long jobs are meant, and
+        otherwise the threads for short jobs.
 
-        A step waits while an earlier step of its client is being computed.
+        A decoding step waits while an earlier step of the same client is being computed.
         """
         ordered = job.task.operation == "step" and job.client in self._stepping
         return (job.cost > self._long) == long and not ordered
@@ -258,8 +258,8 @@ class Worker:
 
         If clients with several names are active, a turn has a single job, so that no client waits
         for more than one job of each other name. If only one name is active, a turn has several
-        jobs of one kind. These are taken from all clients with this name in rotation. The jobs of
-        one client are taken in the order in which the client has sent them.
+        jobs of one kind. The jobs are taken from all clients with this name, one client after
+        another. The jobs of one client are taken in the order in which the client has sent them.
         """
         first, alone = self._threads[long].take(self._firsts(long))
         jobs = [self._pop(first)]

@@ -276,7 +276,8 @@ class ServerIdentity(_Identity):
         given = self._configuration
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Return the configuration if it is new, and None otherwise.
+            """Return the certificates for gRPC if they have changed since the last call, and None
+            otherwise.
 
             gRPC crashes after thousands of handshakes if each handshake replaces the configuration
             while other handshakes use it.
@@ -299,7 +300,9 @@ class ServerIdentity(_Identity):
         return self._new([*faults, *sorted(self._ending)])
 
     def name_of(self, pem: bytes) -> str | None:
-        """Return the name in a client's certificate, or None if it is not accepted now."""
+        """Return the name in a client's certificate, or None if the certificate is not accepted
+        now.
+        """
         known = self._names
         if (entry := known.get(pem)) is None:
             if len(known) >= _MOST_NAMES:

@@ -89,7 +89,7 @@ class Watched(Generic[T]):
     def look(self) -> bool:
         """Load the value again if a file has changed. Returns whether the value has changed.
 
-        If the value cannot be loaded, this raises a ValueError and keeps the old value.
+        If the value cannot be loaded, this method raises a ValueError and keeps the old value.
         """
         old = self.value
         try:

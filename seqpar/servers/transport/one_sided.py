@@ -185,7 +185,9 @@ class OneSided:
             raise TransportError("nixl: the transfer failed")
 
     async def polling(self, waited: Awaitable[T]) -> T:
-        """Await a message that a peer sends after its write, and poll the agent meanwhile."""
+        """Wait for `waited`, a message that a peer sends after it has written a payload. Until the
+        message arrives, let NIXL make progress.
+        """
         task, start = asyncio.ensure_future(waited), time.monotonic()
         try:
             while not task.done():
@@ -215,5 +217,5 @@ class OneSided:
 
 
 async def _pause(start: float) -> None:
-    """Let other coroutines run. From 2 ms after `start` on, sleep for 1 ms."""
+    """Let other coroutines run. If more than 2 ms have passed since `start`, sleep for 1 ms."""
     await asyncio.sleep(0 if time.monotonic() < start + _SPIN_SECONDS else _POLL_SECONDS)

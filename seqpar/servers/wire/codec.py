@@ -55,7 +55,9 @@ class Packed:
 
 
 def _task(operation: Operation, q: Tensor, v: Tensor, options: CallOptions, **fields: Any) -> Task:
-    """Return the sizes and options of a request. k and v have the same rows and heads."""
+    """Return the sizes and options of a request. k and v must have the same numbers of rows and
+    heads.
+    """
     fields |= zip(("batch", "q_rows", "heads", "dim"), q.shape, strict=True)
     fields |= zip(("k_rows", "kv_heads", "value_dim"), v.shape[1:], strict=True)
     fields |= {"scale": options.scale, "softcap": options.softcap}
@@ -63,8 +65,8 @@ def _task(operation: Operation, q: Tensor, v: Tensor, options: CallOptions, **fi
 
 
 def pack(request: Request) -> Packed:
-    """Pack a request. Raises a RequestError if no server could accept the request with any
-    limits.
+    """Convert a request to a header and payload. Raises a RequestError if no server could accept
+    the request, whatever its limits.
     """
     task = _task(
         request.operation,
@@ -90,8 +92,8 @@ def pack_step(
     seen: Seen,
     scores: CallOptions,
 ) -> Packed:
-    """Pack a decoding step. It writes k and v after the first `start` rows of a cache, and computes
-    attention.
+    """Convert a decoding step to a header and a payload. The step writes k and v after the first
+    `start` rows of a cache, and computes attention over the cache.
 
     `cache` identifies the cache. `writes` says how many steps the server has already computed for
     this cache. `operands` are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).

@@ -65,8 +65,8 @@ class Form:
         return Payload([PayloadTensor(name, exact, shape) for name, shape in shapes.items()])
 
     def _shapes(self) -> tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """Return the dtypes of operands and of sums, and the shapes of q and k without the head
-        dim.
+        """Return the dtype of q, k and v, the dtype of lse and gradients, and the shapes of q and k
+        without the head dim.
         """
         task, dtype = self._task, DTYPES[self._task.dtype]
         rows = task.batch, task.q_rows, task.heads

@@ -98,7 +98,7 @@ class Pages:
                 kept[:, rows].copy_(x[:, places].detach())
 
     def settle(self) -> None:
-        """Do nothing. `RecomputedRows.settle` drops rows here."""
+        pass
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of rows start … stop − 1."""
@@ -138,10 +138,11 @@ class Pages:
     def _within(
         self, start: int, stop: int
     ) -> Iterator[tuple[tuple[Tensor, Tensor], slice, slice]]:
-        """Yield (page, slice, slice) for each page that has some of the rows start … stop − 1.
+        """Yield (page, rows of the page, rows of the range) for each page that has some of the rows
+        start … stop − 1.
 
-        The first slice selects these rows in the page. The second slice selects the same rows in a
-        tensor of the rows start … stop − 1.
+        Both are slices that select the rows that are in the page and in the range. The first slice
+        counts from the start of the page, and the second slice counts from the row `start`.
         """
         for page, (first, last) in zip(self._pages, _pages(stop), strict=False):
             low, high = max(start, first), min(stop, last)

@@ -66,7 +66,9 @@ class Payload:
                 raise RequestError(f"{part.name} must have {expected}, got {len(buffer)}")
 
     def tensors(self, buffers: Sequence[Buffer], first: int = 0) -> list[Tensor]:
-        """Return all tensors but the first `first`, as views of the buffers."""
+        """Return the tensors of the payload, as views of the buffers. The first `first` tensors are
+        left out.
+        """
         return [
             torch.frombuffer(buffer, dtype=part.dtype).view(part.shape)
             if len(buffer)
@@ -85,7 +87,9 @@ class Incoming:
         self._left: Bytes = np.empty(0, np.uint8)  # the rest of the part that is being filled
 
     def take(self, data: Buffer) -> None:
-        """Copy the next chunk. Raises a RequestError if it has more bytes than are missing."""
+        """Copy the next chunk into the parts. Raises a RequestError if the chunk has more bytes
+        than the parts still need.
+        """
         chunk: Bytes = np.frombuffer(data, np.uint8)
         if chunk.size > self.missing:
             raise RequestError(f"payload: {self.missing} bytes were missing, {chunk.size} came")

@@ -46,8 +46,8 @@ class Version:
         return joined(message.SerializeToString(), data)
 
     def checksum(self, header: RequestHeader) -> int:
-        """Return the checksum that is sent with a request, and by which a reply is matched to
-        it.
+        """Return the checksum that is sent with a request. A reply contains the checksum of the
+        request that it answers.
         """
         return header.checksum ^ digest(self._unplaced(header))
 
