@@ -97,8 +97,8 @@ def operator_seconds() -> float:
 
 
 def with_host(cluster: Cluster) -> Cluster:
-    """Set this machine's time per operator in a cluster of cores. A cluster of GPUs is returned
-    unchanged.
+    """Return a cluster of cores with the time per torch operator that was measured on this machine.
+    A cluster of GPUs is returned unchanged.
     """
     if cluster.overlaps:  # the host launches operators ahead of the device
         return cluster

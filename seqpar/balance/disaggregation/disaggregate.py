@@ -38,8 +38,8 @@ LIMIT_ROUNDS = 4  # rounds in which `_even` corrects the limits of servers
 
 
 class Stage(NamedTuple):
-    """One of the batches of attention that servers compute together, such as that of a pipeline
-    stage.
+    """The attention of one batch, for example of one pipeline stage. The same servers compute
+    several stages at the same time.
 
     Attributes:
         layout: which rank owns which queries.

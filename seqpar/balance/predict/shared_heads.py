@@ -62,12 +62,11 @@ class SharedHeads(Costs):
 
     def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
         """Return the bytes that each rank keeps until backward. `tokens` is the number of tokens of
-        its group.
+        the rank's group.
         """
         return self._alone.kept_bytes(tokens, checkpointing) / self.heads
 
     def exchange_bytes(self, tokens: ArrayLike) -> Floats:
-        """Return the bytes that each rank sends within its group, in forward or in backward."""
         part = np.asarray(tokens, np.float64) / self.heads
         return self._alone.attention_bytes(part) * (1 - 1 / self.heads)
 
@@ -79,9 +78,10 @@ def spread(
     found: Prediction,
     offloading: Offloading | None,
 ) -> tuple[LayoutCut, Prediction]:
-    """Divide each group's tokens equally among its ranks. Returns the cut and the prediction.
+    """Divide the tokens of each group of ranks equally among the ranks of the group.
 
-    Each rank offloads as `offloading` describes.
+    Returns the spans of documents on each rank, and the prediction for each rank. `offloading`
+    describes how many activations a rank can keep in host memory.
     """
     groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
     table = []

@@ -1,4 +1,6 @@
-"""Find the kinds of calls that a model makes, so that their tables can be built ahead of a step."""
+"""Find the different attention calls that a model makes, so that their tables can be built ahead of
+a step.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from seqpar.linear.module import LinearModule
 
 @torch.no_grad()
 def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparation, ...]:
-    """Run the model once in evaluation mode, and return a preparation for each kind of attention
-    call.
+    """Find the different attention calls of a model, and return a `Preparation` for each, which
+    builds the tables of the call.
 
-    `part` is this rank's part of a batch. Attention calls whose tables depend on more than the
-    batch's documents are left out. The arguments in `known` replace those that the run finds.
+    The model runs once in evaluation mode, on `part`, this rank's part of a batch. Attention calls
+    whose tables depend on more than the batch's documents are left out. The further keyword
+    arguments (`known`) are passed to `preparation` of the attention module, in place of the values
+    with the same names that were observed in the run.
     """
     layout, kinds = part[KEY].main.layout, dict[Any, Preparation]()
 

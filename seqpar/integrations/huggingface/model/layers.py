@@ -121,8 +121,10 @@ class AttentionLayer(Uncopied):
 
 
 def kind_of(layer: type) -> str | None:
-    """Return a layer's kind of recurrence, or None. Classes are compared by their forward, because
-    FSDP replaces a layer's class by a subclass with the same forward.
+    """Return the kind of recurrence that a layer computes, or None for all other layers.
+
+    Classes are compared by their forward, because FSDP replaces a layer's class by a subclass with
+    the same forward.
     """
     for base in layer.__mro__:
         ours = base.__module__.startswith("transformers.models.") and base.__name__ in _RECURRENT
@@ -134,9 +136,10 @@ def kind_of(layer: type) -> str | None:
 def find_layers(
     model: nn.Module, prefix: str, faults: list[str]
 ) -> dict[nn.Module, AttentionLayer]:
-    """Return the attention layers by module.
+    """Return the attention layers of a model, in a dict from the module of each layer.
 
-    Raises a ValueError that names all layers that cannot be computed, and all `faults`.
+    Raises a ValueError if a layer cannot be computed or `faults` is not empty. The error names all
+    such layers and all `faults`.
     """
     modules = dict(model.named_modules(prefix=prefix))
     kinds: dict[str, type] = {name: type(x) for name, x in modules.items()}
@@ -160,9 +163,10 @@ def find_layers(
 
 
 def loss_shifts(model: Any) -> bool | None:
-    """Return whether each label is the next token.
+    """Return whether the model's loss shifts labels: whether it compares the logits of a token with
+    the label of the following token.
 
-    Returns None if the model's loss is not known or the model has one label per row. Raises a
+    Returns None if the model's loss is not known, or if the model has one label per row. Raises a
     ValueError for other kinds of labels, such as the position of an answer.
     """
     if encoder_of(model) is not None:
@@ -224,7 +228,9 @@ def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, column
 
 
 def _numbering(x: Any) -> Callable[..., Tensor] | None:
-    """Return the function that numbers tokens from their padding, as in RoBERTa, or None."""
+    """Return the model's function that computes positions from the padding of a batch, as RoBERTa
+    has one, or None.
+    """
     if not is_formula(x) and not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
         return None
     return getattr(x, _NUMBERING, None) or global_of(x, _NUMBERING)
@@ -245,7 +251,9 @@ def classes_of(model: Any) -> int | None:
 
 
 def is_table(x: nn.Module) -> bool:
-    """Return whether a module is a table of position embeddings that computes positions itself."""
+    """Return whether a module is an embedding table that computes the positions of tokens
+    itself.
+    """
     return isinstance(x, nn.Embedding) and takes(x, "position_ids")
 
 
@@ -255,7 +263,9 @@ def is_formula(x: nn.Module) -> bool:
 
 
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
-    """Describe the layers that compute attention without calling a function of transformers."""
+    """Describe the layers whose attention cannot be replaced, because they call no function of
+    transformers for it.
+    """
     deaf = {}
     for name, x in modules.items():
         if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
