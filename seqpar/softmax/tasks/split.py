@@ -1,15 +1,16 @@
 """Calls in two parts: `begin` posts the messages, and `finish` computes.
 
 Between the two parts, while messages are sent, a model can compute another batch. The two parts are
-two operators of torch, `attention_begin` and `attention_finish`. In backward, the order is
-reversed: the derivative of `attention_finish` posts messages, and the derivative of
-`attention_begin` computes. A model can therefore do other work between the two derivatives, too.
+two operators of torch, `attention_begin` and `attention_finish`. Backward runs their derivatives in
+the opposite order: the derivative of `attention_finish` posts messages, and the derivative of
+`attention_begin` computes. A model can do other work between the two derivatives, as between the
+two parts.
 
-The state of a call that has begun is stored in this process, under a number. The first operator
-returns a *ticket*, an empty tensor whose shape contains the number. The ticket is an argument of
-the second operator, so that compilers know which operators belong together. The number is in the
-shape and not in the data, because data would have to be copied from the device. The gradient of a
-ticket has the same number.
+A call that has begun is stored in this process, under a number. The first operator returns a
+*ticket*, an empty tensor whose shape contains the number. The second operator takes the ticket as
+an argument, so that compilers know which operators belong together. The number is in the shape,
+because reading it from the data would require a copy from the device. The gradient of a ticket has
+the same number.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ G = TypeVar("G")  # the messages of a backward that has begun
 
 @dataclass(frozen=True)
 class SplitStrategy(Strategy, Generic[P, G]):
-    """A strategy that can post the messages of a call without waiting for a message.
+    """A strategy that can post the messages of a call before it waits for any message.
 
-    The strategy first posts all messages that do not depend on received messages, and computes
-    later.
+    `post` posts all messages that do not depend on received messages, and returns. `complete`
+    computes.
     """
 
     keeps_operands: ClassVar[bool] = True
@@ -67,14 +68,14 @@ class SplitStrategy(Strategy, Generic[P, G]):
         raise NotImplementedError
 
     def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
-        """Return the result of a forward whose messages were posted."""
+        """Compute a forward whose messages `post` has posted."""
         raise NotImplementedError
 
     def cancel(self, posted: P) -> bool:
-        """Cancel the messages of a forward that will never be completed.
+        """Cancel the messages of a forward that will never be completed. Return whether it was
+        possible.
 
-        Return whether the messages were cancelled. Messages between ranks cannot be cancelled,
-        because the other ranks have posted them, too.
+        Messages between ranks cannot be cancelled, because the other ranks have posted them, too.
         """
         return False
 
@@ -91,11 +92,11 @@ class SplitStrategy(Strategy, Generic[P, G]):
 
         Args:
             comm, call, operands: as in forward.
-            output: the output of this rank's queries and its gradient.
+            output: the output of this rank's queries, and the gradient of this output.
             residuals: the tensors that forward kept for backward.
-            at_once: whether the caller does other work before it completes this backward. If so,
-                more messages are posted now, and the other work hides these messages. The remaining
-                messages are posted later, while this backward is completed.
+            at_once: whether the caller does other work before it calls `complete_gradients`. With
+                True, more messages are posted before this work, which hides these messages. With
+                False, `complete_gradients` posts these messages.
         """
         raise NotImplementedError
 
@@ -107,7 +108,7 @@ class SplitStrategy(Strategy, Generic[P, G]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> Gradients:
-        """Return dq, dk and dv of a backward whose messages were posted."""
+        """Compute dq, dk and dv of a backward whose messages `post_gradients` has posted."""
         raise NotImplementedError
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
@@ -379,9 +380,9 @@ def _finish_backward_flops(
     *carried: object,
     out_val: object = None,
 ) -> int:
-    """Count the FLOPs of a whole backward in its first operator.
+    """Count the FLOPs of both parts of a backward in the first part.
 
-    The second operator does not receive the layout.
+    The second part has no layout, so it cannot count them.
     """
     sizes = [size for x in saved[:3] for size in x.shape]
     return ATTENTION.backward_flops(_restored(carried), Saved(saved, sizes))
@@ -392,7 +393,7 @@ FLOP_FORMULAS[torch.ops.seqpar.attention_finish_backward] = _finish_backward_flo
 
 
 class BegunCall(NamedTuple):
-    """A call whose messages were posted. Pass it to the module's `finish`."""
+    """A call whose messages were posted. Pass this object to the `finish` method of the module."""
 
     ticket: Tensor
     operands: Operands
@@ -405,8 +406,8 @@ class SplitAttention(Attention):
     """Attention whose calls can be made in two parts, with other work between the parts.
 
     While the messages of one call are sent, the model can compute another batch. For example, a
-    micro-batch can be cut into two *nano-batches* that alternate. `forward` makes both parts, one
-    after the other.
+    micro-batch can be cut into two *nano-batches*, and the model can compute one while the messages
+    of the other are sent. `forward` runs the two parts directly one after the other.
     """
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
@@ -415,12 +416,11 @@ class SplitAttention(Attention):
         Arguments and errors are the same as in a call. Pass the result to `finish` once. If a call
         on a group is never finished, its tensors stay in memory. Do not change q, k and v in place
         before `finish`. All ranks must begin and finish their calls in the same order. If a
-        checkpoint of torch contains one of the two parts, it must contain both, because it repeats
-        only the parts that it contains.
+        checkpoint of torch contains `begin` or `finish` of a call, it must contain the other
+        function for the same call, because it repeats only the functions that it contains.
 
-        Autograd runs the two parts in the opposite order. The backward of `finish` posts messages,
-        and the backward of `begin` computes. Other work of the model therefore runs between the two
-        parts of backward, too.
+        Autograd runs the backward of `finish` first, which posts messages. It then runs the
+        backward of `begin`, which computes. Other work of the model can run between the two.
         """
         operands, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
         carried = ATTENTION.arguments.flat(arguments)

@@ -1,27 +1,27 @@
-"""Carry out a `TaskPlan`: rows are sent to the ranks that compute with them, and results return.
+"""Send rows to the ranks that compute tasks, compute these tasks, and send the results back.
 
 *Foreign* rows are rows of other ranks. *Local* work is attention of a rank's own queries over its
-own keys. A rank does the following:
+own keys. In forward, a rank does the following:
 
-1. It posts the rows that it sends, in stages, and computes half of its local work.
-2. When a stage has arrived, it computes attention of the foreign queries in this stage, and sends
-   the results back. Then it computes attention of its own queries over the foreign keys that have
-   arrived.
-3. After the last stage, it computes the second half of its local work, while the last results
-   return.
+1. It posts the messages with its rows in stages, and computes half of its local work.
+2. When the rows of a stage have arrived, it computes attention of the foreign queries in this
+   stage, and sends the results back. After that, it computes attention of its own queries over some
+   of the foreign keys that have arrived.
+3. After the last stage, it computes the second half of its local work, while the last results are
+   sent back.
 
-If all rows were in one stage, a rank would wait for all keys before it computes. Each stage has
-about the same number of keys from every rank. If stages are ranges of positions instead, a few
-ranks send while all other ranks wait. On 8 ranks with a zigzag layout and slow links, this takes
-twice the time.
+If all rows were in one stage, a rank would wait for all keys before it computes. Each stage
+contains about the same number of keys from every rank. If a stage were a range of positions
+instead, a few ranks would send while all other ranks wait. On 8 ranks with a zigzag layout and slow
+links, a step with such stages takes twice the time.
 
-The work of a rank's own queries over foreign keys is distributed over the stages. If this work is
-done as early as possible, later results and gradients are delayed. On 4 emulated ranks with
-documents in order and links of 1 Gbit/s, a step then takes 1.10 times as long.
+Attention of a rank's own queries over foreign keys is distributed over the stages. If a rank
+computed this attention as early as possible, it would send results and gradients later. On 4
+emulated ranks with documents in order and links of 1 Gbit/s, a step would take 1.10 times as long.
 
 Messages are (n, B, H, …), with n rows, batch B and H heads. Rows are the first dimension, so that
-messages from several ranks can be parts of one block of memory. Backends receive the view (B, n, H,
-…) of the block.
+one block of memory can contain the messages from several ranks. Backends receive the view (B, n, H,
+…) of this block.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ Packed = dict[tuple[int, int], Tensor]  # (id of the rows, id of the tensors) ->
 
 
 class Returning:
-    """The results of this rank's rows, which other ranks send back to this rank."""
+    """The results of this rank's rows that other ranks compute and send back to this rank."""
 
     def __init__(self, parts: list[tuple[Rows, Tensor]], pending: Pending) -> None:
         self._parts, self._pending = parts, pending
 
     def arrive(self) -> None:
-        """Wait for the results of this rank's rows.
+        """Wait until the results of this rank's rows have arrived.
 
-        The same exchange sends results to other ranks. The memory of the sent results is then
-        freed.
+        The results that this rank sent in the same exchange are freed after that.
         """
         self._pending.wait()
 
     def wait(self) -> Iterator[tuple[Rows, Tensor]]:
-        """Wait for all results, and yield each with its rows, in the order of the computing ranks.
+        """Wait for all results. Yield each result with its rows, in an order that is always the
+        same.
 
-        Each result is freed after it was used.
+        A result is freed when the caller asks for the next result.
         """
         self.arrive()
         self._parts.reverse()
@@ -86,13 +86,16 @@ class TaskBuffers(NamedTuple):
 
     @classmethod
     def of(cls, plan: TaskPlan, groups: int, queries: Sequence[int], keys: int) -> TaskBuffers:
-        """Return the memory. Each group uses the memory that the earlier group has released.
+        """Return the memory for the foreign rows of a forward or backward.
+
+        Each group of heads uses the memory that the preceding group has released.
 
         Args:
             plan: this rank's plan.
-            groups: the number of groups.
-            queries: for each message of queries, the elements of a row in the largest group.
-            keys: the elements of a row of keys in the largest group.
+            groups: the number of groups of heads.
+            queries: for each message of queries, the number of elements of a row in the largest
+                group.
+            keys: the number of elements of a row of keys in the largest group.
         """
         return cls(
             [MessageBuffers(1, [plan.foreign_queries * x] * groups) for x in queries],
@@ -103,7 +106,7 @@ class TaskBuffers(NamedTuple):
 class TaskExchange:
     """The messages of a forward or backward, for one group of heads.
 
-    The constructor posts all rows that this rank sends and receives. Results are posted later.
+    The constructor posts all rows that this rank sends and receives. The results are posted later.
     """
 
     def __init__(
@@ -116,18 +119,18 @@ class TaskExchange:
         buffers: TaskBuffers,
         kept: Tensor | None = None,
     ) -> None:
-        """Post the sends and receives of all stages.
+        """Post the sends and receives of the rows of all stages.
 
         Args:
             comm: the ranks of the call.
             plan: this rank's plan.
             label: the name of the messages in errors and traces.
-            queries: lists of tensors (B, T, H, D) of the queries. The tensors of one list share a
-                message.
+            queries: lists of tensors (B, T, H, D) of this rank's queries. The tensors of one list
+                share a message.
             keys: k and v, which share a message.
             buffers: the memory for foreign rows.
-            kept: the foreign keys that this rank kept in forward, or None. If it is not None, no
-                keys are sent.
+            kept: the foreign keys that this rank kept in forward, or None. If foreign keys were
+                kept, no keys are sent.
         """
         # Results use a separate channel. In the same communicator, they would wait for the rows of
         # later stages.
@@ -155,10 +158,10 @@ class TaskExchange:
             self._pending.append(comm.exchange(sends, recvs, label=label, step=stage.number))
 
     def arrivals(self) -> Iterator[tuple[TaskStage, list[Tensor]]]:
-        """Yield each stage after its arrival, with the tensors (B, n, Hq, …) of the stage's foreign
+        """Yield each stage after its rows have arrived, with tensors (B, n, Hq, …) of foreign
         queries.
 
-        All keys to which these queries attend have arrived, too.
+        The foreign keys to which these queries attend have also arrived.
         """
         for stage, pending in zip(self.plan.stages, self._pending, strict=True):
             pending.wait()
@@ -166,15 +169,16 @@ class TaskExchange:
             yield stage, [block[rows].transpose(0, 1) for block in self.foreign_queries]
 
     def return_results(self, stage: TaskStage, results: Tensor) -> Returning:
-        """Send results (n, B, …) of foreign queries, and post receives for the results of own
-        queries.
+        """Send the results (n, B, …) of foreign queries, and post receives.
+
+        The receives are for results of this rank's queries.
         """
         return self._return(stage, [(stage.queries, results)])
 
     def return_gradients(self, stage: TaskStage, gradients: Tensor) -> Returning:
         """Send gradients of foreign keys, and post receives for the gradients of this rank's keys.
 
-        `gradients` has the gradients of all foreign keys. Only gradients of keys that no later
+        `gradients` are the gradients of all foreign keys. Only the gradients of keys that no later
         stage needs are sent.
         """
         return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
@@ -202,9 +206,9 @@ class TaskExchange:
 class GroupExchanges:
     """The exchanges of a backward whose heads are sent in groups.
 
-    The exchange of a group is posted while the preceding group is computed, or earlier. The foreign
-    rows of at most two groups are in memory at the same time. All ranks have the same groups and
-    therefore post the same exchanges in the same order.
+    The exchange of a group is posted while the preceding group is computed, or earlier. The memory
+    holds the foreign rows of at most two groups at the same time. All ranks have the same groups,
+    so they post the same exchanges in the same order.
     """
 
     def __init__(
@@ -213,8 +217,9 @@ class GroupExchanges:
         post: Callable[[HeadSlices], TaskExchange],
         ahead: int,
     ) -> None:
-        """Post the exchanges of the first `ahead` groups. `post` posts the exchange of one
-        group.
+        """Post the exchanges of the first `ahead` groups.
+
+        `post` posts the exchange of one group.
         """
         self.groups, self._post = groups, post
         self._remaining, self._posted = iter(groups), deque[TaskExchange]()
@@ -233,7 +238,6 @@ def _sent_rows(shipments: Sequence[Shipment]) -> int:
 
 
 def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tensor:
-    """Return memory (rows, B, H, ΣD) for `rows` rows of the tensors, which are joined along D."""
     x, (batch, _, heads, _) = tensors[0], tensors[0].shape
     shape = rows, batch, heads, sum(x.shape[3] for x in tensors)
     return memory.take(shape, x.dtype, x.device)
@@ -242,7 +246,7 @@ def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tens
 def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> list[Message]:
     """Return messages with rows of the tensors.
 
-    Messages with the same rows for several ranks share their memory.
+    If several ranks need the same rows, their messages share memory.
     """
     messages = list[Message]()
     for peer, rows in sent:
@@ -261,9 +265,9 @@ def _messages(rows: ServerRows, block: Tensor) -> list[Message]:
 def complete_forward(
     exchange: TaskExchange, call: ResolvedCall, operands: Operands, keep: bool
 ) -> ForwardResult:
-    """Compute a forward after its rows were posted.
+    """Compute a forward whose rows have been posted.
 
-    With `keep`, the residuals of the result are the foreign queries and the foreign keys.
+    With `keep`, the residuals are the foreign queries and the foreign keys.
     """
     (q, k, v, sinks), plan = operands, exchange.plan
     total = Partial.nothing(q, v)
@@ -298,9 +302,10 @@ def complete_backward(
     operands: Operands,
     residuals: list[Tensor],
 ) -> Gradients:
-    """Return dq, dk and dv, in the accumulator's dtype or in the dtypes of q, k and v.
+    """Compute dq, dk and dv of a backward whose rows have been posted.
 
-    `residuals` are the foreign queries and the foreign keys that forward kept, or empty.
+    The result may be in the accumulator's dtype, and the caller casts it to the dtypes of q, k and
+    v. `residuals` are the foreign queries and the foreign keys that forward kept, or an empty list.
     """
 
     def add(
@@ -321,9 +326,10 @@ def _add_gradients(
     kept_queries: Tensor | None,
     total: PackedGradients,
 ) -> None:
-    """Add the gradients of the heads in `operands` to `total`.
+    """Add the gradients of one group of heads to `total`.
 
-    `kept_queries` are the foreign queries that this rank kept in forward, or None.
+    `operands` are the operands of these heads. `kept_queries` are the foreign queries that this
+    rank kept in forward, or None.
     """
     q, k, v, _ = operands
     posted = groups.take()
@@ -363,9 +369,10 @@ def _add_gradients(
 def _serve(
     q: Tensor, blocks: list[tuple[Tensor, Tensor]], stage: TaskStage, call: ResolvedCall
 ) -> Tensor:
-    """Return the results (n, B, Hq·(Dv + 1)) of a stage's foreign queries, in fp32 or fp64.
+    """Compute the results (n, B, Hq·(Dv + 1)) of the foreign queries of a stage.
 
-    `blocks` are this rank's k and v, and the foreign k and v.
+    `blocks` are this rank's k and v, and the foreign k and v. The results are in the accumulator's
+    dtype.
     """
     batch, rows, heads, _ = q.shape
     shape = rows, batch, heads * (blocks[0][1].shape[3] + 1)
@@ -390,11 +397,12 @@ def _serve_backward(
     Args:
         output: the output of this rank's own queries.
         q: the foreign queries that this rank kept in forward, or None.
-        rows: dout of the foreign queries, followed by the foreign queries if q is None.
-        statistics: lse, delta and, if lse has a gradient, dlse.
-        blocks: k, v, dk and dv of this rank's keys, and of the foreign keys.
-        stage: the stage.
-        call: the call.
+        rows: dout of the foreign queries. If q is None, the foreign queries follow along the head
+            dim.
+        statistics: lse and delta, and dlse if lse has a gradient.
+        blocks: k, v, dk and dv of this rank's keys, then of the foreign keys.
+        stage: the stage whose queries are computed.
+        call: the call of attention.
     """
     value_dim = blocks[0][1].shape[-1]
     q = rows[..., value_dim:] if q is None else q
@@ -408,15 +416,16 @@ def _serve_backward(
 
 
 def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a block (n, B, Hkv, D + Dv) into views (B, n, Hkv, D) and (B, n, Hkv, Dv)."""
+    """Split k and v, (n, B, Hkv, D + Dv), into the views (B, n, Hkv, D) and (B, n, Hkv, Dv)."""
     of_k, of_v = block.transpose(0, 1).split_with_sizes([k.shape[3], v.shape[3]], -1)
     return of_k, of_v
 
 
 def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Split results (n, B, Hq·(Dv + 1)) into views out (B, n, Hq, Dv) and lse (B, n, Hq).
+    """Split results (n, B, Hq·(Dv + 1)) into the views out (B, n, Hq, Dv) and lse (B, n, Hq).
 
-    A row has out of all heads first and then lse of all heads, so that out is aligned for kernels.
+    In memory, a row contains out of all heads, followed by lse of all heads. In this order, out is
+    aligned for kernels.
     """
     sizes = [results.shape[2] - heads, heads]
     out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)

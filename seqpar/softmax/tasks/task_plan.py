@@ -1,10 +1,12 @@
 """Plan the messages and the work of one rank, for given tasks.
 
 A *task* is attention of some queries over some keys of one document, and names the rank that
-computes it. A rank is the *owner* of the tokens that it holds, and the *server* of the tasks that
-it computes. *Foreign* queries and keys are those that a server receives from other owners. Foreign
-rows arrive in stages. `Disaggregated` makes one `TaskPlan` for each combination of layout, mask and
-tasks. A `Planner` has a user's tasks, or a user's function that makes tasks.
+computes this attention. A rank is the *owner* of the tokens that it stores, and the *server* of the
+tasks that it computes. *Foreign* queries and keys are those that a server receives from other
+ranks. A server receives foreign rows in stages.
+
+`Disaggregated` makes one `TaskPlan` for each combination of layout, mask and tasks. A `Planner`
+contains the tasks that a user has given, or a user's function that makes tasks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Sent(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """Rows that are sent in one stage, and whose results or gradients return in one stage."""
+    """Rows that are sent in the same stage, and whose results or gradients are sent back in the
+    same stage.
+    """
 
     stages: Stages  # the stages in which the servers need the rows
     sent: list[Sent]  # the rows that this rank sends, in the order of their servers
@@ -51,7 +55,7 @@ class Shipment(NamedTuple):
 
 
 class TaskStage(NamedTuple):
-    """One stage: the rows that arrive together, and the work with these rows."""
+    """One stage: the rows that are received together, and the attention that is then computed."""
 
     number: int  # the number of the stage in errors, traces and traffic
     queries: Shipment  # the queries that are sent in the stage
@@ -112,7 +116,7 @@ class TaskPlan(NamedTuple):
 
 
 def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> list[Shipment]:
-    """Return the rows that a rank sends and receives, in the order of their stages."""
+    """Return the rows that a rank sends and receives in each stage, in the order of the stages."""
     leaving, arriving = (
         _leaving(rank, geometry, needed, count),
         arriving_at(rank, geometry, needed, count),
@@ -148,15 +152,15 @@ def _leaving(
 def task_traffic(
     call: ResolvedCall, rows: TaskRows, direction: str, rank: int, kept: bool, groups: int
 ) -> Iterator[Traffic]:
-    """Yield the messages that a rank sends in one direction, "forward" or "backward".
+    """Yield the messages that a rank sends in a forward or backward.
 
     Args:
-        call: the call.
+        call: the call of attention.
         rows: the rows that each task needs.
         direction: "forward" or "backward".
         rank: the rank.
-        kept: whether servers keep foreign rows from forward to backward, so that these rows are not
-            sent again.
+        kept: whether servers keep the foreign rows of forward for backward. If they do, backward
+            does not send these rows again.
         groups: the number of groups in which heads are sent.
     """
     s = call.shape
@@ -202,9 +206,9 @@ Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 
 
 class Planner:
-    """A user's tasks, or a user's function that makes tasks, with a name.
+    """The tasks that a user has given, or a user's function that makes tasks, with a name.
 
-    Strategies are compared by their strings, which contain the planner's name. The name must
+    The name is part of the string of a strategy, and ranks compare these strings. The name must
     therefore be the same on all ranks. Planners with the same name are the same object.
     """
 
@@ -219,10 +223,9 @@ class Planner:
 
     @classmethod
     def of(cls, option: str, plan: TaskRectangles | Plans | Planner) -> Planner:
-        """Return the planner for the value of an option. Raise a ValueError for values of other
-        types.
+        """Return the planner for the value of the option `option`.
 
-        `option` is the name of the option, for the error.
+        Raise a ValueError that names the option if the value is neither tasks nor a function.
         """
         if isinstance(plan, Planner):
             return plan
@@ -245,8 +248,8 @@ class Planner:
     def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> TaskRectangles:
         """Return the tasks of a batch.
 
-        Raise a ValueError, which names the option, unless each visible (query, key) pair is in
-        exactly one task.
+        Raise a ValueError that names the option if a (query, key) pair that the mask allows is in
+        no task or in several tasks.
         """
         tasks = self._plan
         if not isinstance(tasks, TaskRectangles):
