@@ -1,7 +1,7 @@
 """Softmax attention.
 
-Start with `module.py`, which has `Attention`, the module that users call. Then follow "The call
-stack of attention" on the architecture page. All strategies compute with the functions of
-`attend.py`. The folders `keys/`, `heads/`, `queries/` and `tasks/` are named for the tensors that a
-strategy sends. They hold the code that strategies of this kind share.
+Start with `module.py`, which contains `Attention`, the module that users call. After that, follow
+"The call stack of attention" on the architecture page. All strategies compute attention with the
+functions of `attend.py`. The folders `keys/`, `heads/`, `queries/` and `tasks/` are named for what
+a strategy sends. Each folder contains the code that strategies of this kind share.
 """

@@ -1,12 +1,12 @@
 """Attention of some queries over some keys on one rank, forward and backward.
 
-Strategies decide which tensors are sent between ranks. To compute, all strategies call the three
-functions of this file: `attend`, `attend_blocks` and `attend_backward`.
+Strategies decide which tensors are sent between ranks. To compute attention, all strategies call
+the three functions of this file: `attend`, `attend_blocks` and `attend_backward`.
 
 * A *block* is the keys and values that are computed together, for example those of one rank.
 * *Slices* (`seqpar.layout.masks.mask.Slices`) say which query rows attend to which key rows of a
   block.
-* A *partial* (out, lse) is the result of attention over a part of the keys. Partials over disjoint
+* A *partial* (out, lse) is the result of attention over some of the keys. Partials over disjoint
   sets of keys can be merged in any grouping.
 * A *backend* is a module of `backends/` that computes one block. Users can force a backend with
   `use_backend`. By default, CPUs use `aten`, and GPUs use the first kernel of
@@ -51,14 +51,17 @@ ForwardBlocks = Callable[
 class Backend(Protocol):
     """The interface of a backend, which is a module or an object.
 
-    A module may have an additional function `prepared(q, v, slices, options)`. It returns an object
-    with this interface, for blocks with these slices and for tensors like q and v. It returns None
-    if the module itself computes them.
+    A module may have a function `prepared(q, v, slices, options)`, which returns an object with
+    this interface. The object computes blocks with these slices, for tensors like q and v. If the
+    module itself computes such blocks, the function returns None.
     """
 
     @property
     def forward_blocks(self) -> ForwardBlocks | None:
-        """A function that computes several blocks one after another, or None."""
+        """A function that computes attention over several blocks that arrive one after another.
+
+        It is None for a backend without such a function.
+        """
 
     def forward(
         self,
@@ -69,7 +72,7 @@ class Backend(Protocol):
         partial: Partial,
         options: CallOptions,
     ) -> None:
-        """Merge the attention of q (B, T, Hq, D) over one block k, v into `partial`."""
+        """Merge the attention of q (B, T, Hq, D) over one block, k and v, into `partial`."""
 
     def backward(
         self,
@@ -81,16 +84,15 @@ class Backend(Protocol):
         gradients: PartialGradients,
         options: CallOptions,
     ) -> None:
-        """Add the gradients of q and of one block k, v to `gradients`."""
+        """Add the gradients of q and of one block, k and v, to `gradients`."""
 
 
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
 ) -> Backend:
-    """Return the backend for one block.
+    """Return the backend that computes one block.
 
-    The choices for the newest settings are kept with the slices, so that later calls only look them
-    up.
+    The latest choices are cached with the slices.
     """
     chosen = _chosen(q, k, v, slices, options)
     return load_backend("softmax", chosen) if isinstance(chosen, str) else chosen
@@ -117,10 +119,11 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
 
 
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
-    """Return the name of the backend for one block, if the user does not force one.
+    """Return the name of the backend that computes one block, if the user does not force a backend.
 
     The choice depends on the type of the device, the dtype, the head dims, the options and the
-    slices, but not on values. Backward therefore chooses the same backend as forward.
+    slices. It does not depend on the values of the tensors, so backward chooses the same backend as
+    forward.
     """
     # `rank_invariant_refusal` has already refused calls that these two backends cannot compute.
     if options.rank_invariant:
@@ -135,7 +138,7 @@ def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: Ca
 
 
 class SoftmaxWork(NamedTuple):
-    """One backend call, as described to hooks that measure or simulate calls.
+    """One call of a backend, as described to hooks that measure or simulate such calls.
 
     `heads` is the number of query heads, and `batch` the number of batch entries.
     """
@@ -172,8 +175,8 @@ def attend(
         k, v: the block, (B, Tk, Hkv, D) and (B, Tk, Hkv, Dv).
         slices: which rows of q attend to which rows of k.
         partial: attention of the same queries over earlier blocks.
-        options: how scores are computed, and the backend.
-        max_logits: if given, it is updated with the largest scores of these slices.
+        options: how scores are computed, and the name of the backend.
+        max_logits: if given, an object that is updated with the largest scores in the slices.
     """
     if not slices.are_computed or not q.numel():
         return
@@ -199,21 +202,21 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of q over blocks of keys and values that arrive one after another.
 
-    If a single backend computes all blocks and has `forward_blocks`, it receives the slices of all
-    blocks at the start. After the last block to which a query attends, it can then finish the query
-    immediately, and need not keep a partial for it.
+    If a single backend computes all blocks and has the function `forward_blocks`, the backend
+    receives the slices of all blocks at the start. It can finish a query directly after the last
+    block to which the query attends, so it need not store a partial for this query.
 
     Args:
         q: (B, T, Hq, D).
-        blocks: an iterator over (k, v) of each block.
-        slices_of_blocks: the slices of q over each block, in the same order.
+        blocks: an iterator over k and v of each block.
+        slices_of_blocks: the slices of q over each block, in the order of the blocks.
         options, max_logits: as in `attend`.
         sinks: (Hq,) or None.
         into: two tensors to which out and lse are written, in the dtypes of these tensors. They may
-            be views of some heads of larger tensors.
+            be views of some heads of larger tensors. None makes new tensors.
 
     Returns:
-        out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq).
+        out (B, T, Hq, Dv), in q's dtype unless `into` is given, and lse (B, T, Hq).
     """
     arriving = iter(blocks)
     k, v = next(arriving)
@@ -263,11 +266,14 @@ def _update_max_logits(
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> Backend | None:
-    """Return a single backend for all blocks, or None if several backends are needed.
+    """Return a single backend for all blocks, or None if the blocks need several backends.
 
-    k and v are the first block. All blocks have the same dtype and head dims. The result is None if
-    no block has slices to compute. If the backend of the first slices has no `forward_blocks`, it
-    is returned without looking at the other blocks, so that their slices are not built yet.
+    k and v are the first block. All blocks have the same dtype and head dims. The result is also
+    None if no block has slices to compute.
+
+    The function looks at the slices of later blocks only if the backend of the first slices has
+    `forward_blocks`. If it has none, this backend is returned, and the slices of later blocks are
+    not built.
     """
     nonempty: Iterator[Slices] = (x for x in slices_of_blocks.slices if x.are_computed)
     first = next(nonempty, None)
@@ -289,13 +295,13 @@ def attend_backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add the gradients of the pairs in these slices to `gradients`, in place.
+    """Add the gradients of one block of keys and values to `gradients`, in place.
 
     Args:
         output: the final output of the queries over all of their keys on all ranks, with its
             gradient.
         q, k, v, slices, options: as in `attend`.
-        gradients: sums of dq, and of dk and dv of this block.
+        gradients: the sum of dq, and the sums of dk and dv of this block.
     """
     if slices.are_computed and q.numel():
         chosen = choose_backend(q, k, v, slices, options)

@@ -1,7 +1,7 @@
 """The arguments of a call to softmax attention, in the two forms that the code uses.
 
-`CallArguments` has the arguments that torch's operator receives: tensors, numbers and strings.
-`ResolvedCall` is what a strategy reads: layouts, the mask and options as objects, after they have
+`CallArguments` contains the arguments that torch's operator receives: tensors, numbers and strings.
+A strategy reads a `ResolvedCall`, which contains layouts, the mask and options as objects that have
 been checked. `CallArguments.to_call` makes a `ResolvedCall`.
 """
 
@@ -51,9 +51,9 @@ class CallArguments(NamedTuple):
         layout, kv_layout: tensors that stand for the layouts (`seqpar.layout.handle`).
         ranges: a tensor that stands for the ranges of `Mask.of_ranges`, or None. If the mask has
             ranges, `causal`, `left`, `right` and `prefix_lens` have no effect.
-        tokens, kv_tokens: how many query tokens and key tokens this rank computes with. These are
-            its own tokens or, if the strategy merges ranks (`Strategy.merged_size`), the tokens of
-            all ranks that are merged with this rank.
+        tokens, kv_tokens: the numbers of query tokens and key tokens with which this rank computes.
+            If the strategy merges ranks (`Strategy.merged_size`), they are the tokens of all ranks
+            that are merged with this rank. If not, they are the tokens of this rank.
         strategy: the key of a `BoundStrategy`.
     """
 
@@ -89,8 +89,8 @@ class CallArguments(NamedTuple):
         Args:
             strategy: the key of a `BoundStrategy`.
             layout: the layout of the queries.
-            head_dim: D of q, for the default softmax scale.
-            merged: the ranks whose tokens this rank computes with.
+            head_dim: D of q, from which the default softmax scale is computed.
+            merged: the ranks whose tokens this rank computes.
             deterministic: whether backward must have the same bits in each run.
             user: the keyword arguments.
         """
@@ -125,9 +125,10 @@ class CallArguments(NamedTuple):
     def to_call(
         self, comm: Comm, shape: OperandShape, has_sinks: bool, device: torch.device
     ) -> ResolvedCall:
-        """Return the resolved call. Raise a ValueError if a layout, the mask or a number is wrong.
+        """Return the checked call. Raise a ValueError if a layout, the mask or a number is wrong.
 
-        The checks are made once for each combination of arguments, and cached with the layouts.
+        The checks run once for each combination of arguments. Their result is cached with the
+        layouts.
         """
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
@@ -170,15 +171,17 @@ class CallArguments(NamedTuple):
         return mask
 
     def mask_contents(self) -> tuple[bytes | None, bytes | None]:
-        """Return a key that is equal for equal contents of `prefix_lens` and `ranges`."""
+        """Return a key of the contents of `prefix_lens` and `ranges`. Equal contents have equal
+        keys.
+        """
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
         return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
 
     def agreed(self, has_sinks: bool, exact: bool) -> dict[str, object]:
         """Return the values that must be the same on all ranks, by argument name.
 
-        With `exact`, layouts are described by their contents, which takes longer. Without it, two
-        equal layouts that were made in different ways have different descriptions.
+        With `exact`, layouts are described by their contents, which takes longer. Without `exact`,
+        two equal layouts that were made in different ways may have different descriptions.
         """
         ranges = None if self.ranges is None else mask_ranges.described(self.ranges, exact)
         return {
@@ -235,8 +238,9 @@ class ResolvedCall:
     Attributes:
         rank: this process's rank among the ranks of the layouts.
         shape: the dtype, batch, heads and head dims of the operands.
-        kept: the results of `once`.
-        max_logits: collects the largest scores of a forward, or None if they were not requested.
+        kept: the cached results of `once`.
+        max_logits: the object that collects the largest scores of a forward, or None if the user
+            did not request them.
     """
 
     rank: int
@@ -252,32 +256,31 @@ class ResolvedCall:
     device: torch.device = _CPU  # the device of the operands
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the result of `build`, which is called once for all calls that differ only in
-        their tensors.
+        """Return the result of `build`, which runs once for all calls that differ only in their
+        tensors.
 
-        The result is stored with the layouts. It must therefore not refer to the layouts or to the
-        call: such a cycle would keep both alive.
+        The result is stored with the layouts. It must not refer to the layouts or to the call,
+        because a cycle of references would keep them alive.
         """
         return self.kept(key, build)
 
     def once_for_ranks(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the result of `build`, which is called once for all ranks that are in this
-        process.
+        """Return the result of `build`, which runs once for all ranks that are in this process.
 
         The result may depend only on the layouts, the mask and the shape of the operands.
         """
         return _kept(self.layout, self.kv_layout, "ranks", self.mask, self.shape)(key, build)
 
     def altered(self, **changes: Unpack[CallChanges]) -> ResolvedCall:
-        """Return a copy of the call with a different rank, or with different layouts, options or
-        shape.
-        """
+        """Return a copy of the call with some fields replaced."""
         call = replace(self, **changes)
         settings = call.rank, call.mask, call.options.with_slopes(None), call.shape, call.device
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
     def with_heads_of(self, call: ResolvedCall, heads: slice) -> ResolvedCall:
-        """Return this call with the slopes and max logits of the query heads `heads` of `call`."""
+        """Return this call with the slopes and max logits that `call` has for the query heads
+        `heads`.
+        """
         if call.max_logits is None and call.options.slopes is None:
             return self  # `call` has neither slopes nor max logits
         max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
@@ -285,7 +288,7 @@ class ResolvedCall:
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """The optional inputs and results that the call has. Tables for a GPU depend on them."""
+        """Which optional inputs and results the call has. Tables for a GPU depend on them."""
         tracks = self.options.slopes is not None, self.max_logits is not None
         return self.has_sinks, self.return_lse, *tracks
 
@@ -302,19 +305,18 @@ class ResolvedCall:
         return [peer for peer in range(self.ranks) if peer != rank]
 
     def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
-        """Return the gradient of lse. If the call returned lse and there is no gradient, return
-        zeros.
+        """Return the gradient of lse, or zeros if the call returned lse but its gradient is None.
 
-        If a rank's loss does not use lse, autograd passes None on this rank, but a tensor on other
-        ranks. With zeros in place of None, all ranks send the same messages.
+        If a rank's loss does not use lse, autograd passes None on this rank. On the other ranks, it
+        passes a tensor. With zeros in place of None, all ranks send the same messages.
         """
         if dlse is None and self.return_lse:
             return dout.new_zeros(dout.shape[:-1], dtype=accumulator_dtype(dout.dtype))
         return dlse
 
     def slices(self, q_rank: int, k_rank: int) -> Slices:
-        """Return the slices of the queries of `q_rank` over the keys of `k_rank` that are sent to
-        it.
+        """Return the slices of the queries of `q_rank` over the keys of `k_rank` that it sends to
+        `q_rank`.
         """
         return slices_between(self.layout, q_rank, self.kv_layout, k_rank, self.mask)
 

@@ -1,10 +1,11 @@
-"""Decoding: all ranks have the same queries, and each rank holds some of the keys.
+"""Decoding: all ranks have the same queries, and each rank has some of the keys.
 
-`Attention.decode` calls `attend_to_cache`. Each rank computes the attention of all queries over its
-own keys. Then all ranks exchange their results (out, lse), and each rank merges them.
+`Attention.decode` calls `attend_to_cache`. Each rank computes attention of all queries over its own
+keys. After that, all ranks exchange their results (out, lse), and each rank merges these results.
 
-Letters of shapes: B is the batch, T the number of query tokens, Hq and Hkv the numbers of query
-heads and KV heads, D the head dim of q and k, and Dv the head dim of v.
+Letters of shapes: B is the batch, T the number of query tokens, Tkv_local the number of this rank's
+keys, Hq and Hkv the numbers of query heads and KV heads, D the head dim of q and k, and Dv the head
+dim of v.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ def layout_of_queries(
     kv_layout: Layout,
     dealt: bool,
 ) -> Layout:
-    """Return a layout in which this rank holds all queries. It is cached with `kv_layout`.
+    """Return a layout of the queries of a decode. The layout is cached with `kv_layout`.
 
-    With `dealt`, each rank holds the queries of some documents instead, in turn.
-
-    Raises a ValueError that names the argument if the arguments do not match each other.
+    Without `dealt`, this rank holds all queries. With `dealt`, the documents that have queries are
+    distributed over the ranks in turn, and each rank holds the queries of its documents. Raises a
+    ValueError that names the argument if the arguments do not match each other.
 
     Args:
         comm: the ranks that hold the keys.
         q, k_cache, cu_seqlens, kv_layout: as in `Attention.decode`. Without `cu_seqlens`, all
             documents have the same number of queries.
+        dealt: whether the queries are distributed over the ranks.
     """
     check_layouts(kv_layout=kv_layout)
     check_ranks_of(comm, kv_layout=kv_layout.geometry)
@@ -92,9 +94,10 @@ def layout_of_queries(
 def on_all_ranks(
     found: Tensor | tuple[Tensor, ...], layout: Layout, comm: Comm, dim: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the results of all queries on every rank.
+    """Gather the results of all queries on every rank.
 
-    `found` has the results of those queries that this rank holds.
+    `found` contains the results of the queries that this rank holds. `dim` is their dimension of
+    tokens.
     """
     if isinstance(found, Tensor):
         return layout.unshard(found, comm, dim)
@@ -116,11 +119,11 @@ def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
 
 
 class _Decode(AttentionOperator):
-    """The checks of a decode, which all strategies share.
+    """The operator of a decode, which all strategies share.
 
-    Unlike `ATTENTION`, it is not registered as an operator of torch. Each rank has a layout of
-    queries in which it holds all of them, so these layouts differ between ranks. Ranks therefore
-    compare the lengths of documents instead of the layouts.
+    Unlike `ATTENTION`, it is not registered as an operator of torch. In its layouts of queries,
+    each rank holds all queries. These layouts therefore differ between ranks, and ranks compare the
+    lengths of documents in place of the layouts.
     """
 
     name = "decode"
@@ -144,8 +147,8 @@ _DECODE = _Decode()
 def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) -> list[Tensor]:
     """Return out and lse of queries that all ranks have, over the keys of all ranks.
 
-    In `operands`, q is (B, T, Hq, D), and k and v are this rank's keys and values, (B, Tkv_local,
-    Hkv, D) and (B, Tkv_local, Hkv, Dv).
+    In `operands`, q is (B, T, Hq, D). k (B, Tkv_local, Hkv, D) and v (B, Tkv_local, Hkv, Dv) are
+    this rank's keys and values.
     """
     q, k, v, sinks = operands
     with bound.comm.turn(), without_autocast(q):
@@ -158,11 +161,12 @@ def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) 
 def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
     """Attend to this rank's keys, exchange the results of all ranks, and merge them in rank order.
 
-    The fixed order gives all ranks the same bits. The query heads that share a KV head are computed
-    as rows of one head, so that each key is read only once for all of them. With few queries, most
-    of the time is spent on reading keys: one query with 8 heads over 16,384 keys with 2 heads took
-    2.0 ms on one core, and SDPA with `enable_gqa` took 5.0 ms. With ALiBi, query heads are not
-    joined in this way, because each head has its own slope.
+    The fixed order gives the same bits on all ranks. The query heads that use the same KV head are
+    computed as rows of one head, so that each key is read only once for all of these query heads.
+    With few queries, a rank spends most of its time on reading keys. For one query with 8 heads
+    over 16,384 keys with 2 KV heads, this took 2.0 ms on one core, and SDPA with `enable_gqa` took
+    5.0 ms. With ALiBi, query heads are computed separately, because each head has a different
+    slope.
     """
     q, k, v, sinks = operands
     kv_heads = k.shape[2] if call.options.slopes is None else q.shape[2]
@@ -197,13 +201,14 @@ def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tup
 
 
 def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """Turn queries (B, T, Hq, D) into (B, T·group, Hkv, D).
+    """Reshape queries (B, T, Hq, D) into (B, T·group, Hkv, D).
 
-    The `group` query heads of a KV head become rows of that head.
+    `group` is the number of query heads per KV head. The query heads of a KV head become rows of
+    this KV head.
     """
     return q.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2)
 
 
 def by_query_head(x: Tensor, group: int) -> Tensor:
-    """Undo `by_kv_head`: turn results (B, T·group, Hkv, …) into (B, T, Hq, …)."""
+    """Undo `by_kv_head`: reshape results (B, T·group, Hkv, …) into (B, T, Hq, …)."""
     return x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3)

@@ -358,7 +358,7 @@ class Attention(BoundModule[Strategy]):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> OperatorInputs:
-        """Return the operands, the operator's other arguments, and how heads were placed in
+        """Return the operands, the operator's other arguments, and the placement of heads in
         DTensors.
         """
         tensors = {

@@ -1,8 +1,8 @@
-"""Replay the passes of a strategy.
+"""Replay the steps of a strategy's forward or backward without running the strategy's code.
 
-From the third pass with the same layout, mask, shapes, strides and options on, the strategy's code
-does not run any more: its steps are replayed (`seqpar.core.recording`). The first pass makes tables
-and copies them to the device. The second pass is recorded.
+A *pass* is a forward or a backward. The first pass with a combination of layout, mask, shapes,
+strides and options makes tables and copies them to the device. The second pass records its steps.
+From the third pass on, the recorded steps are replayed (`seqpar.core.recording`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def replayed(
     tensors: Sequence[Tensor | None],
     compute: Callable[..., Sequence[Tensor]],
 ) -> Sequence[Tensor]:
-    """Return `compute(comm, *tensors)`, and replay it if it has been recorded.
+    """Return `compute(comm, *tensors)`. Replay the recorded steps of `compute` if there are any.
 
-    Besides its arguments, `compute` may depend only on `name` and on what `ResolvedCall.once` may
-    depend on. All of its operators run in the calling thread and on the current stream.
+    The steps of `compute` may depend only on its arguments, on `name`, and on everything on which a
+    result of `ResolvedCall.once` may depend. All of its operators run in the calling thread and on
+    the current stream.
     """
     if not _may_be_replayed(call):
         return compute(comm, *tensors)
@@ -70,7 +71,7 @@ def _may_be_replayed(call: ResolvedCall) -> bool:
 def _settings(
     comm: Comm, call: ResolvedCall, tensors: Sequence[Tensor | None]
 ) -> tuple[Hashable, ...]:
-    """Return everything outside of the call on which the steps of a pass depend."""
+    """Return everything outside of `call` on which the steps of a pass depend."""
     forms = [
         x if x is None else (x.dtype, x.shape, x.stride(), x.storage_offset(), x.data_ptr() % 16)
         for x in tensors

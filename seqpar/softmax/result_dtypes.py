@@ -1,19 +1,19 @@
 """The dtypes in which ranks send results of attention, and gradients, back to each other.
 
 A kernel of FlashAttention rounds its results to half precision. If a single kernel call computed a
-result, the result is sent in half precision, as the kernel returned it. This takes half of the
-bytes of fp32, and the receiver gets the same bits, because fp32 can represent each number of bf16
-and fp16. A result that is the sum of several kernel calls is sent in the accumulator's dtype, fp32
-(fp64 for fp64). Results of our Triton kernels and of kernels on CPUs are also sent in the
+result, the result is sent in half precision, as the kernel returned it. The message then has half
+of the bytes of fp32, and the receiver loses no bits, because fp32 can represent each number of bf16
+and fp16. A result that is the sum of several kernel calls is sent in the accumulator's dtype, which
+is fp32 (fp64 for fp64). Results of our Triton kernels and of kernels on CPUs are also sent in the
 accumulator's dtype, because these kernels compute in fp32.
 
-The receiver must know the dtype before the message arrives. It therefore needs to know two facts:
+The receiver must know the dtype before the message arrives. It therefore needs two facts:
 
-* whether a single call computes the result (`is_one_call`). This follows from the mask and the
-  layouts, which are the same on all ranks.
-* whether the kernel returns half precision (`result_dtypes`). This follows from the GPU and the
-  installed packages. Ranks compare their kernels once, in the first forward on GPUs in half
-  precision. If kernels differ, all results are sent in the accumulator's dtype.
+* whether a single kernel call computes the result (`is_one_call`). The answer follows from the mask
+  and the layouts, which are the same on all ranks.
+* whether the kernel returns half precision (`result_dtypes`). The answer follows from the GPU and
+  the installed packages. Ranks compare their kernels once, in the first forward on GPUs in half
+  precision. If the kernels of the ranks differ, all results are sent in the accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 
 class ResultDtypes(NamedTuple):
-    """The dtype of the result of a single kernel call, and the dtype of a sum of several kernel
-    calls.
+    """The dtypes in which results are sent.
+
+    One is for results of a single kernel call, and one is for sums of the results of several calls.
     """
 
     of_one_call: torch.dtype
@@ -53,7 +54,7 @@ class ResultDtypes(NamedTuple):
 def result_dtypes(
     comm: Comm | None, call: ResolvedCall, backward: bool, chosen: torch.dtype | None = None
 ) -> ResultDtypes:
-    """Return the dtypes of partial results or, with `backward`, of gradients.
+    """Return the dtypes in which ranks send partial results, or gradients if `backward` is set.
 
     All ranks of `comm` get the same dtypes. Without `comm`, the function assumes that all ranks
     have the same kernels. `chosen` is a dtype that the user has chosen for all results, or None.
@@ -76,15 +77,17 @@ def result_dtypes(
 
 
 def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
-    """Return whether the kernels that return half precision are the same on all ranks.
+    """Return whether all ranks have the same kernels, so that results may be sent in half
+    precision.
 
-    If they are not the same, results are sent in the accumulator's dtype. The ranks compare their
-    kernels in their first forward. No later pass sends messages for the comparison.
+    The result is always False for a dtype or layout whose kernels do not return half precision. The
+    ranks compare their kernels in their first forward. No later forward or backward sends messages
+    for the comparison.
 
-    Every forward calls this function, even if the user has chosen a dtype and the result does not
-    matter. Otherwise the first comparison could be in a forward or backward that a CUDA graph
-    captures. A captured pass cannot contain the comparison, because the CPU reads the result of the
-    comparison.
+    Every forward calls this function, even if the user has chosen a dtype and the answer has no
+    effect. If only some forwards called it, the first comparison could be in a forward or backward
+    that a CUDA graph captures. A capture cannot contain the comparison, because the CPU reads its
+    result.
     """
     dtype = call.shape.dtype
     # Our Triton kernels compute layouts with `most_documents`, and do not return half precision.
@@ -98,7 +101,10 @@ def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
 def dtype_of_one_call(
     operands: HeadDims, options: CallOptions, device: torch.device, backward: bool
 ) -> torch.dtype:
-    """Return the dtype of the result of a single kernel call, if all ranks have equal kernels."""
+    """Return the dtype of the result of a single kernel call.
+
+    The function assumes that all ranks have the same kernels.
+    """
     kernel = preferred_kernel(operands, options, device)
     if kernel is None or (backward and options.deterministic and not kernel.deterministic):
         # Our Triton kernels, or several kernel calls, compute the result.
@@ -107,19 +113,20 @@ def dtype_of_one_call(
 
 
 def is_one_call(slices: Slices, backward: bool) -> bool:
-    """Return whether a kernel of FlashAttention computes all of the slices in a single call."""
+    """Return whether one call of a FlashAttention kernel can compute all of the slices."""
     calls, remaining = varlen_work(slices, repeats_keys=not backward)
     return len(calls) == 1 and remaining is None
 
 
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
-    """Return whether `is_one_call` is certain for the slices between any two different ranks.
-
-    If it is certain, a rank need not build the slices of other ranks to know the dtypes of their
-    results. A full mask makes it certain, because all queries of a document then attend to all keys
-    of the document. A causal mask makes it certain on contiguous and zigzag layouts. There, all
-    queries of a document that attend to any keys of another given rank attend to the same adjacent
+    """Return whether one kernel call surely computes the queries of any rank over another rank's
     keys.
+
+    If the answer is certain, a rank need not build the slices of other ranks to know the dtypes of
+    their results. With a full mask, the answer is certain, because all queries of a document attend
+    to all keys of the document. With a causal mask, it is certain on contiguous and zigzag layouts:
+    for each document and each pair of ranks, the queries of one rank that attend to any keys of the
+    other rank attend to the same adjacent keys.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

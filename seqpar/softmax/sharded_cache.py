@@ -1,8 +1,8 @@
 """`ShardedCache`: keys and values for decoding, distributed over ranks.
 
-After a prefill, each rank keeps the keys and values that it computed. The keys and values of tokens
-that are decoded later are added, some on each rank. `CacheRows` counts tokens and memory for all
-ranks, and `CacheLayer` has the tensors of one layer on this rank.
+After a prefill, each rank keeps the keys and values that it computed. When tokens are decoded
+later, their keys and values are stored on one rank at a time. `CacheRows` tracks which rows hold
+which tokens on all ranks, and `CacheLayer` contains the tensors of one layer on this rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from seqpar.softmax.module import Attention
 
 
 class CacheRows:
-    """The tokens of each sequence on each rank, and the rows of the rank's tensors that hold them.
+    """The tokens of each sequence on each rank, and the rows that store these tokens.
 
-    A rank's tensors have a range of rows for sequence 0, then a range for sequence 1, and so on.
-    The first rows of each range hold tokens. The rows after them are free, so that a sequence can
-    grow without moving other sequences.
+    The tensors of a rank contain a range of rows for sequence 0, then a range for sequence 1, and
+    so on. The first rows of each range store tokens. The other rows of the range are free, so that
+    a sequence can grow without moving other sequences. N is the number of sequences, and P the
+    number of ranks.
     """
 
     def __init__(self, layout: Layout, free_rows: int) -> None:
@@ -54,10 +55,10 @@ class CacheRows:
         self.capacities = self.held + free_rows
 
     def extend(self, owner: int, tokens: int, min_growth: int) -> None:
-        """Add `tokens` new tokens of each sequence to the rank `owner`.
+        """Store `tokens` new tokens of each sequence on the rank `owner`.
 
-        If the rank has too few rows, each sequence gets an eighth more rows than it has tokens, and
-        at least `min_growth` more rows.
+        If the rank has too few rows, each sequence gets free rows for at least an eighth of its
+        tokens, and for at least `min_growth` tokens.
         """
         for spans, length in zip(self._spans[owner], self.lengths.tolist(), strict=True):
             start = spans.pop()[0] if spans and spans[-1][1] == length else length
@@ -79,7 +80,7 @@ class CacheRows:
     def drop_first(self, kept: int, free_rows: int) -> Ints:
         """Drop all tokens of each sequence except the last `kept`, and set the number of free rows.
 
-        Return how many tokens of each sequence each rank dropped, (P, N).
+        Return how many tokens of each sequence each rank has dropped, (P, N).
         """
         dropped, before = np.maximum(self.lengths - kept, 0), self.held
         for rank_spans in self._spans:
@@ -104,10 +105,10 @@ class CacheRows:
         return Layout.from_spans(spans, np.r_[0, self.lengths.cumsum()])
 
     def decode_layout(self, tokens: int, chunk: int | None = None) -> tuple[Layout, Ints]:
-        """Return a layout of all rows, and the cu_seqlens of the last `tokens` tokens of each
-        sequence.
+        """Return a layout of the rows on all ranks, and the cu_seqlens of the queries of a step.
 
-        With `chunk`, the layout's documents are chunks of `chunk` tokens (`Layout.chunked`).
+        The queries are the last `tokens` tokens of each sequence. With `chunk`, the documents of
+        the layout are chunks of `chunk` tokens (`Layout.chunked`).
         """
         layout = self._layout_of_rows()
         ends = layout.cu_seqlens[1::2]
@@ -120,9 +121,10 @@ class CacheRows:
         return layout, np.r_[0, counts.cumsum()]
 
     def _layout_of_rows(self) -> Layout:
-        """Return a layout of the rows up to each rank's last token.
+        """Return a layout of the rows that precede each rank's last token, including free rows.
 
-        Sequence i is document 2i. The free rows after it are document 2i + 1, which has no queries.
+        Sequence i is document 2i. The free rows after sequence i are document 2i + 1, which has no
+        queries.
         """
         empty = (self.capacities - self.held)[:, :-1]  # without the free rows of the last sequence
         starts = np.cumsum(empty, 0) - empty
@@ -167,11 +169,11 @@ class CacheLayer:
         """Copy the rows of some sequences to new memory.
 
         Args:
-            held: (M,). How many rows to copy for each of the M sequences that are kept.
-            capacities: (M,). How many rows each of them gets in the new memory.
-            sequences: the indices of the M sequences, in their new order. None keeps all sequences.
-            dropped: (N,). How many rows to leave out at the start of each of the N old sequences,
-                or None.
+            held: (M,). The number of rows to copy for each of the M sequences that are kept.
+            capacities: (M,). The number of rows that each of these sequences has in the new memory.
+            sequences: the indices of the M sequences, in the new order. None keeps all sequences.
+            dropped: (N,). The number of rows that are not copied at the start of each of the N old
+                sequences. None copies all rows.
         """
         kept = range(held.size) if sequences is None else sequences
         starts, ends = np.cumsum(self.capacities) - self.capacities, np.cumsum(capacities)
@@ -203,17 +205,19 @@ class ShardedCache:
     and `attn.decode` computes attention. A step sends the same bytes as `Attention.decode`, however
     long the sequences are.
 
-    New tokens are stored on the rank with the fewest tokens, until that rank has received `block`
-    of them, and then on the next rank with the fewest tokens. With shorter blocks, a rank's tokens
-    would be in more spans. All ranks must make the same calls. Decoding has no gradients.
+    The rank with the fewest tokens stores new tokens. When it has stored `block` new tokens of each
+    sequence, the rank that has the fewest tokens at this time stores the next new tokens. With
+    shorter blocks, a rank's tokens would be in more spans. All ranks must make the same calls.
+    Decoding has no gradients.
 
     Args:
         attn: the module whose ranks hold the cache.
         layout: the layout of the prefill. Its N documents are the sequences, of any lengths. If the
             tensors have a batch dimension, each batch entry has N sequences.
-        block: how many tokens of a sequence a rank stores before the next rank stores some.
-        reserve: memory is allocated for this number of new tokens of each sequence at first. When a
-            layer's memory is full, it grows by an eighth, and its rows are copied.
+        block: the number of new tokens of each sequence that a rank stores before the cache chooses
+            the rank for the next new tokens.
+        reserve: the number of new tokens of each sequence for which memory is allocated at first.
+            When a layer's memory is full, it grows by an eighth, and its rows are copied.
         window: the largest number of keys before its own position to which a query attends, in all
             layers. None is unlimited. With a window, older keys are dropped. All ranks together
             then keep at most 2 · (window + 64) tokens of a sequence, and the tokens of one step.
@@ -273,7 +277,7 @@ class ShardedCache:
 
     @property
     def rows(self) -> int:
-        """The number of rows of this rank's tensors, up to its last token."""
+        """The number of rows of this rank's tensors, up to the row of its last token."""
         return self._rows.rows_in_use(self.attn.rank)
 
     @property
@@ -287,8 +291,8 @@ class ShardedCache:
         """Store this rank's keys and values of a layer's prefill.
 
         k is (T_local, Hkv, D) and v is (T_local, Hkv, Dv), in the layout's local order. Both may
-        have a leading batch dimension. With `reserve`, they are copied. Otherwise the cache uses
-        these tensors, without writing to them, until its memory must grow.
+        have a leading batch dimension. With `reserve`, k and v are copied. Without `reserve`, the
+        cache uses k and v themselves until its memory must grow, and never writes to them.
         """
         rank = self.attn.rank
         held = self._rows.held[rank]
@@ -320,8 +324,9 @@ class ShardedCache:
     def truncate(self, length: int) -> None:
         """Drop the last tokens of each sequence, such as rejected proposals.
 
-        Each sequence loses the same number of tokens. The longest sequence then has `length`
-        tokens. If tokens before a window were dropped, the tokens of the window must remain.
+        Each sequence loses the same number of tokens, so that the longest sequence has `length`
+        tokens. If the cache has dropped tokens before a window, the tokens of the window must
+        remain.
         """
         shortest = self.length - self.droppable
         length = as_int("length", length, shortest, self.length)
@@ -334,9 +339,10 @@ class ShardedCache:
 
     @outside_graphs
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order, such as the beams that continue.
+        """Keep these sequences, in this order, and drop all other sequences.
 
-        A sequence may occur several times. Each rank copies its own rows, and nothing is sent.
+        For example, keep the beams that continue. A sequence may occur several times. Each rank
+        copies its own rows, and nothing is sent.
         """
         last = self.sequences - 1
         numbers = as_sequence("sequences", sequences, "integers")
@@ -368,11 +374,12 @@ class ShardedCache:
         chunk: int | None = None,
         **options: Any,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Store the step's keys and values, and return attention of its queries over all keys.
+        """Store the step's keys and values, and return attention of the step's queries over all
+        keys.
 
         q (N·T, Hq, D), k (N·T, Hkv, D) and v (N·T, Hkv, Dv) must be the same on all ranks. They may
         have a leading batch dimension. They contain the T tokens of the step of sequence 0, then
-        those of sequence 1, and so on. Options, results and bytes sent are as in
+        the T tokens of sequence 1, and so on. Options, results and bytes sent are as in
         `Attention.decode`. With `chunk`, queries attend only to keys in the same chunk of `chunk`
         tokens, as in `Layout.chunked`.
         """
@@ -427,8 +434,8 @@ class ShardedCache:
     ) -> Tensor | tuple[Tensor, ...]:
         """Return attention of the step's queries over the k and v that `append` returned.
 
-        Instead, k and v may be computed from these tensors row by row, as DeepSeek-V2 computes keys
-        from latents. `attend` describes the options.
+        Row by row, k and v may also be computed from these two tensors, as DeepSeek-V2 computes
+        keys from latents. `attend` describes the options.
         """
         self._check_options(chunk, options)
         build = lambda: self._rows.decode_layout(self._step_tokens, chunk)  # noqa: E731
@@ -436,8 +443,10 @@ class ShardedCache:
         return self.attn.decode(q, k, v, layout, cu_seqlens=cu_seqlens, **options)
 
     def _layer_in_step(self, layer: Hashable) -> CacheLayer:
-        """Return a layer. Raise a ValueError if no step has begun, or if the layer left out a
-        step.
+        """Return a layer that can take part in the current step.
+
+        Raise a ValueError if the layer is unknown, if no step has begun, or if the layer has left
+        out a step.
         """
         stored = self._layers.get(layer)
         if stored is None:
@@ -449,8 +458,10 @@ class ShardedCache:
         return stored
 
     def _drop_old_tokens(self) -> None:
-        """Drop tokens before the window, once the cache has more than twice as many tokens as it
-        then keeps.
+        """Drop tokens before the window if the cache stores too many tokens.
+
+        The cache keeps the last `window` + `SPARE` tokens of each sequence. Nothing is dropped
+        unless the longest sequence has more than twice as many tokens.
         """
         if self._window is None or self.length <= 2 * (self._window + SPARE):
             return

@@ -4,10 +4,10 @@ Each call of a module becomes a call of this operator. The operator checks the c
 strategy, and saves tensors for backward. Its results are out and lse, then the max logits if they
 were requested, then the *residuals*, which are the tensors that the strategy keeps for backward.
 
-The file also counts FLOPs for torch's FlopCounterMode, exactly for the (query, key) pairs that this
-rank computes. A multiplication with an addition counts as 2 FLOPs. Forward has two matrix products,
-q·k and probabilities·v. Backward computes q·k again and has four more products. The softmax is not
-counted, as in torch.
+The file also counts FLOPs for torch's FlopCounterMode, for the (query, key) pairs that this rank
+computes. A multiplication with an addition counts as 2 FLOPs. Forward has two matrix products, q·k
+and probabilities·v. Backward computes q·k again and has four more products. As in torch, the
+softmax is not counted.
 """
 
 from __future__ import annotations
@@ -115,8 +115,10 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
         tensors: Operands,
         arguments: CallArguments,
     ) -> tuple[Operands, ResolvedCall]:
-        """Return operands that kernels can read, and the call with a `MaxLogits` if it was
-        requested.
+        """Return operands whose last dimension has stride 1, and the call that the strategy runs.
+
+        The tables of the call are copied to the device. The call has a `MaxLogits` if the user
+        requested max logits.
         """
         q, k, v, sinks = tensors
         if arguments.return_max_logits:
@@ -214,7 +216,7 @@ def _saved_shape(saved: Saved) -> OperandShape:
 def _area(
     shape: OperandShape, device: torch.device, arguments: CallArguments, backward: bool
 ) -> int:
-    """Return how many (query, key) pairs this rank computes, in all heads and batch entries."""
+    """Return how many (query, key) pairs this rank computes, over all heads and batch entries."""
     bound: Bound = BoundStrategy.of(arguments.strategy)
     call = arguments.to_call(bound.comm, shape, False, device)
     areas = bound.strategy.backward_areas if backward else bound.strategy.areas
@@ -237,8 +239,9 @@ def _check_tensors(call: ResolvedCall, tensors: Operands) -> None:
 
 
 def check_most_documents(strategy: Strategy, max_logits: bool, routed: bool) -> None:
-    """Raise a ValueError if messages of the call depend on the documents of a layout with
-    `most_documents`.
+    """Raise a ValueError if the messages of a call depend on the documents of its layout.
+
+    The layout has `most_documents`, so the messages must not depend on its documents.
     """
     if not strategy.takes_most_documents:
         name = 'deterministic="ranks"' if strategy.rank_invariant else repr(strategy.name)
@@ -264,9 +267,10 @@ ATTENTION = AttentionOperator().registered()
 def as_result(
     results: list[Tensor], arguments: CallArguments, heads: HeadPlacement, unbatched: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the module's result: out, or a tuple of out and the other requested tensors.
+    """Return what the module returns: out, or a tuple that begins with out.
 
-    `results` are the operator's results, or only out and lse.
+    The tuple contains the lse and the max logits that the user requested. `results` are the results
+    of the operator, or only out and lse.
     """
     out, lse = results[:2]
     found: list[Any] = [heads.restore(out[0] if unbatched else out, -2)]

@@ -39,8 +39,8 @@ class Strategy:
     """The methods of all strategies: forward, backward, and predictions of their work and messages.
 
     The fields of a strategy are its options. USP also has a field for its outer strategy. `str()`
-    must show all fields, because modules on one group whose strategies have the same string share
-    one `BoundStrategy`. Tensors are q (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D) and v (B,
+    must show all fields, because modules on one group share a `BoundStrategy` if their strategies
+    have the same string. Tensors are q (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D) and v (B,
     Tkv_local, Hkv, Dv).
     """
 
@@ -56,16 +56,17 @@ class Strategy:
 
     @property
     def takes_most_documents(self) -> bool:
-        """Whether messages and launches are the same for all documents that `most_documents`
-        allows.
+        """Whether the strategy can compute layouts with `most_documents`.
 
-        If so, they are those of `Geometry.worst_case`.
+        If it can, its messages and launches do not depend on the documents of the layout. They are
+        the messages and launches for `Geometry.worst_case`.
         """
         return False
 
     def to_rank_invariant(self) -> Self:
-        """Return this strategy with `rank_invariant` set. Raise a ValueError if it does not support
-        this.
+        """Return this strategy with `rank_invariant` set.
+
+        Raise a ValueError if the strategy does not support it.
         """
         expected = f"deterministic must be True or False with {self.name!r}"
         raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
@@ -74,7 +75,10 @@ class Strategy:
         """Raise a ValueError that names an option if the strategy cannot compute the call."""
 
     def agreed(self, call: ResolvedCall) -> dict[str, object]:
-        """Return further values that must be the same on all ranks, by name."""
+        """Return the values, by name, that ranks compare for this strategy.
+
+        Ranks raise an error if these values differ between ranks.
+        """
         return {}
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
@@ -90,10 +94,10 @@ class Strategy:
         sinks: Tensor | None,
         residuals: list[Tensor],
     ) -> Gradients:
-        """Return dq, dk and dv of this rank's tokens, in the accumulator's dtype or in their own
-        dtypes.
+        """Return dq, dk and dv of this rank's tokens.
 
-        dout is (B, T_local, Hq, Dv). dlse is (B, T_local, Hq), or None if lse has no gradient.
+        They may be in the accumulator's dtype, and the caller casts them to the dtypes of q, k and
+        v. dout is (B, T_local, Hq, Dv). dlse is (B, T_local, Hq), or None if lse has no gradient.
         """
         q, k, v, out, lse = residuals
         output = OutputGradient.of(dout, dlse, out, lse, sinks, self.rank_invariant)
@@ -102,7 +106,7 @@ class Strategy:
     def gradients(
         self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
     ) -> Gradients:
-        """Return dq, dk and dv, given the final output of this rank's queries and its gradient."""
+        """Return dq, dk and dv for the final output of this rank's queries and its gradient."""
         raise NotImplementedError
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
@@ -114,22 +118,26 @@ class Strategy:
         raise NotImplementedError
 
     def backward_areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        """Return the area that a rank computes in each step of backward."""
+        """Return the area that a rank computes in each step of backward.
+
+        An area is the number of (query, key) pairs that the mask allows, times the number of query
+        heads.
+        """
         return self.areas(call, rank)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         """Return the messages that a rank sends, by direction, step and peer. Nothing is sent.
 
-        They must equal the messages that `forward` and `backward` send. Entries of 0 bytes are
-        ignored.
+        These messages must be the messages that `forward` and `backward` send. Entries of 0 bytes
+        are ignored.
         """
         raise NotImplementedError
 
     def merged_size(self, ranks: int) -> int:
-        """Return how many consecutive ranks exchange heads. After the exchange, each of them has
-        the tokens of all of them.
+        """Return how many consecutive ranks exchange heads with each other.
 
-        It is 1 for strategies that do not exchange heads.
+        After the exchange, each of these ranks has some heads of the tokens of all of them. The
+        result is 1 for strategies that do not exchange heads.
         """
         return 1
 
@@ -143,7 +151,7 @@ class Strategy:
         return []
 
     def rehearse(self, comm: Comm, call: ResolvedCall, backward: bool) -> None:
-        """Run forward, and with `backward` also backward, on meta tensors. Nothing is computed or
+        """Run forward on meta tensors. With `backward`, also run backward. Nothing is computed or
         sent.
         """
         shape, rank, meta = call.shape, call.rank, torch.device("meta")
