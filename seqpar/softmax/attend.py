@@ -90,10 +90,6 @@ class Backend(Protocol):
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
 ) -> Backend:
-    """Return the backend that computes one block.
-
-    The latest choices are cached with the slices.
-    """
     chosen = _chosen(q, k, v, slices, options)
     return load_backend("softmax", chosen) if isinstance(chosen, str) else chosen
 

@@ -272,7 +272,6 @@ class ResolvedCall:
         return _kept(self.layout, self.kv_layout, "ranks", self.mask, self.shape)(key, build)
 
     def altered(self, **changes: Unpack[CallChanges]) -> ResolvedCall:
-        """Return a copy of the call with some fields replaced."""
         call = replace(self, **changes)
         settings = call.rank, call.mask, call.options.with_slopes(None), call.shape, call.device
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
@@ -315,7 +314,7 @@ class ResolvedCall:
         return dlse
 
     def slices(self, q_rank: int, k_rank: int) -> Slices:
-        """Return the slices of the queries of `q_rank` over the keys of `k_rank` that it sends to
+        """Return the slices of the queries of `q_rank` over the keys that `k_rank` sends to
         `q_rank`.
         """
         return slices_between(self.layout, q_rank, self.kv_layout, k_rank, self.mask)

@@ -358,9 +358,6 @@ class Attention(BoundModule[Strategy]):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> OperatorInputs:
-        """Return the operands, the operator's other arguments, and the placement of heads in
-        DTensors.
-        """
         tensors = {
             "q": (q, -2),
             "k": (k, -2),

@@ -24,8 +24,6 @@ _NO_HOOKS = Hooks()
 
 
 class _Passes:
-    """What is known about the passes with one key."""
-
     def __init__(self) -> None:
         self.have_run = False
         self.cannot_be_recorded = False
@@ -71,7 +69,7 @@ def _may_be_replayed(call: ResolvedCall) -> bool:
 def _settings(
     comm: Comm, call: ResolvedCall, tensors: Sequence[Tensor | None]
 ) -> tuple[Hashable, ...]:
-    """Return everything outside of `call` on which the steps of a pass depend."""
+    """Return everything outside of `call` on which the steps of a forward or backward depend."""
     forms = [
         x if x is None else (x.dtype, x.shape, x.stride(), x.storage_offset(), x.data_ptr() % 16)
         for x in tensors

@@ -119,14 +119,15 @@ def is_one_call(slices: Slices, backward: bool) -> bool:
 
 
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
-    """Return whether one kernel call surely computes the queries of any rank over another rank's
-    keys.
+    """Return whether one kernel call is known to compute the results between any two different
+    ranks.
 
-    If the answer is certain, a rank need not build the slices of other ranks to know the dtypes of
-    their results. With a full mask, the answer is certain, because all queries of a document attend
-    to all keys of the document. With a causal mask, it is certain on contiguous and zigzag layouts:
-    for each document and each pair of ranks, the queries of one rank that attend to any keys of the
-    other rank attend to the same adjacent keys.
+    The results are those of one rank's queries over the other rank's keys. If one call is known to
+    compute them, a rank need not build the slices of other ranks to know the dtypes of their
+    results. This is known for a full mask, because all queries of a document attend to all keys of
+    the document. It is also known for a causal mask on contiguous and zigzag layouts. On these
+    layouts, the queries of one rank that attend to any keys of another rank in a document attend to
+    the same adjacent keys.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

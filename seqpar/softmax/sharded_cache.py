@@ -92,7 +92,6 @@ class CacheRows:
         return before - self.held
 
     def select(self, sequences: list[int]) -> None:
-        """Keep these sequences, in this order. A sequence may occur several times."""
         self.lengths = self.lengths[sequences]
         self._spans = [[list(rank_spans[i]) for i in sequences] for rank_spans in self._spans]
         self.held, self.capacities = self.held[:, sequences], self.capacities[:, sequences]
@@ -121,7 +120,7 @@ class CacheRows:
         return layout, np.r_[0, counts.cumsum()]
 
     def _layout_of_rows(self) -> Layout:
-        """Return a layout of the rows that precede each rank's last token, including free rows.
+        """Return a layout of each rank's rows, up to the row of the rank's last token.
 
         Sequence i is document 2i. The free rows after sequence i are document 2i + 1, which has no
         queries.
@@ -434,8 +433,8 @@ class ShardedCache:
     ) -> Tensor | tuple[Tensor, ...]:
         """Return attention of the step's queries over the k and v that `append` returned.
 
-        Row by row, k and v may also be computed from these two tensors, as DeepSeek-V2 computes
-        keys from latents. `attend` describes the options.
+        k and v may also be tensors that were computed row by row from what `append` returned, as
+        DeepSeek-V2 computes keys from latents. `attend` describes the options.
         """
         self._check_options(chunk, options)
         build = lambda: self._rows.decode_layout(self._step_tokens, chunk)  # noqa: E731

@@ -118,18 +118,16 @@ class Strategy:
         raise NotImplementedError
 
     def backward_areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        """Return the area that a rank computes in each step of backward.
-
-        An area is the number of (query, key) pairs that the mask allows, times the number of query
-        heads.
+        """Return the area that a rank computes in each step of backward, as `areas` does for
+        forward.
         """
         return self.areas(call, rank)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         """Return the messages that a rank sends, by direction, step and peer. Nothing is sent.
 
-        These messages must be the messages that `forward` and `backward` send. Entries of 0 bytes
-        are ignored.
+        The result must be equal to the messages that `forward` and `backward` send. Entries of 0
+        bytes are ignored.
         """
         raise NotImplementedError
 

@@ -104,9 +104,9 @@ class HeadGroups:
         self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
 
     def group(self, number: int) -> list[HeadGroup]:
-        """Return the group with this number for each rank.
+        """Return group `number` of each rank, in the order of the ranks.
 
-        A rank that has fewer groups than another rank has empty groups at the end.
+        The group is empty on a rank that has fewer groups.
         """
         return [rank[number] for rank in self._ranks]
 
@@ -315,8 +315,8 @@ class HeadExchange:
     def send_back(self, tensors: Tensors) -> None:
         """Send the results of a group, (B, T_merged, h, D), to the ranks that hold the tokens.
 
-        Call this once for each group, in the order of the groups. It empties `tensors`, and waits
-        until the results of the preceding group have arrived before it sends.
+        Call this function once for each group, in the order of the groups. The function empties
+        `tensors`. Before it sends, it waits for the results of the preceding group.
         """
         blocks = self._plan.groups[self._sent_back].leaving
         flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]

@@ -222,9 +222,9 @@ class MessageBlock:
         return flat
 
     def unpack_tokens(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
-        """Copy the heads in a buffer in token form to the targets (B, T_local, H, D), or add them.
+        """Copy received heads from a buffer in token form to the targets (B, T_local, H, D).
 
-        They are added for tensors with `Operand.add`.
+        The heads of a tensor with `Operand.add` are added to the target.
         """
         for target, part in zip(targets, self._parts, strict=True):
             for run in part.runs:

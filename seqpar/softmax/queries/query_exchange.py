@@ -141,8 +141,9 @@ class QuerySchedule(NamedTuple):
     ) -> QuerySchedule:
         """Return the schedule of this rank's messages.
 
-        All hops of one group of heads come before the hops of the next group. The results of a
-        group can therefore be merged together.
+        In a hop, this rank sends queries to one rank and receives queries from one rank. Heads are
+        sent in groups. All hops of one group come before the hops of the next group, so that the
+        results of a group can be merged together.
 
         Args:
             call: the call of attention.
@@ -192,13 +193,13 @@ _MOST_KEPT = 4
 
 
 class _KeptResults:
-    """The decision how many results of a group of heads are stored before they are merged.
+    """Decides how many results of a group of heads are stored before they are merged.
 
     Attributes:
         most: the largest number of results that are stored at the same time, at least 1.
-        last: the indices of the hops after which all stored results are merged, because later
-            results need their memory. Except at the end of the schedule, they include the last hop
-            of each group.
+        last: the indices of the hops (`QueryHop`) after which all stored results are merged,
+            because later results need their memory. The last hop of each group is among them,
+            except the last hop of the last group if `most` is larger than 1.
     """
 
     def __init__(self, returning: Sequence[HopMessages], kept_bytes: int) -> None:
@@ -219,7 +220,7 @@ class _KeptResults:
 class _Packed(NamedTuple):
     """A message with this rank's queries.
 
-    The next hop sends the same message again if it sends the same rows and heads.
+    It is sent again in the next step if the rows and heads are the same.
     """
 
     rows: Rows
@@ -231,10 +232,10 @@ class _Packed(NamedTuple):
 
 
 class QueryExchange:
-    """The messages of a `QuerySchedule`: queries are sent, and results are sent back.
+    """Sends queries to the ranks of a mesh row, and sends the results back.
 
-    Queries and results use separate channels. If one exchange contained the results of a hop and
-    the queries of the next hop, the results would be sent one step later.
+    Queries and results use separate channels. If one exchange contained the results of a step and
+    the queries of the next step, the results would be sent one step later.
     """
 
     def __init__(
@@ -285,15 +286,16 @@ class QueryExchange:
         compute_last: Callable[[], None],
         compute: Callable[[HopMessages, list[Tensor], list[Tensor]], None],
     ) -> Iterator[tuple[int, Rows, list[Tensor], bool]]:
-        """Run all hops, and yield the results of this rank's queries as they arrive.
+        """Exchange all queries and results, and yield the results of this rank's queries as they
+        arrive.
 
         Args:
             compute_first: computes attention of this rank's queries while the first queries of
                 other ranks arrive.
             compute_last: computes attention of this rank's queries while the last results arrive.
-            compute: computes attention of received queries. Its arguments are the hop, the queries,
-                and the tensors to which it writes the results. While it runs, the queries of the
-                next hop arrive, and the results of the preceding hop are sent.
+            compute: computes attention of received queries. Its arguments are the messages of the
+                step, the queries, and the tensors to which it writes the results. While it runs,
+                the queries of the next step arrive, and the results of the preceding step are sent.
 
         Yields:
             The index of the group of heads, the local rows of the result, the tensors of the
@@ -341,9 +343,9 @@ class QueryExchange:
     def _returned(
         self, messages: HopMessages, results: Arriving
     ) -> tuple[int, Rows, list[Tensor], bool] | None:
-        """Wait for the results that this rank receives in a hop, and return what `results` yields.
+        """Wait for the results that this rank receives in a step, and return what `results` yields.
 
-        The result is None if this rank sent no queries in the hop.
+        The result is None if this rank sent no queries in the step.
         """
         tensors, hop = results.wait(), messages.hop
         if not hop.sent_count:

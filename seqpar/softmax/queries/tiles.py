@@ -102,17 +102,17 @@ class Tiles:
         return self._side_of_keys.own_rows(keys.holdings[rank], groups_of_ranks)
 
     def received_queries(self, rank: int) -> Ints:
-        """Return the number of queries that each rank sends to the mesh column of `rank`, (ranks,).
+        """Return how many of each rank's queries attend to keys in one mesh column, (ranks,).
 
-        These are the queries that attend to at least one key in this mesh column.
+        It is the mesh column of `rank`.
         """
         column = self._geometry[1].merged_holding([rank, *self.column(rank)])
         return self._side_of_keys.their_rows(column)
 
     def received_keys(self, rank: int) -> Ints:
-        """Return the number of keys that each rank sends to the mesh row of `rank`, (ranks,).
+        """Return how many of each rank's keys are attended to by queries in one mesh row, (ranks,).
 
-        These are the keys to which at least one query in this mesh row attends.
+        It is the mesh row of `rank`.
         """
         row = self._geometry[0].merged_holding([rank, *self.row(rank)])
         return self._side_of_queries.their_rows(row)
@@ -131,12 +131,11 @@ class Tiles:
         return slices if k_rank == at else slices.of_keys(self.key_rows(k_rank, at))
 
     def known_calls(self) -> bool | None:
-        """Return whether a single kernel call computes the queries that one rank sends to another
-        rank.
+        """Return whether a rank computes each other rank's queries in a single kernel call.
 
         The result is False if the mesh has several rows, because each rank then has several blocks
-        of keys. It is True if `hops_are_one_call` is true. In all other cases, the result is None,
-        because the answer may differ between pairs of ranks.
+        of keys. The result is True if `hops_are_one_call` is true for the layouts and the mask. In
+        all other cases, the answer depends on the two ranks, and the result is None.
         """
         if self._columns < self._ranks:
             return False

@@ -1,10 +1,9 @@
-"""Calls in two parts: `begin` posts the messages, and `finish` computes.
+"""Calls in two parts: `begin` posts the messages, and `finish` computes attention.
 
 Between the two parts, while messages are sent, a model can compute another batch. The two parts are
 two operators of torch, `attention_begin` and `attention_finish`. Backward runs their derivatives in
 the opposite order: the derivative of `attention_finish` posts messages, and the derivative of
-`attention_begin` computes. A model can do other work between the two derivatives, as between the
-two parts.
+`attention_begin` computes gradients. A model can also do other work between the two derivatives.
 
 A call that has begun is stored in this process, under a number. The first operator returns a
 *ticket*, an empty tensor whose shape contains the number. The second operator takes the ticket as
@@ -58,8 +57,8 @@ G = TypeVar("G")  # the messages of a backward that has begun
 class SplitStrategy(Strategy, Generic[P, G]):
     """A strategy that can post the messages of a call before it waits for any message.
 
-    `post` posts all messages that do not depend on received messages, and returns. `complete`
-    computes.
+    `post` posts all messages that do not depend on received messages. `complete` waits for messages
+    and computes attention.
     """
 
     keeps_operands: ClassVar[bool] = True
@@ -68,14 +67,13 @@ class SplitStrategy(Strategy, Generic[P, G]):
         raise NotImplementedError
 
     def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
-        """Compute a forward whose messages `post` has posted."""
         raise NotImplementedError
 
     def cancel(self, posted: P) -> bool:
-        """Cancel the messages of a forward that will never be completed. Return whether it was
-        possible.
+        """Cancel the messages of a forward that will never be completed, if possible.
 
-        Messages between ranks cannot be cancelled, because the other ranks have posted them, too.
+        Return whether the messages were cancelled. Messages between ranks cannot be cancelled,
+        because the other ranks have posted them, too.
         """
         return False
 
@@ -108,7 +106,6 @@ class SplitStrategy(Strategy, Generic[P, G]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> Gradients:
-        """Compute dq, dk and dv of a backward whose messages `post_gradients` has posted."""
         raise NotImplementedError
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
@@ -416,11 +413,12 @@ class SplitAttention(Attention):
         Arguments and errors are the same as in a call. Pass the result to `finish` once. If a call
         on a group is never finished, its tensors stay in memory. Do not change q, k and v in place
         before `finish`. All ranks must begin and finish their calls in the same order. If a
-        checkpoint of torch contains `begin` or `finish` of a call, it must contain the other
-        function for the same call, because it repeats only the functions that it contains.
+        checkpoint of torch contains the `begin` of a call, it must also contain the `finish` of
+        this call, and vice versa, because it repeats only the functions that it contains.
 
-        Autograd runs the backward of `finish` first, which posts messages. It then runs the
-        backward of `begin`, which computes. Other work of the model can run between the two.
+        Autograd runs the backward of `finish` first, which posts messages. After that, it runs the
+        backward of `begin`, which computes gradients. Other work of the model can run between the
+        two.
         """
         operands, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
         carried = ATTENTION.arguments.flat(arguments)

@@ -3,8 +3,8 @@
 Keys and values, and outputs of attention, may be sent in 8 bits, with an fp32 scale s for each row
 and head. s is the largest absolute value in the row divided by the largest code. An element x
 becomes the code nearest to x / s. Codes are integers, or e4m3 floats with 4 exponent bits and 3
-mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3). The errors in
-this table are those before the decoded element is rounded to its dtype:
+mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3). The table
+shows errors before the decoded element is rounded to its dtype:
 
 | code | largest code | largest error of an element |
 |---|---|---|

@@ -23,7 +23,7 @@ _MAX_CAST_ROWS = 1024  # the number of rows that are cast at a time, which limit
 
 
 class Rows:
-    """The local rows that a block contains, as ranges of row indices.
+    """The local rows that are sent or received as one block, as ranges of row indices.
 
     The block contains the rows of the first range, followed by the rows of the next range, and so
     on. The indices of the rows are copied to a device only once. If each call copied them, the host
