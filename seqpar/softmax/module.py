@@ -83,9 +83,10 @@ class Attention(BoundModule[Strategy]):
         check_ranks: whether to compare a digest of each call between ranks first, in ⌈log₂ P⌉
             messages of 64 bytes. If ranks make different calls, all ranks then raise the same
             ValueError, and no rank hangs.
-        deterministic: with True, the same call has the same bits in each run. On CPUs this always
-            holds. With "ranks", out, lse, dq, dk and dv have the same bits on any number of ranks,
-            in any layout, and with every strategy that supports it (docs/internals/numerics.md).
+        deterministic: with True, the same call has the same bits in each run. On CPUs, a call with
+            False also has this property. With "ranks", out, lse, dq, dk and dv have the same bits
+            on any number of ranks, in any layout, and with every strategy that supports "ranks"
+            (docs/internals/numerics.md).
         routing: how to send messages between nodes over several NICs at the same time. With None,
             messages are sent directly.
         options: the strategy's options.

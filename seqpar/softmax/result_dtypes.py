@@ -119,15 +119,15 @@ def is_one_call(slices: Slices, backward: bool) -> bool:
 
 
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
-    """Return whether one kernel call is known to compute the results between any two different
-    ranks.
+    """Return whether `is_one_call` is known to be true for any two different ranks.
 
-    The results are those of one rank's queries over the other rank's keys. If one call is known to
-    compute them, a rank need not build the slices of other ranks to know the dtypes of their
-    results. This is known for a full mask, because all queries of a document attend to all keys of
-    the document. It is also known for a causal mask on contiguous and zigzag layouts. On these
-    layouts, the queries of one rank that attend to any keys of another rank in a document attend to
-    the same adjacent keys.
+    `is_one_call` takes the slices of one rank's queries over another rank's keys. If its result is
+    already known, a rank need not build these slices to know the dtypes of results.
+
+    The result is True for a full mask, because all queries of a document attend to all keys of the
+    document. The result is also True for a causal mask on contiguous and zigzag layouts. On these
+    layouts, consider the queries that one rank has of a document. Those that attend to any keys of
+    another rank all attend to the same adjacent keys of this rank.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

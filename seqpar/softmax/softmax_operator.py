@@ -117,8 +117,8 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
     ) -> tuple[Operands, ResolvedCall]:
         """Return operands whose last dimension has stride 1, and the call that the strategy runs.
 
-        The tables of the call are copied to the device. The call has a `MaxLogits` if the user
-        requested max logits.
+        The function also copies the tables that the strategy needs to the device. The returned call
+        has a `MaxLogits` if the user requested max logits.
         """
         q, k, v, sinks = tensors
         if arguments.return_max_logits:

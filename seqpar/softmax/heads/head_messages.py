@@ -152,7 +152,7 @@ class _Part(NamedTuple):
 
 
 class _Section(NamedTuple):
-    """The range of a buffer in head form that contains all tensors with the same tokens."""
+    """The part of a buffer with messages that contains all tensors with the same tokens."""
 
     rows: MergedRows
     offset: int
@@ -222,9 +222,9 @@ class MessageBlock:
         return flat
 
     def unpack_tokens(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
-        """Copy received heads from a buffer in token form to the targets (B, T_local, H, D).
+        """Copy received heads of this rank's tokens to the targets (B, T_local, H, D).
 
-        The heads of a tensor with `Operand.add` are added to the target.
+        The heads of a tensor with `Operand.add` are added to its target.
         """
         for target, part in zip(targets, self._parts, strict=True):
             for run in part.runs:
@@ -238,7 +238,7 @@ class MessageBlock:
                         ours.add_(theirs)
 
     def pack_heads(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Pack tensors (B, T_merged, h, D) into a buffer in head form.
+        """Pack this rank's heads of all tokens, (B, T_merged, h, D), into messages to all ranks.
 
         A single tensor is not copied if its rows are already in the order of the messages. A tensor
         without heads on this rank is ignored.
@@ -253,7 +253,7 @@ class MessageBlock:
         return self._reordered(flat, MergedRows.split)
 
     def merge(self, flat: Tensor) -> Tensor:
-        """Reorder the rows of a buffer in head form to the order of the documents."""
+        """Reorder the rows of received heads from rank order to the order of the documents."""
         return self._reordered(flat, MergedRows.merge)
 
     def _reordered(self, flat: Tensor, order: Callable[[MergedRows, Tensor], Tensor]) -> Tensor:

@@ -40,7 +40,7 @@ class Tiles:
     def row(self, rank: int) -> list[int]:
         """Return the other ranks in the mesh row of `rank`.
 
-        They are in the order in which `rank` sends queries to them.
+        The order is that in which `rank` sends queries to these ranks.
         """
         first = rank - rank % self._columns
         return [first + (rank + step) % self._columns for step in range(1, self._columns)]
@@ -48,7 +48,7 @@ class Tiles:
     def column(self, rank: int) -> list[int]:
         """Return the other ranks in the mesh column of `rank`.
 
-        They are in the order in which `rank` sends keys to them.
+        The order is that in which `rank` sends keys to these ranks.
         """
         ranks, columns = self._ranks, self._columns
         return [other % ranks for other in range(rank + columns, rank + ranks, columns)]
@@ -201,11 +201,11 @@ class Tile:
 
     @cached_property
     def last(self) -> tuple[int, Slices]:
-        """The work that forward leaves for the end: the index of a block of keys, and slices over
-        this block.
+        """The work that forward does at the end, as the index of a block of keys and slices over
+        the block.
 
-        For the block with the rank's own keys, the slices are half of the block's slices. For any
-        other block, they are all slices of the block.
+        If the block contains the rank's own keys, the slices are half of the slices over this
+        block. If the block contains the keys of another rank, they are all slices over this block.
         """
         last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
         return last, self.blocks[last] if last else self.own[0][1]

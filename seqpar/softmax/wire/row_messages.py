@@ -203,8 +203,7 @@ class Packing:
     def apart(self, memory: Tensor) -> list[Tensor]:
         """Return contiguous views of the tensors in the memory of a message, to be sent one by one.
 
-        The elements of a tensor without `planes` have the same order as in the message. The
-        elements of a tensor with `planes` do not.
+        The elements of a tensor without `planes` have the same order as in the message.
         """
         by_dtype = self._by_dtype(memory)
         return [
