@@ -218,8 +218,8 @@ class _BatchSharder:
         loss_mask: Tensor | None = None,
         padding_token_id: int = 0,
     ) -> tuple[Any, dict[str, Any], ShardLayout]:
-        """Return a context, this rank's part of a batch (B, S), and the layout of the batch's
-        tokens.
+        """Return three values: a context in which the model runs, this rank's part of a batch (B,
+        S), and the layout of the batch.
         """
         with self._packed.sp.faults():
             source, tokens, cu_seqlens = self._tokens(batch, loss_mask)
@@ -256,7 +256,9 @@ class _BatchSharder:
 
 
 def document_numbers(batch: Mapping[str, Any], shape: tuple[int, int]) -> Ints:
-    """Return numbers (B, S): the first document of a row has number 1, and padding has number 0."""
+    """Return (B, S): for each token, the number of its document within the row, counted from 1. The
+    number of padding is 0.
+    """
     mask, lengths = batch.get("attention_mask"), batch.get("seq_lens")
     for name in (DOCUMENT_NUMBERS, "attention_mask"):
         x = batch.get(name)
@@ -334,15 +336,17 @@ def _numbers_of_lengths(lengths: Ints, padded: Ints, shape: tuple[int, int]) -> 
 
 
 def _offsets(numbers: Ints) -> Ints:
-    """Return where documents and runs of padding begin among the B·S tokens, followed by B·S."""
+    """Return the indices, among all B·S tokens, at which a document or consecutive tokens of
+    padding begin. The last element is B·S.
+    """
     begins = np.ones(numbers.shape, bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     return np.r_[np.flatnonzero(begins), numbers.size].astype(np.int64)
 
 
 def _positions(batch: Mapping[str, Any], numbers: Ints, cu_seqlens: Ints) -> Tensor:
-    """Return positions (B, S). Positions of padding count up too, since each position 0 would begin
-    a document.
+    """Return the positions (B, S) of tokens in their documents. The positions of consecutive tokens
+    of padding also count up, because each position 0 would begin a document.
     """
     rows, columns = numbers.shape
     like = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]

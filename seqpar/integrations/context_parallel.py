@@ -247,7 +247,9 @@ class _ToAllRanks(TorchFunctionMode):
     def _check_replicated(
         self, query: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool
     ) -> None:
-        """Raise a ValueError if the result of a query depends on the rank that holds the query."""
+        """Raise a ValueError if a call whose keys every rank holds would give a query different
+        results on different ranks.
+        """
         if as_float("dropout_p", dropout_p) != 0:
             raise ValueError(f"dropout_p must be 0 within context_parallel, got {dropout_p}")
         if self._is_replicated(query):
@@ -302,7 +304,9 @@ def _refusal(name: str) -> ValueError:
 
 
 def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tuple[int, ...]:
-    """Return `numbers`, or raise a ValueError if one of them is also a rank's number of tokens."""
+    """Return the checked argument `replicated_keys`, or raise a ValueError if one of its numbers is
+    also the number of tokens of a rank.
+    """
     if not isinstance(numbers, list | tuple | set | frozenset):
         expected = "a list, a tuple or a set of numbers of keys"
         raise ValueError(f"replicated_keys must be {expected}, got {shown(numbers)}")

@@ -19,8 +19,8 @@ def layout_of_chunks(chunks: Ints, owners: Ints, ranks: int, cu_seqlens: Ints) -
     Args:
         chunks: (number of chunks + 1,) integers. The index of each chunk's first token, then the
             number of tokens.
-        owners: the ranks of the first chunks. If there are more chunks than entries, the list is
-            repeated.
+        owners: a list of ranks. Entry i is the rank of chunk i. If there are more chunks than
+            entries, the list is repeated from its start.
         ranks: the number of ranks.
         cu_seqlens: (number of documents + 1,) integers. The index of each document's first token,
             then the number of tokens.

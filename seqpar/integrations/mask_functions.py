@@ -77,7 +77,7 @@ def ranges_of(
 def ranges_within(
     mask_function: Callable[..., Any], documents: Sequence[tuple[int, int, int]]
 ) -> Ranges:
-    """Return the ranges that a batch's mask function leaves visible within the documents.
+    """Return which pairs within the documents of a batch a mask function leaves visible, as ranges.
 
     Each document is (row, start, stop). Columns between documents, such as padding, are left out.
     Errors are as in `ranges_of`.
@@ -125,7 +125,9 @@ def _and(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _or(within: list[Area], closed: Closed, batch: int) -> list[Area]:
-    """Return the union of the functions' areas as disjoint areas."""
+    """Return the pairs that at least one of several mask functions leaves visible, as areas that do
+    not overlap.
+    """
     functions = closed["mask_functions"]
     counts = [len(_shown(function, within, batch)) for function in functions]
     found, before = list[Area](), list[Area]()
@@ -172,7 +174,11 @@ def _padded(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _remapped(within: list[Area], closed: Closed, batch: int) -> list[Area]:
-    """Cut areas where positions do not count up, and evaluate each result at its positions."""
+    """Apply a mask function of positions to areas of columns.
+
+    The areas are cut where the positions do not count up by one. In each of the cut areas, the
+    function is evaluated at the positions of the area.
+    """
     positions = closed["position_ids"][batch].detach().cpu().numpy()
     edges = np.flatnonzero(np.r_[True, np.diff(positions) != 1, True])
     found = []

@@ -199,7 +199,9 @@ def _as_long(layout: Layout, kv_layout: Layout) -> bool:
 
 
 def _check_axes(layout: Layout, kv_layout: Layout, heads: int) -> None:
-    """Refuse shapes that do not show which axis is tokens and which is heads, on all ranks."""
+    """Raise a ValueError if a shape does not show which axis is the tokens and which axis is the
+    heads. If this is so on one rank, all ranks raise the error.
+    """
     for rank in range(layout.ranks):
         if layout.tokens_on(rank) == heads == kv_layout.tokens_on(rank):
             reason = f"rank {rank} has as many tokens as there are heads, {heads}"

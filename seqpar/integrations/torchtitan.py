@@ -159,7 +159,9 @@ def sequence_parallel(
 
 
 def _where_tokens_are(sharding: Any) -> Any:
-    """Return the sharding of inner attention, changed so that keys and values are not gathered."""
+    """Return the sharding config of inner attention, changed such that torchtitan does not gather
+    keys and values.
+    """
     if sharding is None:
         return None
     held = sharding.in_src_shardings

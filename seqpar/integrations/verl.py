@@ -79,7 +79,7 @@ class Settings(NamedTuple):
 
 
 class _OverRanks:
-    """The methods in which both engines differ from verl's.
+    """The methods that both engines of seqpar override in verl's engines.
 
     The engines divide sequences over ranks by a layout, where verl would divide them equally. After
     the model has run, the engines gather the log-probabilities, entropies and values of all ranks,
@@ -205,7 +205,9 @@ def serve_partitions(ranks: int, cluster: str, model: str) -> None:
 
 
 def length_of_workload(workload: int) -> int:
-    """Return the tokens of a sequence with this workload by verl's formula, s² + 24576·s."""
+    """Return the number of tokens s of a sequence, given the workload s² + 24576·s by which verl
+    balances sequences.
+    """
     root = math.isqrt(_LINEAR**2 + 4 * workload)
     return max((root - _LINEAR) // 2, 1)
 

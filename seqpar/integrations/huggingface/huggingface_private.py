@@ -96,7 +96,9 @@ def attention_of(config: Any) -> str | None:
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Set the attention in a config whose class transformers' own method does not change."""
+    """Set the name of the attention function in a config that transformers' own method leaves
+    unchanged.
+    """
     TRANSFORMERS.get("transformers.PreTrainedConfig._attn_implementation")
     config._attn_implementation = name
 

@@ -114,7 +114,6 @@ class LayerReport:
 
     @property
     def bytes(self) -> int:
-        """Bytes that this rank sent for the layer, in both passes."""
         return self.forward_bytes + self.backward_bytes
 
 
@@ -547,8 +546,8 @@ class SequenceParallel(EnabledModel):
 
     @_outside_graphs
     def _enter(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call with a cache. For a call without one, check that it came through the enabled
-        model.
+        """Begin a call that has a cache. For a call without a cache, check that the enabled model
+        was called, and not a module inside it.
         """
         args = tuple(map(plain_ids, args))
         kwargs = {name: plain_ids(x) for name, x in kwargs.items()}
@@ -629,7 +628,9 @@ class SequenceParallel(EnabledModel):
 
     @_outside_graphs
     def _end(self, root: nn.Module, args: Any, outputs: Any) -> None:
-        """If the model or a hook raised an error, end the call and tell the other ranks."""
+        """End a call if the model or a hook raised an error, and raise an error on all other
+        ranks.
+        """
         error = sys.exception()
         if error is None or id(error) == self._handled or self.silent:
             return

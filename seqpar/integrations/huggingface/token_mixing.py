@@ -195,7 +195,9 @@ class TokenMixing:
                         yield name, x, hooks, key
 
     def _watch(self, checked: _Checked) -> None:
-        """Check a module after it has run, and record the results to replay while it runs."""
+        """Register hooks that check a module after it has run. While the module runs, record the
+        results of those inner modules that are replayed in the check.
+        """
         for x in checked.replayed:
             checked.results[x] = []
             recorder = self._recorder(checked.results[x], x.forward)
@@ -230,7 +232,9 @@ class TokenMixing:
         return forward
 
     def _watch_hook(self, name: str, x: nn.Module, hooks: dict[int, Any], key: int) -> None:
-        """Check a hook after it has run. A hook that changed nothing needs no check."""
+        """Replace a user's hook by a function that runs the hook and then checks it. A hook that
+        changed nothing is not checked.
+        """
         own = hooks[key]
 
         def watched(module: nn.Module, *given: Any) -> Any:
@@ -288,7 +292,8 @@ class TokenMixing:
         given: Parts,
         replayed: list[tuple[nn.Module, list[Parts]]],
     ) -> bool:
-        """Run code on the sample and on its parts, and record a fault if the results do not agree.
+        """Run code on a sample of the tokens and on the parts of this sample, and record a fault if
+        the results do not agree.
 
         If the code draws random numbers, it runs again in evaluation mode. Returns False if the
         code raised an error, for example because it expects other shapes. Such code is not checked.
@@ -397,11 +402,11 @@ def _alone(
     part: int,
     training: bool | None,
 ) -> Iterator[None]:
-    """Within this context, a module runs without hooks, and replayed modules return recorded
-    results.
+    """Within this context, run a module without hooks. Those inner modules that are in `replayed`
+    return the results that were recorded in the real call.
 
-    `part` is the index of the results in `Parts`. `training` is the mode of the module, or None for
-    its current mode.
+    `part` is the index of the recorded results to return. `training` is whether the module runs in
+    training mode. None stands for the module's current mode.
     """
     results = {x: iter([parts[part] for parts in recorded]) for x, recorded in replayed}
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -446,8 +451,8 @@ def _copied(part: Any) -> Any:
 
 
 def _ranges(tokens: int) -> list[tuple[int, int]]:
-    """Return the range of the sample among a rank's tokens, and the ranges of the sample's
-    parts.
+    """Return which of a rank's tokens are the sample, and which of them are each part of the
+    sample, as ranges.
     """
     step = _STEP if tokens >= 3 * _STEP else 1
     size = min(tokens, _SAMPLE) // step * step
@@ -471,7 +476,9 @@ def _differ_in_parts(results: Parts, tolerance: float) -> bool:
 
 
 def _differs(whole: Tensor, parts: list[Tensor], tolerance: float) -> bool:
-    """Return whether `whole` is neither the concatenation of `parts` nor their sum."""
+    """Return whether the result of a whole sample, `whole`, is neither the concatenation nor the
+    sum of the results of its parts, `parts`.
+    """
     if not whole.is_floating_point() or whole.dim() == 0 or not whole.numel():
         return False  # a single number, such as a loss, which `sp.total` sums over the ranks
     shapes = [x.shape for x in (whole, *parts)]

@@ -35,10 +35,10 @@ def layout_of_rows(tokens: int, ranks: int) -> Layout:
 def layout_of_packed(
     packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balancing: bool
 ) -> Layout:
-    """Return the layout of packed sequences. Each document's padding is a document of the layout
-    too.
+    """Return the layout of packed sequences, in which the padding behind each document is a
+    separate document.
 
-    The first layer stores the layout in `packed`, and later layers reuse it.
+    The first layer stores the layout in `packed`, and later layers reuse this layout.
 
     Args:
         packed: Megatron's PackedSeqParams.
@@ -92,8 +92,8 @@ def _layout(packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balanci
 
 
 def _documents(packed: Any) -> tuple[Ints, Ints]:
-    """Return two lists of offsets: of documents together with their padding, and of documents and
-    padding separately.
+    """Return two arrays of offsets. In the first array, the padding behind a document belongs to
+    the document. In the second array, the padding is a separate document.
     """
     real, keys, padded, padded_keys = (
         None if x is None else parse_cu_seqlens(x, f"packed_seq_params.{name}")

@@ -103,10 +103,11 @@ def describe_mask(
 
 
 def check_packing(side: Side, separates: bool) -> None:
-    """Raise a ValueError if `shard` and the model disagree about jumps of the positions.
+    """Raise a ValueError if `shard` has begun a document where positions jump, but the model's mask
+    does not separate documents there.
 
-    `shard` has begun a document at each jump. `separates` is whether the model's mask separates
-    documents too. Only ranks whose positions have a jump raise the error.
+    `separates` says whether the model's mask separates documents at jumps. Only ranks whose
+    positions have a jump raise the error.
     """
     if side.documents.packed and not separates and side.shows_jumps():
         reason = "which the model's mask does not treat as beginnings of documents"
@@ -261,7 +262,9 @@ def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
 
 
 def sides_of(call: ModelCall, layer: AttentionLayer) -> tuple[Side, Side, int]:
-    """Return the tokens of a layer's queries and of its keys, and this rank's number of keys."""
+    """Return the `Side` of a layer's queries, the `Side` of its keys, and the number of keys on
+    this rank.
+    """
     side = call.side(layer.in_encoder)
     keys = call.side(layer.in_encoder or layer.cross)
     return side, keys, call.cache.store.rows if call.decodes else keys.tokens
@@ -270,7 +273,9 @@ def sides_of(call: ModelCall, layer: AttentionLayer) -> tuple[Side, Side, int]:
 def call_and_shape(
     module: nn.Module, session: EnabledModel, mask: Any, is_causal: bool | None
 ) -> tuple[ModelCall, MaskShape]:
-    """Return the running call of the layer's model, and the shape of the layer's mask."""
+    """Return the running call of the model that contains the layer, and which keys a query of the
+    layer attends to.
+    """
     if isinstance(mask, ShardedMask):
         if mask.call.session is not session:
             raise ValueError(

@@ -59,10 +59,11 @@ class EnabledModel(Uncopied):
                 )
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
-        """Share errors: if a rank raises a ValueError or TypeError in this context, all ranks raise
-        it.
+        """If one rank raises a ValueError or TypeError in this context, raise the same error on all
+        ranks.
 
-        The context must end before the first message of a call. `layer` is put before the message.
+        The context must end before a rank sends the first message of a call. The text of the error
+        begins with `layer`.
         """
         return nullcontext() if is_traced() else self._faults(layer)
 
@@ -77,7 +78,8 @@ class EnabledModel(Uncopied):
     def agree(
         self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]], hint: str = ""
     ) -> T:
-        """Return `resolve()`. If it fails on any rank, all ranks raise that rank's error.
+        """Return the result of `resolve()`. If `resolve` raises an error on one rank, all ranks
+        raise this error.
 
         All ranks also raise an error if `shared()` differs between ranks. `hint` is appended to
         this error.
@@ -119,8 +121,8 @@ class ModelCall:
         self.counted = {x: layer.calls for x, layer in self.session.layers.items()}
 
     def check_reached(self) -> None:
-        """Refuse a call that reached no attention layer, or only some blocks of a list of
-        blocks.
+        """Raise an error if no attention layer was called during a call of the model, or if only
+        some blocks of a list of blocks were called.
         """
         layers = self.session.layers
         reached = {x for x, layer in layers.items() if layer.calls > self.counted[x]}
@@ -151,8 +153,8 @@ class _NoTensor(ValueError, AttributeError):
 
 
 class ShardedMask(Opaque):
-    """The mask that layers receive. It refers to the model's call, so that a layer that backward
-    recomputes finds the call again.
+    """The mask that layers receive. The mask refers to the call of the model, so that a layer can
+    find the call when backward recomputes the layer.
     """
 
     def __init__(self, call: ModelCall, pattern: MaskShape) -> None:
@@ -186,8 +188,8 @@ class PreparedMask(ShardedMask):
 
 
 class _CurrentCall(threading.local):
-    """The model's call that runs in this thread. Not a ContextVar, because torch.compile cannot
-    trace one.
+    """The call of the model that runs in this thread. A ContextVar cannot be used, because
+    torch.compile cannot trace it.
     """
 
     call: ModelCall | None = None

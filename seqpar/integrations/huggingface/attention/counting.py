@@ -25,8 +25,8 @@ _layers: weakref.WeakValueDictionary[int, AttentionLayer] = weakref.WeakValueDic
 
 
 def track(layer: AttentionLayer) -> None:
-    """Register a layer under its `handle`. The handle is a tensor, so that layers can share a
-    compiled graph.
+    """Give a layer a tensor, its handle, by which a compiled graph identifies the layer. Because
+    the handle is an input of the graph, several layers can share one graph.
     """
     layer.handle = torch.tensor(id(layer))
     _layers[id(layer)] = layer

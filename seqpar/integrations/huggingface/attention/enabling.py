@@ -152,7 +152,9 @@ def _by_formula(in_encoder: bool, x: Any, args: tuple[Any, ...], output: Tensor)
 
 
 def _append_last(x: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Append the greatest position of all ranks to this rank's positions."""
+    """Append the greatest position of all ranks to the positions of this rank's tokens, in the
+    arguments of a module.
+    """
     last_position = _call().sharding.main.last_position
     bound = _bound(x, args, kwargs)
     positions = bound.arguments["position_ids"]

@@ -32,7 +32,9 @@ class MaskShape:
     ranges: Mask | None = None  # if given, the other fields are not used
 
     def arguments(self) -> dict[str, Any]:
-        """Return the mask arguments of an attention call. Chunks are part of the layout instead."""
+        """Return the mask arguments of an attention call. Chunked attention has no argument,
+        because the layout contains the chunks.
+        """
         if self.ranges is not None:
             return {"mask": self.ranges}
         return {"causal": self.causal, "window_size": (self.left, self.right)}
@@ -59,12 +61,13 @@ def read_mask(
     documents: BatchDocuments | None = None,
     position_ids: Tensor | None = None,
 ) -> MaskShape:
-    """Return the shape of a mask function of `transformers.masking_utils`, without documents.
+    """Return which keys a query attends to, according to a mask function of
+    `transformers.masking_utils`, apart from the separation of documents.
 
-    If the function separates documents, they must be those of this rank's `position_ids`. If the
-    `documents` of a whole batch are given, the function can be a union of masks, such as a causal
-    mask for text and a full mask within each image. Raises a ValueError if the mask cannot be
-    expressed.
+    If the function separates documents, these must be the documents that begin where this rank's
+    `position_ids` jump. If the `documents` of a whole batch are given, the function can be a union
+    of masks, such as a causal mask for text and a full mask within each image. Raises a ValueError
+    if the mask cannot be expressed.
     """
     _check_documents(function, position_ids)
     try:
@@ -86,8 +89,9 @@ def is_packed(function: Callable[..., Any]) -> bool:
 def _check_documents(function: Callable[..., Any], position_ids: Tensor | None) -> None:
     """Raise a ValueError if a mask finds documents in a tensor other than the positions.
 
-    Up to transformers 5.18, the mask's function can read any tensor, so this tensor is compared
-    with the positions. Later versions have a separate function for documents from positions.
+    Up to transformers 5.18, the mask function reads a tensor of document numbers, which is compared
+    with the positions. Later versions have a separate mask function for documents that are found
+    from positions.
     """
     functions = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
     names = set(map(_name, functions))
@@ -104,7 +108,9 @@ def _check_documents(function: Callable[..., Any], position_ids: Tensor | None) 
 
 
 def _numbers(documents: Tensor, position_ids: Tensor | None) -> bool:
-    """Return whether `documents` (1, T) counts the jumps of the positions, as transformers does."""
+    """Return whether `documents` (1, T) contains, for each token, the number of earlier jumps of
+    the positions. transformers numbers documents like this.
+    """
     if position_ids is None or documents.shape != position_ids.shape:
         return False
     jumps = (position_ids.diff(dim=-1) != 1).cumsum(-1)

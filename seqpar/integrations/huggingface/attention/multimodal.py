@@ -124,8 +124,10 @@ def _taken(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask(mask: Any, call: ModelCall) -> Any:
-    """Return the masks of layers, or None for a single mask, which the call already keeps, or
-    padding.
+    """Return the argument `attention_mask` for the text model.
+
+    If `mask` is one mask for all layers, it is stored in `call`, and the result is None. The result
+    is also None if `mask` only marks padding.
     """
     side = call.sharding.main
     if isinstance(mask, ShardedMask):

@@ -120,7 +120,9 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
 
 
 def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | None:
-    """Return the positions (B, S) from which documents are found, or None if the batch has none."""
+    """Return the positions (B, S) from which documents are found, or None if the batch has no such
+    positions.
+    """
     if position_ids is None:
         return None
     shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()

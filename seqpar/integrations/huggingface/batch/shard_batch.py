@@ -70,8 +70,8 @@ class ModelPreparation:
     calls: tuple[Preparation, ...]  # one for each kind of attention call
 
     def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
-        """Return the layout that `shard` would make for these documents, with the attention
-        tables.
+        """Return the layout that `shard` would make for these documents, with the tables of the
+        model's attention.
         """
         layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
         for prepare in self.calls:
@@ -80,7 +80,7 @@ class ModelPreparation:
 
 
 class BatchSharder:
-    """Cuts the batches of one model. `shifts` is as in `Origin`."""
+    """Cuts the batches of one model to the tokens of this rank. `shifts` is as in `Origin`."""
 
     def __init__(self, model: Any, comm: Comm, kind: str, with_images: bool) -> None:
         self._model, self._comm = model, comm
@@ -232,7 +232,7 @@ class BatchSharder:
                 raise ValueError(f"the batch must not be sharded for {reason}: {way_out}")
 
     def _is_beside(self, side: Side, name: str, x: Any) -> bool:
-        """Return whether a value of the batch describes images, so that it is passed on
+        """Return whether a value of the batch describes images. Such a value is passed to the model
         unchanged.
         """
         if name == "mm_encoder_outputs":  # image features that `generate` computes first
@@ -424,7 +424,9 @@ _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def _guard(part: Any, names: list[str]) -> None:
-    """Make models that are not enabled raise an error if they receive one rank's tokens."""
+    """Change the part of a batch so that a model raises an error if it receives the part and is not
+    enabled.
+    """
     for name in [name for name in names if part[name] is not None]:
         if name.endswith("input_ids"):
             part[name] = part[name].as_subclass(TokensOfRank)

@@ -62,8 +62,8 @@ class Side:
     def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
         """Cut x (…, B, S, …) to this rank's tokens (…, 1, T_local, …). B is dimension `dim`.
 
-        The layout's padding gets `value`. If that is None, the padding gets copies of the first
-        token: zeros could make a model divide by the norm 0 of an embedding.
+        The layout's padding gets `value`. If `value` is None, the padding gets copies of the first
+        token, because a model could divide by the norm of an embedding of zeros.
         """
         index = self.index.to(x.device)
         first = int(self.documents.kept[0])
@@ -85,7 +85,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a batch was sharded for. A model with another Origin refuses the batch."""
+    """The kind of model for which a batch was sharded. A model with a different `Origin` refuses
+    the batch.
+    """
 
     comm: Comm
     # The Python module of the model's class, on which the numbering of positions depends.
@@ -219,8 +221,8 @@ def plain_ids(x: Any) -> Any:
 class UnreadableMask(Opaque):
     """The attention mask of a sharded batch that has embeddings in place of ids.
 
-    It has the purpose of `TokensOfRank`: an enabled model drops this mask, and any other model
-    raises a ValueError when it reads the mask.
+    An enabled model drops this mask. A model that is not enabled raises a ValueError when it reads
+    the mask.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -233,12 +235,12 @@ class UnreadableMask(Opaque):
 
 
 def readable(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an enabled model's call without an `UnreadableMask`."""
+    """Return the arguments of a call, but leave out an `UnreadableMask`."""
     return {name: x for name, x in batch.items() if not isinstance(x, UnreadableMask)}
 
 
 def _check_calling_model() -> None:
-    """Raise a ValueError if a transformers model is being called that is not enabled."""
+    """Raise a ValueError if a transformers model is running that is not enabled."""
     from transformers import PreTrainedModel
 
     if is_traced():  # torch.compile cannot trace the search for the models that are being called
@@ -265,7 +267,9 @@ def digest_of(x: Any) -> str | None:
 
 
 def scalars_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers, strings and one-element tensors among arguments, as values for JSON."""
+    """Return those arguments that are numbers, strings or one-element tensors, as values for
+    JSON.
+    """
     found = {name: x.item() if _has_one(x) else x for name, x in values.items()}
     return {str(name): x for name, x in found.items() if isinstance(x, int | float | str)}
 

@@ -105,7 +105,9 @@ class Cache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's keys and values (1, H, T, D), and return all that this rank stores."""
+        """Store a layer's keys and values (1, H, T, D), and return all keys and values of the layer
+        that this rank stores.
+        """
         if self.store is None or not self._new:
             raise ValueError("past_key_values must be filled by calls of the enabled model")
         if not self.decodes:
@@ -163,7 +165,9 @@ class Cache:
         return self._store(layer).rows
 
     def attends(self, layer: int, window: int | None) -> None:
-        """Record how many earlier keys a layer's queries attend to; None means all."""
+        """Record how many earlier keys a query of a layer attends to. None stands for all earlier
+        keys.
+        """
         self._updated = None
         if not self.decodes:
             known = self._windows.get(layer, window)

@@ -200,8 +200,8 @@ class Generation(Uncopied):
     def _resolved(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache
     ) -> tuple[dict[str, Any], ModelCall, Kept | None, Callable[[], None]]:
-        """Return the model's arguments, the call, the tokens with logits, and a function that
-        begins the call.
+        """Return four values: the arguments for the model on this rank, the call, the tokens whose
+        logits are returned, and a function that begins the call.
         """
         self._check(inner, args, kwargs, cache)
         kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
@@ -228,8 +228,8 @@ class Generation(Uncopied):
         return made, call, kept, partial(cache.begin, layout, side.documents.columns, padding)
 
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Return the outputs of the whole batch. This hook also runs if the model raised an
-        error.
+        """Return the outputs of the whole batch, as a hook after the model's forward. The hook also
+        runs if the model raised an error.
         """
         call = current.call
         if not self.outer_calls or call is None or call.cache is None:
@@ -413,7 +413,9 @@ class Kept:
 
 
 def _prefill_layout(side: Side) -> tuple[Layout, Any]:
-    """Return a prefill's layout without padding, and the padding on the left of each row, (B,)."""
+    """Return the layout of a prefill, which leaves out padding, and the number of padding tokens on
+    the left of each row, (B,).
+    """
     documents = side.documents
     by_rows = documents.by_rows().cu_seqlens
     lengths = np.diff(by_rows)
@@ -435,7 +437,9 @@ def _prefill_layout(side: Side) -> tuple[Layout, Any]:
 
 
 def _kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device) -> Kept | None:
-    """Return the last `count` tokens of each row, or None, for all tokens, if a row is shorter."""
+    """Return the last `count` tokens of each row, whose logits are returned. If a row has fewer
+    tokens, return None, which stands for all tokens.
+    """
     lengths = np.diff(layout.cu_seqlens)
     if not count or count > lengths.min():
         return None

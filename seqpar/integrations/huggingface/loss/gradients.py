@@ -199,7 +199,9 @@ class ModelGradients(Uncopied):
             self._averaging, self._before_backward = averaging, True
 
     def watched(self, outputs: Any) -> Any:
-        """Return a call's outputs as tensors that refuse gradients of a loss of one rank."""
+        """Return the outputs of a call as tensors that raise an error in backward if the loss was
+        not summed over the ranks.
+        """
         if self.comm.size == 1 or not torch.is_grad_enabled():
             return outputs
         known: dict[int, Tensor] = {}
@@ -226,8 +228,8 @@ class ModelGradients(Uncopied):
     def total(self, local: Tensor, *, of_whole_batch: bool = False) -> Tensor:
         """Return the sum of all ranks' losses, for a loss of this rank's outputs.
 
-        With `of_whole_batch`, every rank has computed its part from outputs of all ranks. Their
-        router loss, a sum over the ranks, is then like any other output.
+        With `of_whole_batch`, every rank has computed the loss from gathered outputs of all ranks.
+        These outputs can include the router loss.
         """
         nodes = _nodes(local.grad_fn, local.output_nr, _GUARDED)
         sums = hasattr(local, _TOTAL) or any(x.name() == _LOSS for x in nodes)
@@ -283,7 +285,8 @@ class ModelGradients(Uncopied):
         self._counted.clear()
 
     def check_scale(self, gradient: Tensor) -> None:
-        """Refuse a loss that the ranks multiply by different numbers.
+        """Raise a ValueError if ranks have multiplied the loss by different numbers before
+        backward.
 
         Each rank sends 8 bytes to every other rank. With `check_ranks=False`, nothing is checked.
         """
@@ -462,7 +465,8 @@ def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor]) -> list[list[int]]:
-    """Group the indices of `tensors` into buckets, each of which one exchange averages.
+    """Group the indices of `tensors` into buckets. The tensors of a bucket are averaged by a single
+    exchange.
 
     All tensors of a bucket have the same dtype and device. A bucket with several tensors has at
     most `_BUCKET_ELEMENTS` elements.
@@ -484,7 +488,7 @@ def _written(gradient: Tensor | None) -> tuple[int, int]:
 
 
 def _nodes(root: Any, number: int, ends: set[str]) -> list[Any]:
-    """Return the nodes of autograd's graph that lead to output `number` of the node `root`.
+    """Return the nodes of autograd's graph on which output `number` of the node `root` depends.
 
     The search stops at nodes whose names are in `ends`, and at `_WholeBatch`.
     """

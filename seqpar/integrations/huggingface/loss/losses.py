@@ -114,8 +114,8 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
 
 
 def _of_rows(model: Any, call: ModelCall, results: Tensor) -> Tensor:
-    """Return the loss of a classifier of rows. Every rank computes it from the results of all
-    rows.
+    """Return the loss of a model that classifies whole rows. Every rank computes the loss from the
+    results of all rows.
     """
     loss: Tensor = model.loss_function(
         logits=results, labels=call.labels, pooled_logits=results, config=model.config
@@ -147,7 +147,7 @@ class RouterLoss:
         return cls(int(top), float(coefficient))
 
     def share(self, logits: tuple[Tensor, ...], side: Side, comm: Comm) -> Tensor:
-        """Return this rank's result (). The router loss is the sum of the results of all ranks.
+        """Return this rank's summand () of the router loss, which is the sum over all ranks.
 
         `logits` are (T_local, experts) for each layer. Each rank sends 4 bytes per expert to every
         other rank.
@@ -206,7 +206,9 @@ def _balance(chosen: Tensor, likely: Tensor, rows: int) -> Tensor:
 
 @cache
 def _is_this(own: Callable[..., Any]) -> bool:
-    """Return whether a model's function computes this loss, by a comparison on random logits."""
+    """Return whether a model's own function `own` computes the router loss of this file. Both are
+    compared on random logits.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 8, 5, generator=generator).unbind()
     held = torch.arange(8) < 7

@@ -50,7 +50,9 @@ def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: s
 
 
 def mark(outputs: Any, sharding: Sharding) -> None:
-    """Set an attribute on each output tensor that says which tokens the tensor's rows belong to."""
+    """Set an attribute on each output tensor. The attribute says to which tokens the rows of the
+    tensor belong.
+    """
     for names, x in tensors_in(outputs):
         of_rows = sharding.last_tokens is not None and names == ("logits",)
         if of_rows or (sharding.whole and not set(names).issubset(_OF_TEXT)):
@@ -63,7 +65,9 @@ def mark(outputs: Any, sharding: Sharding) -> None:
 
 
 def check_of_tokens(outputs: Any) -> None:
-    """Refuse outputs that have one value per sequence, such as (1, D), and not one per token."""
+    """Raise an error if outputs have one value per sequence, such as (1, D), instead of one value
+    per token.
+    """
     from transformers.utils.generic import ModelOutput
 
     if not isinstance(outputs, ModelOutput):

@@ -160,7 +160,9 @@ def find_head(session: EnabledModel) -> nn.Module | None:
 
 
 def _rule_of(model: Any) -> _LogitRule:
-    """Return what a model computes from logits, according to the source of its forward."""
+    """Return by which factor and cap a model changes its logits, according to the source code of
+    its forward.
+    """
     scale, softcap = 1.0, 0.0
     for value in changes_of_logits(type(model)):
         text = ast.unparse(value)
@@ -184,8 +186,10 @@ def _rule_of(model: Any) -> _LogitRule:
 
 
 class _Probe(torch.autograd.Function):
-    """A probe that depends on the loss in autograd's graph, because DDP and FSDP find the
-    parameters that need gradients from the graph of the outputs.
+    """An autograd function that returns a probe which depends on the loss.
+
+    The dependence is needed because DDP and FSDP search the graph of the outputs for the parameters
+    that need gradients.
     """
 
     @staticmethod
@@ -200,7 +204,9 @@ class _Probe(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The loss, made to depend on the model's outputs. They receive zero gradients."""
+    """An autograd function that makes the loss depend on the model's outputs. The outputs receive
+    zeros as gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, logits: Tensor) -> Tensor:

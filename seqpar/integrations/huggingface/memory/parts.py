@@ -73,7 +73,9 @@ class LeanMemory:
         return any(x is not None for x in (self._checkpoints, self._tiles, self._head))
 
     def check(self, wants_routers: bool) -> None:
-        """Raise a ValueError if a call asks for router logits that tiling would hide."""
+        """Raise a ValueError if a call asks for router logits, but a tiled module would not return
+        them.
+        """
         if self._tiles is not None:
             _check_routers(self._model, wants_routers)
 

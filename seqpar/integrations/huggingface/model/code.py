@@ -92,9 +92,11 @@ def users_of_labels(model: nn.Module, inner: nn.Module) -> list[str]:
     """Return the names of the user's classes that use labels, in a model or in modules around it.
 
     An enabled model receives no labels, because its loss is computed after its call. Two kinds of
-    classes work without labels too, and are not returned: a class that only passes `labels=labels`
-    on to an inner model or to its base class, and a model class that passes labels to
-    `loss_function` without shifting the labels or changing the loss.
+    classes also work without labels, and are not returned:
+
+    * a class that only passes `labels=labels` on to an inner model or to its base class;
+    * a model class that passes labels to `loss_function`, and neither shifts the labels nor changes
+      the loss.
     """
     around = [x for x in model.modules() if any(y is inner for y in x.modules())]
     users: list[str] = []
@@ -298,7 +300,9 @@ def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> Functio
 
 
 def _holds_what_it_decorates(function: object) -> bool:
-    """Return whether every decorator keeps the wrapped function in a closure cell."""
+    """Return whether every decorator of a function stores the function that it wraps in a closure
+    cell.
+    """
     if not isinstance(function, FunctionType):
         return False
     inner = getattr(function, "__wrapped__", None)

@@ -1,4 +1,6 @@
-"""Set attributes of a module in place of those of its class, and undo this later."""
+"""Set attributes of a module that take precedence over the attributes of its class, and remove them
+later.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from torch import nn
 
 
 class Replaced:
-    """An attribute of a module that replaces the one of its class until `remove`."""
+    """An attribute that was set on a module. Until `remove` is called, it takes precedence over the
+    attribute of the module's class.
+    """
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self._module, self._name, self._value = module, name, value

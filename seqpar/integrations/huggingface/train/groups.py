@@ -72,7 +72,7 @@ class Groups:
 
     @contextmanager
     def counted(self, trainer: Any) -> Iterator[None]:
-        """Within this context, a trainer of TRL counts groups in place of processes, and gathers
+        """Within this context, make a trainer of TRL count groups instead of processes, and gather
         the values of each group once.
         """
         if isinstance(trainer.accelerator, _AcceleratorOfGroups):
@@ -176,7 +176,9 @@ class Groups:
 
     @property
     def _counted(self) -> list[int]:
-        """The first process of each group whose batch does not repeat another group's batch."""
+        """The first processes of those groups whose batch is not a repetition of another group's
+        batch.
+        """
         turn = self._turn
         if turn is None or not self._accelerator.gradient_state.end_of_dataloader:
             return self._firsts
@@ -205,7 +207,9 @@ class Groups:
         setattr(made, KEY, turn)
 
     def _dispatch(self, made: Any) -> None:
-        """Make a loader return the samples that accelerate would dispatch to this process."""
+        """Make a data loader return the samples that accelerate would send to this group, if each
+        group were one process.
+        """
         base, size = made.base_dataloader, made.base_dataloader.batch_size
         if not self._accelerator.split_batches:
             size *= self.count
@@ -251,8 +255,8 @@ class _AcceleratorOfGroups:
 
 
 class _Turn:
-    """A turn: each group computes a batch. `batches` of them differ, and the last one has `rows`
-    rows.
+    """A turn of an evaluation, in which each group computes a batch. `batches` of these batches are
+    different, and the last of them has `rows` rows.
     """
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:
@@ -278,7 +282,7 @@ class _DealtSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler whose epoch accelerate sets."""
+        """The inner sampler, whose epoch accelerate sets."""
         return getattr(self.batch_sampler, "sampler", None)
 
     def __iter__(self) -> Iterator[list[int]]:

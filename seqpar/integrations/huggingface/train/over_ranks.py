@@ -66,8 +66,8 @@ class OverRanks:
             self._sp.undo_on_disable(hook)
 
     def _check_sizes(self) -> None:
-        """Raise a ValueError if the ranks of `cp_size` in a `ParallelismConfig` are not the
-        model's.
+        """Raise a ValueError if the trainer's `ParallelismConfig` lets other ranks share a sequence
+        than the ranks on which the model was enabled.
         """
         sizes = getattr(self.accelerator, "parallelism_config", None)
         if sizes is None or not sizes.cp_enabled:
@@ -79,8 +79,8 @@ class OverRanks:
             raise ValueError(f"{what}, got {own.mesh.tolist()}: {how}")
 
     def get_cp_size(self) -> int:
-        """Return 1. transformers divides counts by this number, but `OverRanks` counts once per
-        group.
+        """Return 1. transformers divides its counts by this number. The counts of `OverRanks` must
+        not be divided, because they already count each group once.
         """
         return 1
 
@@ -124,8 +124,8 @@ class OverRanks:
         return total // self._sp.comm.size
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count the labels of a step: of all groups if the loss averages over all tokens, otherwise
-        of this group.
+        """Count the labels of a step. If the loss is a mean over all tokens of the step, the labels
+        of all groups are counted, and otherwise the labels of this group.
         """
         if not self.model_accepts_loss_kwargs or not batch_samples:  # type: ignore[attr-defined]
             return None

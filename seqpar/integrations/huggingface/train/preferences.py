@@ -34,8 +34,8 @@ class OverRanksPreferences(OverRanks):
             )
 
     def _whole(self, model: Any) -> Any:
-        """Return a model that takes whole batches. A model that is not enabled is returned
-        unchanged.
+        """Return a model that is called with whole batches. An enabled model is wrapped in
+        `WholeBatches`, and all other models are returned unchanged.
         """
         if isinstance(model, WholeBatches) or not (sessions := sessions_of(model)):
             return model

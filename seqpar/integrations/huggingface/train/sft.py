@@ -16,7 +16,8 @@ class OverRanksSFT(OverRanks):
     """A mixin for SFTTrainer.
 
     The model computes log-probabilities of a rank's tokens by TRL's fused head, which accepts
-    shifted labels. The loss is computed from them here, because TRL's own code counts processes.
+    shifted labels. This class computes the loss from the log-probabilities, because TRL's own code
+    counts processes instead of groups.
     """
 
     aux_loss_enabled: bool
