@@ -20,7 +20,9 @@ from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 
 def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
-    """Return (n,) the predicted seconds of each cell, or its number of pairs if `costs` is None."""
+    """Return (n,): the predicted seconds of the attention of each cell. If `costs` is None, return
+    the number of visible (query, key) pairs of each cell.
+    """
     pairs = cells.areas().astype(np.float64)
     if costs is None:
         return pairs
@@ -33,9 +35,10 @@ def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
 
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-    """Return the cells of a mask.
+    """Return the attention that each rank computes for its queries, as cells: spans of query rows
+    of one document, with the keys that they can attend to.
 
-    The keys of a prefix form separate cells.
+    The keys of a document's prefix form separate cells.
     """
     servers, documents, starts, stops = queries.all_spans()
     first, length = np.zeros_like(documents), keys.lengths[documents]
@@ -47,7 +50,9 @@ Intervals = Sequence[tuple[int, int]]
 
 
 class Unions:
-    """For each server and document, the union of ranges of the document's positions."""
+    """Ranges of positions for each pair of a server and a document. Overlapping ranges of the same
+    pair are merged.
+    """
 
     def __init__(self, servers: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
         kept = np.flatnonzero(stops > starts)
@@ -78,7 +83,7 @@ class Unions:
         return found
 
     def sizes(self, servers: int) -> Ints:
-        """Return (servers,) the number of positions of each server, in all documents."""
+        """Return (servers,): the number of positions of each server, summed over all documents."""
         lengths = self._stops - self._starts
         return np.bincount(self.servers[self._number], lengths, servers).astype(np.int64)
 
@@ -97,7 +102,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Intervals:
 def without(ranges: Intervals, others: Intervals) -> Intervals:
     """Return the positions of `ranges` that are in none of `others`, as ranges.
 
-    Both arguments must ascend, and their ranges must not touch.
+    The ranges of each argument must ascend, with a gap between two ranges of the same argument.
     """
     found = []
     for start, stop in ranges:
@@ -112,9 +117,8 @@ def without(ranges: Intervals, others: Intervals) -> Intervals:
 
 
 def covered(ranges: Intervals, start: float, stop: float) -> float:
-    """Count the positions from `start` to `stop` that the ranges cover.
-
-    The ranges must not touch.
+    """Count the positions start … stop − 1 that are in one of the ranges. There must be a gap
+    between two ranges.
     """
     total = 0.0
     for a, b in ranges:
@@ -124,7 +128,8 @@ def covered(ranges: Intervals, start: float, stop: float) -> float:
 
 
 class KeyPlacement:
-    """The keys that each server holds, and the keys that it receives if no work is moved.
+    """The keys that each server holds, and the keys that it receives from other servers if every
+    server computes the work of its own queries.
 
     `counts` (documents,) is the number of servers that have keys of each document.
     """
@@ -139,7 +144,9 @@ class KeyPlacement:
         self.counts: list[int] = np.diff(self._edges).tolist()
 
     def received(self, servers: int) -> Ints:
-        """Return (servers,) the number of keys that each server receives if no work is moved."""
+        """Return (servers,): the number of keys that each server receives if every server computes
+        the work of its own queries.
+        """
         return self._all.sizes(servers) - self._own.sizes(servers)
 
     def foreign(self, server: int, document: int) -> Intervals:

@@ -178,7 +178,9 @@ def _even(
     shares: Floats,
     tolerance: float,
 ) -> Parts:
-    """Move parts of cells until no server's work exceeds its share by more than the tolerance."""
+    """Move parts of cells between servers until the work of every server is at most (1 + tolerance)
+    times the server's share of all work.
+    """
     work = seconds_of(cells, costs)
     low = level = (1 + tolerance) * work.sum()
     trust = np.ones(shares.size)
@@ -260,7 +262,7 @@ def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
 
 
 def _price(costs: Costs | None) -> float:
-    """Return the seconds for sending a byte to a server and returning a byte of its gradient."""
+    """Return the seconds in which a link between two ranks sends a byte and returns a byte."""
     if costs is None:
         return 0.0
     cluster = costs.cluster

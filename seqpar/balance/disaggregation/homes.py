@@ -94,8 +94,8 @@ class _Placing:
         self.pieces: list[tuple[int, int, int, int]] = []  # rank, document, start and stop
 
     def place(self, most_tokens: int, most_bytes: float) -> None:
-        """Place all documents, longest first. The remainder of a cut document is placed like a
-        document of its length.
+        """Place all documents, longest first. If only the end of a document was placed, the rest is
+        placed like a separate document.
         """
         left = [(-length, i) for i, length in enumerate(self.lengths.tolist()) if length]
         heapq.heapify(left)
@@ -125,9 +125,12 @@ class _Placing:
         self.light_tokens += sign * length
 
     def _choose(self, length: int, room: Floats) -> tuple[int, int]:
-        """Choose the rank with the most free time, not counting the time for light documents.
+        """Choose the rank on which a document, or only the end of a document, is placed.
 
-        Returns the rank, and the first position of the document that is placed on the rank.
+        This is usually the rank with the most free time. The time that is reserved for light
+        documents does not count as free.
+
+        Returns the rank, and the first of the document's positions that are placed on the rank.
         """
         density = self.light_work / max(self.light_tokens, 1.0)
         spare = self.time - density * np.maximum(room, 0.0)

@@ -22,8 +22,6 @@ ROUNDING_ERROR = 1e-9  # relative error of computed numbers of rows and keys
 
 
 class Cell(NamedTuple):
-    """A cell, as Python numbers."""
-
     pairs: int  # number of visible (query, key) pairs
     document: int  # as in `Parts`
     q_start: int
@@ -35,8 +33,9 @@ class Cell(NamedTuple):
     rate: float  # the work of a pair
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return what remains without a part, as up to two cells: the rows before the part, and the
-        later keys of the part's rows.
+        """Return what remains of the cell if a part is moved away, as up to two cells. One cell has
+        the rows before the part. The other cell has the rows of the part, and the keys after those
+        of the part.
         """
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
@@ -68,8 +67,8 @@ class Prices(NamedTuple):
     foreign: Intervals  # keys that the cell's current server receives only for this cell
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
-        """Return the number of keys that a move sends to the new server, and the number of keys
-        that the old server no longer receives.
+        """Return two numbers for moving a part to another server: how many keys must be sent to the
+        new server, and how many keys need not be sent to the old server any more.
         """
         freed = 0.0
         if self.foreign and rows >= cell.q_stop - cell.q_start:
@@ -77,7 +76,9 @@ class Prices(NamedTuple):
         return stop - first - covered(self.held, first, stop), freed
 
     def least(self, cell: Cell, pairs: float) -> float:
-        """Return an approximate lower bound on the bytes per pair of a part with `pairs` pairs."""
+        """Return about the least number of bytes, per (query, key) pair, for which a part with
+        `pairs` pairs can be moved.
+        """
         pairs = min(pairs, cell.pairs)
         held = sum(stop - start for start, stop in self.held)
         width = max(min(sqrt(pairs * self.query / self.key), cell.k_stop - cell.k_start), held)
@@ -87,7 +88,9 @@ class Prices(NamedTuple):
 
 
 def area(q0: int, q1: int, k0: int, k1: int, low: int, high: int) -> int:
-    """Count the pairs of a rectangle inside the band low ≤ j − i ≤ high."""
+    """Count the pairs (i, j) with low ≤ j − i ≤ high, for i from q0 to q1 − 1 and j from k0 to k1 −
+    1.
+    """
     w = k1 - k0
     return _below(q0, q1, w, high + 1 - k0) - _below(q0, q1, w, low - k0)
 
@@ -109,9 +112,9 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     """Return the part with about `pairs` pairs that costs the fewest bytes, or None if none exists.
 
     The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. Because of
-    rounding, the number can miss this limit by up to half a pair for each row that the mask cuts.
-    The number of rows before the part is a multiple of `tile`, so that the part and the rest of the
-    cell together have as many tiles as the whole cell.
+    rounding, the number can miss this limit by up to half a pair for each row in which the mask
+    hides some keys. The number of rows before the part is a multiple of `tile`. If the cell is cut
+    there, the number of tiles does not increase.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:
@@ -143,7 +146,9 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
 def _last_rows(
     cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool
 ) -> CellPart | None:
-    """Return the part with about `pairs` pairs that has all keys of the last rows."""
+    """Return the part with about `pairs` pairs that consists of the last rows of the cell, with all
+    keys of these rows.
+    """
     # With a sliding window, rows attend to different keys, so a part with fewer keys would save few
     # bytes.
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
@@ -168,8 +173,8 @@ def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:
 
 
 def _rows_over(width: float, bottom: float, pairs: float) -> float:
-    """Return how many last rows have `pairs` pairs with the first `width` keys; inf if all rows
-    have fewer.
+    """Return how many of the last rows together have `pairs` pairs with the first `width` keys. The
+    result is inf if all rows together have fewer pairs.
     """
     full = max(bottom - width, 0.0)  # rows that attend to all `width` keys
     if pairs <= full * width:
@@ -180,8 +185,8 @@ def _rows_over(width: float, bottom: float, pairs: float) -> float:
 
 
 def _width_of(rows: float, bottom: float, pairs: float) -> float:
-    """Return how many first keys have `pairs` pairs with the last `rows` rows; inf if all keys have
-    fewer.
+    """Return how many of the first keys together have `pairs` pairs with the last `rows` rows. The
+    result is inf if all keys together have fewer pairs.
     """
     top = bottom - rows  # keys that the first of the rows attends to
     if pairs <= rows * top:
@@ -192,8 +197,8 @@ def _width_of(rows: float, bottom: float, pairs: float) -> float:
 
 
 def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[float]:
-    """Return candidate numbers of keys for a part with `pairs` pairs. One of them is the
-    cheapest.
+    """Return numbers of keys to try for a part with `pairs` pairs. With one of these numbers, the
+    fewest bytes are sent.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     ratio = prices.query / prices.key

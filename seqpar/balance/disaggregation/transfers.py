@@ -108,7 +108,9 @@ class ServerLoads:
         return np.array([self._own(server) + self._guests[server] for server in servers])
 
     def room(self, server: int) -> float:
-        """Return how much more work a server can receive. A negative number is its surplus."""
+        """Return how much more work a server can receive. A negative number says how much work the
+        server has above its limit.
+        """
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
@@ -128,10 +130,10 @@ class ServerLoads:
             self._limits = [limit * late for limit in self._limits]
 
     def _move(self) -> int | None:
-        """Move parts until no server has a surplus.
+        """Move parts of cells until no server has more work than its limit.
 
-        Returns a server that cannot give work away while other servers have a surplus too, or None
-        if there is no such server.
+        If a server cannot give work away, although other servers also have too much work, the
+        method stops and returns this server. Otherwise it returns None.
         """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
@@ -188,7 +190,9 @@ class ServerLoads:
         return best or self._any(giver, surplus, takers)
 
     def _any(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return a move of any cell to a server with much room, or None if no move fits."""
+        """Return a move of some cell of the server `giver` to a server with much free work, or None
+        if no move fits.
+        """
         for room, server in takers[: -MAX_OTHER_SERVERS - 1 : -1]:
             for cell in self._cells_of(giver):
                 held = self._held(server, cell.document)
@@ -266,7 +270,7 @@ class ServerLoads:
         return held if guests is None else union([*held, *guests])
 
     def _foreign(self, cell: Cell, giver: int) -> Intervals:
-        """Return the keys that the giver receives only for this cell."""
+        """Return the keys that the server `giver` receives for the cell, and for no other cell."""
         if self._keys.counts[cell.document] == 1:
             return ()
         for other in self._cells_of(giver):

@@ -28,15 +28,15 @@ class GreedyAssigner:
 
     @property
     def load(self) -> Floats:
-        """(ranks,) the load of each rank. It is 1 if the rank has the mean seconds or a full
-        device.
+        """The load (ranks,) of each rank. The load is 1 if the seconds of the rank are the mean, or
+        if its memory is full.
         """
         of_time = self.seconds / max(self.batch.mean, 1e-30)
         return np.maximum(of_time, self.held / self.batch.capacity)
 
     def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
-        """Place documents on rings. `members` lists the ranks of the first ring, then of the
-        second, …
+        """Place each document on a ring of ranks. `members` lists the ranks of the first document's
+        ring, then the ranks of the second document's ring, and so on.
         """
         pieces = Pieces.rings(self.batch, documents, sizes, members)
         seconds = (self.batch.weights[documents] / sizes)[_owners(sizes)]
@@ -47,8 +47,9 @@ class GreedyAssigner:
         """Place the given documents, in this order, each on the ranks with the least load.
 
         `sizes` is the number of ranks for each document, by default 1. If the ranks with the least
-        load have no room for a document, it is placed on the ranks with the fewest tokens. If these
-        have no room either, the document is cut into parts that fit.
+        load have no room for a document, the document is placed on the ranks with the fewest
+        tokens. If the ranks with the fewest tokens have no room either, the document is cut into
+        parts that fit.
         """
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):
@@ -62,10 +63,10 @@ class GreedyAssigner:
             self._squeeze(document)
 
     def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
-        """Place whole documents one at a time. Returns the indices of documents for which there is
-        no room.
+        """Place whole documents one after another. Returns the indices of documents for which there
+        is no room.
 
-        For few ranks, this method is faster than `_rounds`. Both place whole documents equally.
+        The result is the same as that of `_rounds`, but this method is faster for few ranks.
         """
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()
@@ -90,8 +91,8 @@ class GreedyAssigner:
         return np.flatnonzero(~placed)
 
     def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
-        """Place documents in rounds. Returns the indices of documents for which there is no
-        room.
+        """Place documents, several in one numpy operation. Returns the indices of documents for
+        which there is no room.
         """
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
         weights = batch.weights[documents] / sizes

@@ -52,9 +52,9 @@ def partition(
     On the upper level, the only row is the cluster, and its buckets are the nodes. On the lower
     level, each row is a node, and its buckets are the node's ranks.
 
-    A document of at least `zone` tokens is cut over as many buckets as its work would fill. A
-    shorter document is placed whole in the bucket with the least work. `had` (2, rows, width) is
-    the work and the number of tokens that are already in each bucket.
+    A document of at least `zone` tokens is cut over several buckets, as many as its work would
+    fill. A shorter document is placed whole in the bucket with the least work. `had` (2, rows,
+    width) contains the work and the number of tokens that were placed in each bucket before.
 
     Returns the number of buckets of each document, and the indices of these buckets among the
     buckets of all rows.
@@ -79,8 +79,8 @@ def partition(
 def _assign(
     held: Floats, weights: Floats, row: Ints, had: Floats, sizes: Ints
 ) -> tuple[Ints, Floats]:
-    """Place documents in those buckets of their rows that have the least work, cut documents
-    first.
+    """Place each document in the buckets of its row that have the least work. Documents that are
+    cut over several buckets are placed first.
     """
     _, rows, width = had.shape
     work, tokens = had.copy()

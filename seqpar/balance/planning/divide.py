@@ -14,8 +14,8 @@ from seqpar.costs.grid import Floats
 
 
 def as_few(batch: DocumentBatch) -> list[Ints]:
-    """Divide documents into few micro-batches. Their number is the smallest possible if documents
-    pack well.
+    """Divide documents into as few micro-batches as a fast heuristic finds, which is not always the
+    smallest possible number.
     """
     # Documents are assigned to micro-batches longest first, in alternating direction. A document
     # that does not fit is added to the micro-batch with the fewest tokens, or to an additional

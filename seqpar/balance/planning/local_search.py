@@ -25,8 +25,8 @@ DONE_RATIO = 1.001  # the search ends if slowest rank / mean is below this
 
 
 def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
-    """Level shares, exchange documents, and level again, as long as the slowest rank gets
-    faster.
+    """Change which rank holds which tokens, as long as the slowest rank gets faster: move tokens of
+    cut documents, exchange whole documents, and move tokens of cut documents again.
     """
     for improve, enough in ((level, LEVEL_RATIO), (exchange, DONE_RATIO), (level, DONE_RATIO)):
         if found.seconds.max() <= enough * found.seconds.mean():
@@ -85,7 +85,9 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
-    """Return documents, ranks and tokens of all shares, sorted by document and position."""
+    """Return three arrays with one entry per share: its document, its rank and its number of
+    tokens. The shares are sorted by document and position.
+    """
     documents, ranks, share = pieces.shares(batch.ranks)
     tokens = np.bincount(share, pieces.stops - pieces.starts).astype(np.int64)
     begin = np.full(documents.size, np.iinfo(np.int64).max)
@@ -167,14 +169,16 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _fastest(seconds: Floats) -> Iterator[int]:
-    """Yield the fastest rank, and then a few more fast ranks, which are rarely needed."""
+    """Yield the fastest rank, and after it a few of the next fastest ranks."""
     yield int(seconds.argmin())
     peers = min(MAX_PEERS_PER_STEP, seconds.size)
     yield from seconds.argpartition(peers - 1)[:peers].tolist()
 
 
 def _some(documents: Ints) -> Ints:
-    """Return at most `MAX_DOCUMENTS_PER_RANK` of the documents, spread over all sizes."""
+    """Return at most `MAX_DOCUMENTS_PER_RANK` of the documents. Documents of all lengths are
+    chosen.
+    """
     return documents[:: 1 + documents.size // MAX_DOCUMENTS_PER_RANK]
 
 

@@ -220,8 +220,8 @@ class _Division:
 
 
 class _Fastest:
-    """The fastest result so far: a division of documents into micro-batches, and their
-    placement.
+    """The fastest plan found so far: the division of documents into micro-batches, and the
+    placement of each micro-batch on ranks.
     """
 
     def __init__(self) -> None:
@@ -294,8 +294,8 @@ def _divided(whole: DocumentBatch, micro_batches: int | None) -> _Division:
 
 
 def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
-    """Return whether these documents fit less well with offloading, whose `room` is smaller by a
-    token per rank.
+    """Return whether these documents need more micro-batches with offloading than without. This is
+    possible because offloading can leave up to one token of each rank's capacity unused.
     """
     if batch.lengths.max(initial=0) > batch.room:
         return False
@@ -306,7 +306,7 @@ def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
 
 
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
-    """Raise a ValueError if a document does not fit on all ranks together.
+    """Raise a ValueError if a document does not fit into the memory of all ranks together.
 
     `indices` are the indices of the documents in the lengths that the user gave.
     """
@@ -373,8 +373,8 @@ def _slowest(tried: Tried) -> float:
 
 
 def _ordered(batch: DocumentBatch, tried: Tried, most: float) -> Placed:
-    """Order documents as in Zeppelin's queues: those on several nodes first, then those on several
-    ranks.
+    """Order documents as in Zeppelin's queues. Documents on several nodes come first, then
+    documents on several ranks of one node, then all other documents.
     """
     method, pieces, found = tried
     order = np.arange(batch.lengths.size)
@@ -388,7 +388,9 @@ def _ordered(batch: DocumentBatch, tried: Tried, most: float) -> Placed:
 
 
 def _zones(batch: DocumentBatch, pieces: Pieces) -> Ints:
-    """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, otherwise 0."""
+    """Return (documents,): 2 for a document on several nodes, 1 for a document on several ranks of
+    one node, and 0 for a document on one rank.
+    """
     zones = np.zeros(batch.lengths.size, np.int64)
     cut = pieces.take(~pieces.whole(batch))
     node = cut.ranks // batch.costs.cluster.devices_per_node

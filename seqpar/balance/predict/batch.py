@@ -52,7 +52,9 @@ class Offloading:
 
     @property
     def free(self) -> float:
-        """The fraction of activations that leaves the device if all are offloaded: (l − 2)/l."""
+        """The fraction of activations that is not on the device if all activations are offloaded:
+        (l − 2)/l for l layers.
+        """
         return max(self.layers - 2, 0) / self.layers
 
     def kept(self, tokens: Ints, forward: Floats) -> Floats:
@@ -65,8 +67,8 @@ class Offloading:
         return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
     def needed(self, tokens: Ints) -> Floats:
-        """Return the least ratios, up to `most`, with which ranks can hold these numbers of
-        tokens.
+        """Return, for each rank, the smallest fraction of activations to offload so that the rank
+        can hold its number of tokens. A fraction is at most `most`.
         """
         if not self.free:
             return np.zeros(tokens.shape)
@@ -105,7 +107,7 @@ class DocumentBatch:
 
     @cached_property
     def kept(self) -> Floats:
-        """(documents,) the fraction of each document's activations that stays on devices.
+        """The fraction (documents,) of each document's activations that stays on devices.
 
         Activations are offloaded as far as compute can hide their copies.
         """
@@ -116,7 +118,7 @@ class DocumentBatch:
 
     @cached_property
     def held(self) -> Floats:
-        """(documents,) how much of the capacity each document uses, in tokens."""
+        """The number of tokens of capacity (documents,) that each document uses."""
         return self.lengths * self.kept
 
     @property
@@ -141,12 +143,14 @@ class DocumentBatch:
 
     @cached_property
     def linear(self) -> Floats:
-        """(documents,) seconds of each document's linear modules, forward and backward."""
+        """The seconds (documents,) of linear modules for each document, forward and backward
+        together.
+        """
         return self.token_seconds.sum() * self.lengths
 
     @cached_property
     def seconds(self) -> Floats:
-        """(documents,) seconds of each whole document, forward and backward."""
+        """The seconds (documents,) of each whole document, forward and backward together."""
         return self.attention.sum(0) + self.linear
 
     @cached_property
@@ -192,17 +196,17 @@ class DocumentBatch:
 
     @cached_property
     def most_ranks(self) -> Ints:
-        """(documents,) the largest number of ranks over which each document can be cut."""
+        """The largest number of ranks (documents,) over which each document can be cut."""
         return np.clip(self.lengths // MIN_SHARE_TOKENS, 1, self.ranks)
 
     @cached_property
     def least_ranks(self) -> Ints:
-        """(documents,) the least number of ranks that can hold each document."""
+        """The smallest number of ranks (documents,) that can hold each document."""
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def ring_held(self, documents: Ints, sizes: Ints) -> Floats:
-        """Return the largest part of the capacity that each document uses on a rank of its ring, in
-        tokens.
+        """Return (documents,): for each document, the most tokens of capacity that it uses on one
+        of the ranks of its ring.
         """
         # Each rank of a ring has two chunks, each of which can have one token more than other
         # chunks.
@@ -219,11 +223,11 @@ class DocumentBatch:
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:
-        """For each kind of link, how many tokens a rank of a ring must hold so that computation
-        hides messages.
+        """For each kind of link, the least number of tokens of a document per rank with which
+        computation hides the messages of a ring.
 
-        The number is infinite for a model without softmax layers, and if computation and messages
-        do not overlap.
+        The number is infinite if the model has no softmax layers, or if computation and messages do
+        not overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
@@ -283,7 +287,7 @@ class Pieces(NamedTuple):
         return documents, owners, share
 
     def held(self, batch: DocumentBatch) -> Floats:
-        """Return how much of the capacity each piece uses, in tokens."""
+        """Return how many tokens of a rank's capacity each piece uses."""
         return (self.stops - self.starts) * batch.kept[self.documents]
 
     def held_by_rank(self, batch: DocumentBatch) -> Floats:

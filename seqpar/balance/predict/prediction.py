@@ -105,8 +105,8 @@ def keys_and_work(
     """Return the fields `seen`, `sent` and `work` of `DocumentShares`.
 
     Piece i belongs to share `share[i]`. The queries of share j end before position `ends[j]`. The
-    keys of piece i are sent to `readers[i]` ranks. `reached[i]` is whether the windows of other
-    ranks' queries contain keys of piece i.
+    keys of piece i are sent to `readers[i]` ranks. `reached[i]` says whether a query of a different
+    rank has keys of piece i in its window.
     """
 
     def total(values: Floats | Ints) -> Floats:
@@ -196,9 +196,9 @@ def _messages(
 
 
 def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
-    """Return the seconds of each share's messages with `sent` bytes.
+    """Return the seconds of the messages of each share, if the share sends `sent` bytes.
 
-    A rank sends one message to each other rank, for all of its documents.
+    A rank sends one message to each other rank, which contains the data of all documents.
     """
     nbytes, cluster = as_amounts("sent", sent), costs.cluster
     others = np.maximum(shares.sizes - 1, 1)

@@ -73,7 +73,9 @@ def moves(tokens: Ints, cluster: Cluster) -> Ints:
 
 
 def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
-    """Return how many tokens each rank sends inside its node, which has `room` free places."""
+    """Return how many tokens each rank sends to ranks of its own node, which can receive `room`
+    tokens together.
+    """
     # The seconds of a rank that sends a of s surplus tokens inside are inside·a + between·(s − a).
     # The longest time is least if all ranks above a level are brought down to that level.
     if surplus.sum() <= room:
@@ -95,15 +97,17 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
 
 
 def _fill(most: Ints, total: int) -> Ints:
-    """Return counts that add up to `total`, each at most `most`. The first ranks are filled
-    first.
+    """Return a count for each rank, such that the counts add up to `total`. Each count is at most
+    the rank's entry of `most`, and the first ranks get as much as possible.
     """
     before = np.cumsum(most) - most
     return np.clip(total - before, 0, most)
 
 
 def _match(sent: Ints, room: Ints) -> Ints:
-    """Match sent tokens and free places in order. Returns (n, 3): sender, receiver and count."""
+    """Decide which rank sends how many tokens to which rank, in the order of the ranks. Returns (n,
+    3): sender, receiver and number of tokens.
+    """
     ends = np.cumsum(sent), np.cumsum(room)
     total = min(int(ends[0][-1]), int(ends[1][-1]))
     stops = np.unique(np.minimum(np.concatenate(ends), total))
@@ -114,8 +118,8 @@ def _match(sent: Ints, room: Ints) -> Ints:
 
 
 def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
-    """Return the receivers of each rank, first of all itself, and the number of tokens for each
-    receiver.
+    """Return, for each rank, the ranks that hold its tokens after the move, and how many tokens
+    each of them holds. The first entry is the rank itself.
     """
     ranks = np.arange(tokens.size)
     kept = tokens - np.bincount(moved[:, 0], moved[:, 2], tokens.size).astype(np.int64)
