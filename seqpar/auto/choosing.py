@@ -195,9 +195,10 @@ def choose(
 
 
 def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the ranks to record: the first and the last, and two ranks of a node in the middle.
+    """Return the ranks whose programs are recorded: the first rank, the last rank, and two ranks of
+    a node in the middle.
 
-    Returns None for few ranks, which are all recorded.
+    For a small number of ranks, return None, which stands for all ranks.
     """
     if ranks <= MAX_SIMULATED_RANKS:
         return None

@@ -43,10 +43,10 @@ def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
 
 
 def close(choice: Choice, error: float) -> list[Candidate]:
-    """Return the candidates to measure, fastest prediction first.
+    """Return the candidates to measure, in the order of their predicted times.
 
-    These are the candidates that are close to the first one, or all candidates if all can be
-    measured quickly.
+    A candidate is measured if its predicted time is close to the fastest prediction. It is also
+    measured if measuring it and all faster candidates takes little time.
     """
     max_seconds = choice.seconds * (1 + MAX_RELATIVE_ERRORS * error)
     measuring_seconds = 0.0
@@ -92,7 +92,9 @@ def measured(
         return time.perf_counter() - start
 
     def run(rounds: int, synchronize_ranks: bool) -> Tensor:
-        """Return (rounds, candidates): the seconds of the slowest rank."""
+        """Run each candidate once in each round, and return (rounds, candidates): the seconds of
+        the slowest rank.
+        """
         times = [[0.0] * len(candidates) for _ in range(rounds)]
         for first, seconds in enumerate(times):
             # The order is rotated in each round, because the time of a call depends on the call

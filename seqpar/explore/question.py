@@ -136,7 +136,7 @@ def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answ
 
 
 def sent(programs: list[Program]) -> Ints:
-    """Return (ranks, ranks) the bytes from each rank to each rank."""
+    """Return (ranks, ranks): the bytes that each rank sends to each other rank."""
     traffic = np.zeros((len(programs), len(programs)), dtype=np.int64)
     for rank, program in enumerate(programs):
         for action in program.each():
@@ -146,7 +146,9 @@ def sent(programs: list[Program]) -> Ints:
 
 
 def work_of(programs: list[Program]) -> Ints:
-    """Return (ranks, steps) the area of each computation in forward."""
+    """Return (ranks, steps): the number of (query, key) pairs of each computation of each rank in
+    the forward pass.
+    """
     rows = [
         [x.area for x in program.each() if isinstance(x, Compute) and x.what.endswith("forward")]
         for program in programs

@@ -29,7 +29,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class LogProbabilities(NamedTuple):
-    """Statistics of the head's distribution over words, in fp32 (fp64 for fp64)."""
+    """The log-probability of the label and the entropy, for each token. The dtype is fp32, or fp64
+    if `hidden` is fp64.
+    """
 
     log_probability: Tensor  # the label's log-probability, with the labels' shape
     entropy: Tensor  # the entropy of the distribution in nats, with the labels' shape
@@ -188,7 +190,9 @@ class _Head(NamedTuple):
             raise ValueError(f"labels must be from 0 to {words - 1} or ignore_index, got {wrong}")
 
     def known(self, words: int, ignore_index: int) -> Tensor:
-        """Return for each label whether it is valid: a word, or `ignore_index`."""
+        """Return, for each label, whether the label is either one of the `words` words or
+        `ignore_index`.
+        """
         is_word = (self.labels >= 0) & (self.labels < words)
         return is_word | (self.labels == ignore_index)
 
@@ -320,7 +324,9 @@ def _statistics(
 
 
 def _described(head: _Head, options: _Options | None) -> dict[str, object]:
-    """Return what must be the same on all ranks. The options are None if one of them is wrong."""
+    """Return the properties of a call that must be equal on all ranks. If an option is wrong,
+    `options` is None.
+    """
     hidden, known = head.hidden, isinstance(head.hidden, Tensor)
     described: dict[str, object] = {} if options is None else options._asdict()
     described["hidden"] = (list(hidden.shape), str(hidden.dtype)) if known else None

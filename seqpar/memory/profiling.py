@@ -302,7 +302,7 @@ class _Watch(dispatch_mode()):  # type: ignore[misc]
         self._kind, self._backward_begins = "temporary", self._time
 
     def note_gradient(self, x: Tensor) -> None:
-        """Record that a tensor is a parameter's gradient."""
+        """Record that `x.grad` is the gradient of the parameter `x`."""
         if x.grad is None:
             return
         gradient, parameter = (self._alive.get(memory_of(y)) for y in (x.grad, x))

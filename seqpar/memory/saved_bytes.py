@@ -35,8 +35,8 @@ class SavedBytes:
 
 @contextmanager
 def counting_saved_bytes() -> Iterator[SavedBytes]:
-    """Count what autograd saves in this context. Saved-tensor hooks of outer contexts still
-    apply.
+    """Count the bytes that autograd saves in this context. Hooks for saved tensors that were set
+    outside of the context still run.
     """
     counted, around = SavedBytes(), saving_hooks()
     pack: Callable[[Tensor], Any] = (lambda x: x) if around is None else around[0]

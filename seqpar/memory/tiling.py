@@ -236,7 +236,9 @@ def _random_states(x: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _drawing_again(states: list[Tensor] | None, x: Tensor) -> Iterator[None]:
-    """Within this context, random numbers begin from `states`, unless `states` is None."""
+    """Within this context, torch's generators start from the given states, so that they draw the
+    same random numbers again. If `states` is None, nothing is changed.
+    """
     if states is None:
         yield
         return

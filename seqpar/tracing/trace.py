@@ -153,8 +153,8 @@ def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
 
 
 def _shown(number: int, event: Event) -> list[ChromeEvent]:
-    """Return an event in Chrome's format. A flight becomes two objects, one for its start and one
-    for its end.
+    """Return an event in Chrome's trace format. The flight of a message becomes two objects, one
+    for its start and one for its end.
     """
     peers = ", ".join(map(str, event.peers))
     common: ChromeEvent = {
