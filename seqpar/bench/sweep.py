@@ -108,7 +108,9 @@ class _Measured:
         self.results.write()
 
     def _ask(self, name: str, action: str) -> list[Any] | None:
-        """Return the answers of all ranks. If a rank fails, record the reason and return None."""
+        """Return the answers of all ranks to a request. If a rank fails, record the reason as the
+        result of the contender, and return None.
+        """
         row = self.rows[name]
         if row["failed"] is not None:
             return None
@@ -137,8 +139,8 @@ class _Measured:
 def judge(
     workload: Workload, answers: list[CheckSums], one: Row | None
 ) -> tuple[Check, str | None]:
-    """Return a contender's errors, computed from the sums of all ranks, and a description of a
-    fault.
+    """Return a contender's errors, computed from the sums of all ranks, and a text that describes
+    what is wrong, if anything is.
 
     `one` is the row of the contender "one device". The errors are compared with the errors in this
     row. If `one` is None, the contender itself is "one device", and is compared with PyTorch.

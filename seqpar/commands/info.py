@@ -146,7 +146,6 @@ def links(root: Path) -> dict[str, str]:
 
 
 def _line(file: Path) -> str:
-    """Return a file's first line; "" if it has none or cannot be read."""
     try:
         return file.read_text().partition("\n")[0].strip()
     except OSError:
@@ -174,7 +173,9 @@ def builds() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Return whether FlashAttention's packages and cuDNN are available, or why not."""
+    """Return, for each of FlashAttention's packages and for cuDNN, whether it is available, or the
+    reason why not.
+    """
     first = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     kernels = {name: load_package(name, first or x.majors[0]) for name, x in PACKAGES.items()}
     kernels["cuDNN"] = load_cudnn(first or 9)
@@ -210,7 +211,9 @@ def _available(kernel: VarlenKernel) -> str:
 
 
 def backends(kind: str) -> dict[str, dict[str, str | None]]:
-    """Return, for each backend, why it refuses each device and dtype, or None if it does not."""
+    """Return, for each backend, device and dtype, the reason why the backend refuses such calls.
+    The reason is None if the backend supports them.
+    """
     places = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     refusals: dict[str, dict[str, str | None]] = {name: {} for name in BACKENDS[kind]}
     for place in places:
@@ -222,8 +225,8 @@ def backends(kind: str) -> dict[str, dict[str, str | None]]:
 
 
 def supported(strategy: str, ranks: int) -> dict[str, str | None]:
-    """Return, for each kind of call, why a strategy refuses it on `ranks` ranks, or None if it does
-    not.
+    """Return, for each kind of call, the reason why a strategy refuses such calls on `ranks` ranks.
+    The reason is None if the strategy supports such calls.
     """
     comm = Comm("info", 0, ranks)
     if SOFTMAX[strategy].dimensions == 2:

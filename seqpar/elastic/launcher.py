@@ -118,8 +118,10 @@ class Launcher:
         self._workers[self._started] = _Worker(self._start(self._started))
 
     def _complete(self) -> bool:
-        """Return whether reports can be answered now. Kills late members, and ends the training if
-        too few are left.
+        """Return whether the reports of all processes can be answered now.
+
+        Kills members of the group that have not reported in time, and ends the training if too few
+        processes are left.
         """
         ready = self._reports()
         present = [number for number in self._members if number in self._workers]

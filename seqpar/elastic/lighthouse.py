@@ -87,9 +87,11 @@ class LighthouseRendezvous:
         self._beats.join()
 
     def _is_unchanged(self, members: list[QuorumMember]) -> bool:
-        """Return whether these are the members of the current group, all with its generation.
+        """Return whether the current group has exactly these members, and all of them know this
+        group.
 
-        A process has an older generation if other processes formed a group while it was silent.
+        A process does not know the group if other processes formed the group while the process was
+        silent.
         """
         generations = {_data(member)["generation"] for member in members}
         return _names(members) == self._members and generations == {self._generation}

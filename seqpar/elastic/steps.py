@@ -98,8 +98,8 @@ class _Checkpoint:
 
     @property
     def _bytes(self) -> memoryview:
-        """A view of the data. A copy would stop all threads, including the thread that sends
-        heartbeats.
+        """A view of the data. Copying the data would stop all threads of the process, including the
+        thread that sends heartbeats.
         """
         assert self.data is not None
         return self.data.numpy().data

@@ -92,7 +92,7 @@ class Footprint:
 
     @property
     def _row(self) -> float:
-        """The bytes of one bf16 activation of all tokens."""
+        """The bytes of one bf16 tensor (tokens, hidden) with all tokens of a GPU."""
         return self.tokens * self.model.hidden * _BF16
 
     @property
@@ -118,7 +118,9 @@ class Footprint:
         return tables + 3 * self.ranks * self.tokens * _INT64
 
     def _held(self, offload: float) -> float:
-        """Return the fraction of the layers whose tensors are on the GPU."""
+        """Return the fraction of the layers whose kept tensors are on the GPU while the rest is in
+        host memory.
+        """
         layers = len(self.model.layers)
         copied = offload * max(0, layers - 1 - _LAYERS_AHEAD)
         return (layers - copied) / layers
@@ -130,7 +132,8 @@ class Footprint:
         return self.tokens * width * _BF16  # the inputs of the norms of queries and keys
 
     def _waiting_gradients(self) -> float:
-        """Return the bytes of unsharded gradients of parameters during a layer's backward.
+        """Return the bytes of those gradients of parameters that are not yet sharded during the
+        backward of a layer.
 
         FSDP2 keeps the fp32 gradients that it has reduced last, and the gradient of the head until
         the end of backward.

@@ -195,8 +195,8 @@ def _recipes(
     layout: str,
     usable: float,
 ) -> Iterator[Recipe]:
-    """Yield the fastest recipe with this strategy that fits, or else the one that needs the least
-    memory.
+    """Yield the fastest recipe with this strategy and layout that fits into memory. If no recipe
+    fits, yield the recipe that needs the least memory.
     """
     for keeping in KEEPINGS:
         recipe = predicted(published, costs, lengths, strategy, layout, keeping)

@@ -67,8 +67,8 @@ def _panels(
     factor: float = 1.0,
     with_ideal: bool = False,
 ) -> dict[int, Series]:
-    """Return the lines of each panel that has several x values. `key` returns a point's panel and
-    x.
+    """Return the lines of each panel of a plot. `key` returns the panel and the x value of a point.
+    Panels with a single x value are left out.
     """
     panels: dict[int, Series] = {}
     for workload, row in points:

@@ -189,7 +189,8 @@ def environment(contenders: Sequence[str] = ()) -> harness.Environment:
 
 
 def _where(places: list[dict[str, str]]) -> dict[str, object]:
-    """Return the properties of the ranks' devices that must not change.
+    """Return the properties of the ranks' devices that must be the same when an interrupted sweep
+    continues.
 
     The names of hosts are left out, because a queue can assign different hosts.
     """

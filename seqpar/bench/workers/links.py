@@ -50,7 +50,8 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(comm: Comm, device: torch.device) -> list[RankPair]:
-    """Measure the pairs in which this rank is the lower rank.
+    """Measure the messages between all pairs of ranks. Returns the pairs in which this rank is the
+    lower rank.
 
     All pairs of a round exchange messages at the same time, so that they share links like the ranks
     of a strategy.

@@ -28,7 +28,9 @@ Sums = dict[str, list[float]]  # tensor -> [sum of squared errors, sum of square
 
 
 class CheckSums(TypedDict):
-    """One rank's sums of errors: of a contender, of plain PyTorch, and of rows of a large batch."""
+    """The sums of squared errors on one rank: of a contender, of plain PyTorch, and of some rows of
+    a large batch.
+    """
 
     errors: Sums
     eager: Sums
@@ -105,7 +107,9 @@ def add(parts: Sequence[Sums]) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def wrong(errors: dict[str, float], allowed: dict[str, float], factor: float) -> str | None:
-    """Describe the first RMS error above `factor` times the allowed error, or return None."""
+    """Describe the first RMS error that is larger than `factor` times the allowed error. Return
+    None if there is no such error.
+    """
     for name, error in errors.items():
         if not error <= factor * allowed[name]:
             times = error / allowed[name] if allowed[name] else math.inf

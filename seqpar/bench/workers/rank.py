@@ -181,7 +181,7 @@ class Rank:
         return self._expected_of[1:]
 
     def _whole(self, x: Tensor, indices: Tensor, tokens: int) -> Tensor:
-        """Gather the rows of all ranks in packed order."""
+        """Gather the rows of a tensor from all ranks, in the order of the packed batch."""
         gathered = {}
         counts = self._comm.all_gather(torch.tensor([len(x)], device=x.device), label="sweep")
         longest = max(map(int, counts))

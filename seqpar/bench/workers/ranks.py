@@ -162,8 +162,10 @@ class RankProcesses:
         return lost
 
     def ask(self, ranks: int, request: RankRequest, limit: float) -> list[Any]:
-        """Return the answer of each rank. After a PointError, ranks restart, unless all ranks have
-        refused the request.
+        """Send a request to the ranks, and return the answer of each rank.
+
+        Raises a PointError if the request fails. Afterwards the ranks restart, unless all ranks
+        have refused the request.
         """
         self.ready(ranks)
         number = self._asked
@@ -195,7 +197,9 @@ class RankProcesses:
 
 
 def _begin(store: Store, number: int, size: int) -> None:
-    """Signal the launcher's other processes to start ranks or, with size 0, to end."""
+    """Tell the other processes of the launcher to start their ranks of a group of `size` ranks.
+    With `size` 0, tell them to end.
+    """
     store.set(f"seqpar/begin/{number}", str(size))
 
 

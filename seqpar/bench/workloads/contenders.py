@@ -45,7 +45,7 @@ class Contender:
 
 
 def divisor(ranks: int, kv_heads: int) -> int:
-    """Return the number of parts into which the heads can be divided, at most `ranks`."""
+    """Return the largest number of parts, at most `ranks`, into which the heads can be divided."""
     return math.gcd(ranks, kv_heads)
 
 
