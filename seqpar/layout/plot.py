@@ -66,8 +66,8 @@ def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return the rank that holds the query (row) of each visible pair, and −1 for hidden pairs, (T,
-    T).
+    """Return the rank that holds the query (row) of each visible pair, and −1 for each hidden pair,
+    (T, T).
     """
     geometry = layout.geometry
     owner = np.empty(geometry.tokens, dtype=np.int64)

@@ -8,7 +8,8 @@ Start with `kinds.py`, which has the table of kinds. This package uses these wor
 * The *transition* of a span is the factor by which the span multiplies the entering state.
 * A *pass* is the forward or the backward computation of a call.
 
-The files of this folder are shared by all kinds: they determine which states enter which spans, and
-how states are sent from span to span. `states/` is for calls whose transitions follow from the
-layout, so that all ranks know them. `maps/` is for all other calls.
+All kinds share the files of this folder, which determine which states enter which spans, and how
+states are sent from span to span. `states/` is for calls whose transitions follow from the layout,
+so that all ranks know the transitions of all spans. `maps/` is for calls whose transitions depend
+on the data.
 """

@@ -48,13 +48,13 @@ class LinearWork(NamedTuple):
 
 
 class Options(ABC, Generic[O]):
-    """Those options of a call that its arithmetic depends on."""
+    """The options of a call that change its results."""
 
     family: ClassVar[str]  # the backends that can compute it, a key of `BACKENDS`
     backend: str
 
     def on_meta(self) -> Self:
-        """Return these options for a rehearsal, in which all operands are meta tensors."""
+        """Return these options in a form for meta tensors."""
         return self
 
     @abstractmethod
@@ -66,19 +66,20 @@ class Options(ABC, Generic[O]):
 
 
 class Steps(Protocol[O_co, R_co]):
-    """The forward or backward of a backend in three steps. An exchange can run between the steps.
+    """The forward or the backward of a backend, in three steps. States are exchanged between the
+    steps.
 
     1. The constructor computes `outgoing`, the states or maps that other spans need.
     2. `local` computes everything that does not depend on other spans, while states are sent. This
-       step is optional: if it is left out, `finish` does its work.
+       step is optional. If `local` is not called, `finish` does this work.
     3. `finish` returns the results.
 
     In forward, `outgoing` has the state or the map of each span's own rows, at the index
     `state_out` of the span. In backward, `outgoing` has an entry for each span that a state enters,
-    at the index `state_in`. If states are exchanged, the entry is the part of the gradient of the
-    entering state that comes from the span's own rows. If maps are exchanged, the entry is the map
-    from the gradient of the leaving state to the gradient of the entering state. The transition of
-    this map is the transpose of the forward transition.
+    at the index `state_in` of the span. If states are exchanged, the entry is what the span's own
+    rows add to the gradient of the entering state. If maps are exchanged, the entry is the map from
+    the gradient of the leaving state to the gradient of the entering state. The transition of this
+    map is the transpose of the forward transition.
     """
 
     @property
@@ -88,14 +89,16 @@ class Steps(Protocol[O_co, R_co]):
         """Compute everything that does not depend on other spans."""
 
     def finish(self, states: Tensor | None) -> R_co:
-        """Return the results, given the states that enter spans. None means that all entering
+        """Return the results of the pass, given the states that reach spans. None means that these
         states are 0.
 
-        In forward, the result is out (B, T, max(Hq, H), V) in q's dtype, and `states` are
-        (states_in, B, H, K, V). Without causality, the state that enters a run is the sum over the
-        whole document, including the run. In backward, the results are the gradients of the inputs,
-        in fp32 or in the dtypes of the inputs. `states` (states_out, B, H, K, V) are then the
-        gradients of the states that leave spans.
+        In forward, `states` (states_in, B, H, K, V) has the states that enter spans, and the result
+        is out (B, T, max(Hq, H), V) in q's dtype. In backward, `states` (states_out, B, H, K, V)
+        has the gradients of the states that leave spans, and the results are the gradients of the
+        inputs, in fp32 or in the dtypes of the inputs.
+
+        Without causality, runs take the place of spans. A run is all tokens of a document on one
+        rank. The state that enters a run is the sum over the whole document, including the run.
         """
 
 
@@ -113,10 +116,10 @@ def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> Hoo
 def begin_backward(
     inputs: Inputs, dout: Tensor, spans: SpanStates, options: Options[O], states_in: Tensor | None
 ) -> HookedSteps[O, Any]:
-    """Begin the backward of a backend: compute its `outgoing`.
+    """Begin the backward of a backend, and compute the states or maps that other spans need.
 
-    `dout` has the shape of out. `states_in` has the states that entered spans in forward. `finish`
-    returns at least dq, dk and dv.
+    `dout` is the gradient of out. `states_in` has the states that entered spans in forward. The
+    method `finish` of the result returns at least dq, dk and dv.
     """
     make = load_backend(options.family, options.backend).Backward
     return HookedSteps(
@@ -129,7 +132,9 @@ def begin_backward(
 
 
 def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backward: bool) -> None:
-    """Request the tables that a backend reads in a pass. A rehearsal collects such requests."""
+    """Request the tables that a backend reads in a pass, so that a rehearsal can copy them to the
+    device together.
+    """
     backend = load_backend(options.family, options.backend)
     request = getattr(backend, "request_tables", None)  # some backends have no tables
     if request is not None:
@@ -137,7 +142,9 @@ def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backw
 
 
 class HookedSteps(Generic[O, R]):
-    """`Steps` that hooks can trace, or replace with arbitrary results."""
+    """The steps of a forward or backward. Hooks can trace the steps, or replace their results with
+    arbitrary values.
+    """
 
     def __init__(
         self,

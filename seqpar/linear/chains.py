@@ -5,7 +5,8 @@
   causality, a chain consists of *runs* instead of spans. A run is all tokens of a document on one
   rank.
 * A *link* is a state that a span sends to the next span of the chain.
-* The *depth* of a link grows along each chain.
+* The *depth* of a link is a number that is larger than the depths of all earlier links of the
+  chain.
 * A *hop* is one message: all links of the same depth that one rank sends to another rank, or to
   itself.
 * The *slot* of a state is its index in the first dimension of a tensor of states.
@@ -29,14 +30,14 @@ class Hop(NamedTuple):
     """The links that one rank sends to another rank, or to itself, in one message.
 
     The state that a link sends is λ^rows · (the sum at the station `carries_from`) + (the state
-    `own_states`). In forward with final states, some links lead to the end of a document instead of
-    a span. In backward, some links begin there. Within a hop, all links with a station
-    `carries_from` come before the links without one.
+    `own_states`). If final states are returned, some links of forward lead to the end of a document
+    instead of a span, and some links of backward begin at the end of a document. Within a hop,
+    links that pass on the sum at a station come before links that do not.
 
-    A hop contains the links of all documents, because separate messages would be too many: 5,000
-    short documents on 64 ranks took 40,000 messages per rank. All ranks process their hops in the
-    same order, sorted by depth, so that no two ranks wait for each other. `scanning.py` explains
-    the order for blocks of states.
+    A hop contains the links of all documents, because a message for each document would be too many
+    messages. For 5,000 short documents on 64 ranks, there were 40,000 messages per rank. All ranks
+    process their hops in the order of depth, so that no two ranks wait for each other.
+    `scanning.py` explains the order for blocks of states.
     """
 
     depth: int
@@ -53,7 +54,7 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
     """Return the hops that a rank sends or receives, sorted by depth, then by source, then by
     target.
 
-    The hops are stored with the routes. The sender and the receiver of a hop have its links in the
+    The routes store the hops. The sender and the receiver of a hop have the links of the hop in the
     same order. With `ends=False`, links that begin or end at the end of a document are left out.
     """
 
@@ -114,16 +115,14 @@ class Chain(NamedTuple):
 
     @property
     def heads(self) -> Ints:
-        """For each entry, the index of the first span of the document to which the entry
-        belongs.
-        """
+        """For each entry, the index of the first entry of the same document."""
         return np.arange(self.number.size) - self.number
 
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
         """Return two arrays of spans, as indices in the chain.
 
         The first array has the spans whose link to the next span begins or ends on `rank`. The
-        second array has the spans of `rank` that are the last spans of their documents in this
+        second array has the spans on `rank` that are the last spans of their documents in this
         pass.
         """
         here, last = self.holder == rank, self.behind == 0
@@ -145,8 +144,8 @@ class Chain(NamedTuple):
         The rows of the array are depth, source rank, target rank, document, and the four fields of
         `Hop` from `own_states` to `target_slots`. Link i leads from the span source[i] to the span
         target[i], which are indices in the chain, and ends at the slot slots[i] of the target rank.
-        `depth`, `states`, `carries` and `rows` have a value for each span of the chain. A link has
-        the value of the span at which it begins.
+        `depth`, `states`, `carries` and `rows` have a value for each span of the chain. Each link
+        takes the value of the span at which the link begins.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -169,9 +168,10 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
     """Yield the links that begin or end on a rank, for a call without causality.
 
-    Each run of a document sends the sum of its own state and of the states of all earlier runs to
-    the next run. The last run then has the sum of all runs. This sum is sent back from each run to
-    the run before it. No state decays.
+    A run is all tokens of a document on one rank. Each run of a document sends the sum of its own
+    state and of the states of all earlier runs to the next run. The last run adds its own state,
+    which gives the sum over all runs. Each run sends this sum back to the run before it. No state
+    decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
@@ -195,7 +195,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterato
 
 
 def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *columns: Any) -> Ints:
-    """Return the links of forward from the spans `last` to the ends of their documents.
+    """Return the links of forward that lead from the spans `last` to the ends of their documents.
 
     If the call returns no final states, there are no such links.
     """
@@ -210,9 +210,9 @@ def _links_from_ends(
     """Yield the links of backward that begin at the ends of documents, and that `rank` sends or
     receives.
 
-    These links send the gradients of final states. Every rank has such gradients for every
-    document. Every rank therefore sends a link to the rank of each span in `last`. `slots` (spans,)
-    has the slot at which a link to each span ends.
+    These links send the gradients of final states. Every rank has a gradient of the final state of
+    every document. Every rank therefore sends a link to the rank of each span in `last`. `slots`
+    (spans,) has, for each span, the slot at which links to the span end.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

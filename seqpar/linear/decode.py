@@ -109,7 +109,9 @@ def decode_linear_step(
 def _steps(
     inputs: Inputs, decay: Tensor | None, state: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return out (N, t, max(Hq, H), V) in the accumulator's dtype, and the last state."""
+    """Return out (N, t, max(Hq, H), V) in the accumulator's dtype, and the state after the last
+    token.
+    """
     q, k, v, _, beta = inputs
     outs = []
     for t in range(q.shape[1]):

@@ -1,8 +1,8 @@
 """Exchange the final state of each document, and the gradients of final states.
 
-One rank computes the final state of a document, and sends it to all ranks. If each rank computed
-the final state itself, ranks would add states in different orders, and the last bits could differ.
-Ranks that decode from the final state could then choose different tokens.
+One rank computes the final state of a document, and sends it to all ranks. If every rank computed
+the final state, the ranks would add states in different orders, and the last bits could differ
+between ranks. Ranks that decode from different final states could choose different tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class FinalStates:
 
 
 class ArrivalOrder(TableHolder):
-    """The order in which final states arrive: rank by rank, and last those of documents without
-    tokens.
+    """The order in which final states arrive: sorted by the rank that sends them.
+
+    The states of documents without tokens, which no rank sends, come last.
     """
 
     def __init__(self, routes: StateRoutes, rank: int) -> None:

@@ -4,10 +4,10 @@ Letters of shapes: B is the batch, T the number of rows, H the number of states,
 numbers of heads of queries, keys and values, K the head dim of queries and keys, and V the head dim
 of values.
 
-H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. If a tensor has fewer
-heads than another tensor, each of its heads is used with the same number of consecutive heads of
-the other tensor, as in `repeat_interleave`. In GQA, for example, several query heads use one key
-head. In Qwen3-Next, several value heads use one key head.
+H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. If a tensor has h heads
+and there are n·h heads, each head of the tensor is used n times in a row, as in
+`repeat_interleave`. In GQA, for example, several query heads use one key head. In Qwen3-Next,
+several value heads use one key head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from seqpar.linear.kinds import Kind
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. `log_decay` and `beta` are None for kinds that do not use them."""
+    """The tensors of a call. `log_decay` and `beta` are None for kinds without decay or delta
+    rule.
+    """
 
     q: Tensor  # (B, T, Hq, K)
     k: Tensor  # (B, T, Hk, K)
@@ -66,8 +68,8 @@ class CallTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of `Inputs`, in the dtypes of the inputs. The gradient of an input that is None
-    is None.
+    """The gradients of `Inputs`, in the dtypes of the inputs. If an input is None, its gradient is
+    None.
     """
 
     q: Tensor
@@ -114,7 +116,7 @@ def expand(inputs: Inputs) -> Inputs:
 
 
 def expanded_gradients(inputs: Inputs) -> Gradients:
-    """Return uninitialised gradients, which are filled and then given to `fold`.
+    """Return uninitialised gradients, which a backend fills and passes to `fold`.
 
     The gradients of q, k and v have the shapes and dtypes of `inputs`. The gradients of log_decay
     and beta are in the accumulator's dtype, with the shapes that `expand` returns.
@@ -149,7 +151,9 @@ def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat the h heads of x (B, T, h, …), so that there are `heads` heads, a multiple of h."""
+    """Repeat each of the h heads of x (B, T, h, …), so that the result has `heads` heads, a
+    multiple of h.
+    """
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
@@ -166,7 +170,7 @@ def check_heads(inputs: Inputs) -> None:
 
 
 def check_gates(kind: Kind, inputs: Inputs, rows: str) -> None:
-    """Raise an error unless the decays and β that the kind needs have the right shape and dtype.
+    """Raise an error unless log_decay and beta have the shapes and dtypes that the kind needs.
 
     `rows` names the dimensions of rows in errors, such as "B, T_local".
     """

@@ -29,7 +29,7 @@ class Kind:
 
     @property
     def transition(self) -> Literal["head", "key", "matrix"]:
-        """The form of a span's transition: one number per head, one number per key channel, or a
+        """What a transition consists of: one number per head, one number per key channel, or a
         matrix.
         """
         if self.uses_beta:
@@ -38,7 +38,9 @@ class Kind:
 
     @property
     def constant_transition(self) -> bool:
-        """Whether every rank can compute the transition of every span from the layout."""
+        """Whether the layout determines the transition of every span, so that every rank can
+        compute it.
+        """
         return not self.uses_beta and self.decay in (None, "constant")
 
 
@@ -75,10 +77,10 @@ def kind(name: str) -> Kind:
 
 
 def advance(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
-    """Return the states (…, K, V) after one token.
+    """Return the states (…, K, V) after one token, given the states before the token.
 
-    The key `k` is (…, K), and the value `v` is (…, V). `decay` is exp g, (…, K or 1). `beta` is (…,
-    1), or None without the delta rule.
+    The key `k` is (…, K), and the value `v` is (…, V). `decay` is exp g, (…, K or 1). `beta` is
+    (…, 1), or None without the delta rule.
     """
     state = decay[..., None] * state
     if beta is not None:

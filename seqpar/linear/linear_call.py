@@ -53,7 +53,7 @@ CARRIED: Carried[LinearArguments] = Carried(LinearArguments)
 
 
 class InputForm(NamedTuple):
-    """Properties of the tensors of a call that are the same on all ranks."""
+    """The properties of a call's tensors that must be the same on all ranks."""
 
     shape: OperandShape
     value_heads: int
@@ -77,7 +77,7 @@ class InputForm(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A call of which all arguments were checked. Strategies and exchanges read it.
+    """A call whose arguments were all checked, in the form that strategies and exchanges read.
 
     In `shape`, kv_heads is H, dim is K and value_dim is V.
     """
@@ -100,15 +100,17 @@ class LinearCall:
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """The optional inputs and results of the call, on which tables depend."""
+        """What the tables of the call depend on besides the layout: the rank, the shape of the
+        operands, and the backend.
+        """
         return self.rank, self.shape, self.options.backend
 
     def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
-        """Return the result of `build`, which is called once for all calls that differ only in
-        their tensors.
+        """Return the result of `build`, with its tables on a device.
 
-        Tables in the result are moved to the device. The layout stores the result. The result must
-        therefore not refer to the layout or to the call: such a cycle would keep both alive.
+        `build` is called once for all calls that differ only in their tensors, and the layout
+        stores the result. The result must not refer to the layout or to the call, because such a
+        cycle would keep both alive.
         """
         return kept_on(device, self.kept, (*key, self.rank, self.shape), build)
 
@@ -125,9 +127,10 @@ def shape_of(inputs: Inputs) -> OperandShape:
 
 
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
-    """Return initial states as (documents, B, …). Raise a ValueError if the shape is wrong.
+    """Return initial states with the batch as their second dimension, (documents, B, …). Raise a
+    ValueError if the number of dimensions is wrong.
 
-    `dims` names the other dimensions in errors, such as "Hkv, D, Dv".
+    `dims` names the last dimensions in errors, such as "Hkv, D, Dv".
     """
     if initial_state.dim() != 4 + batched:
         expected = f"({'B, ' * batched}documents, {dims})"
@@ -153,7 +156,7 @@ def check_initial_state(
 ) -> None:
     """Raise an error unless the initial states have the right shape, dtype and device for the call.
 
-    `dims` is as in `batch_second`.
+    `dims` names the last dimensions in errors, such as "Hkv, D, Dv".
     """
     if initial is None:
         return
@@ -176,11 +179,12 @@ def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtyp
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
-    """Raise a ValueError on all ranks if the spans of a rank send more bytes than their tokens
-    have.
+    """Raise a ValueError on all ranks if the layout has a run of many short spans.
 
-    A span sends `elements` numbers per head, in the accumulator's dtype. In the error, `what` names
-    these numbers.
+    A run is all tokens of a document on one rank. A run is refused if it consists of more than
+    `_MANY_SPANS` spans, and if the states or maps of these spans have more bytes than the run's
+    keys and values. A state or map has `elements` numbers per head, in the accumulator's dtype. In
+    the error, `what` names these numbers.
     """
     sizes = shape.dim, shape.value_dim, shape.dtype, elements
     why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
@@ -204,10 +208,10 @@ def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> s
 
 
 def _runs_of_many_spans(layout: Geometry) -> Ints:
-    """Return an array (4, n) with the rank, document, number of spans and number of tokens of each
-    run.
+    """Return the runs that consist of more than `_MANY_SPANS` spans.
 
-    A run is all tokens of a document on one rank. Runs of at most `_MANY_SPANS` spans are left out.
+    A run is all tokens of a document on one rank. The result is an array (4, n), which has the
+    rank, the document, the number of spans and the number of tokens of each run.
     """
     most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
     for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):

@@ -1,9 +1,9 @@
 """The torch operators that compute a call of linear attention.
 
-The strategy of the call decides whether `states/` or `maps/` computes the call. The results are
-out, the final states, and the states that entered this rank's spans, which backward needs. In this
-file, states are (n, B, H, K, V): the batch is the second dimension. In a module's arguments, the
-batch is the first dimension.
+The strategy of the call decides whether `states/` or `maps/` computes the call. The operators
+return out, the final states, and the states that entered this rank's spans, which backward needs.
+In this file, states are (n, B, H, K, V): the batch is the second dimension. In a module's
+arguments, the batch is the first dimension.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _unit_strides(inputs: Inputs) -> Inputs:
 
 
 def _product_flops(inputs: Inputs) -> tuple[int, int]:
-    """Return the FLOPs of forward for outputs, and the FLOPs of forward for states."""
+    """Return the FLOPs of matrix products in forward: for outputs, and for states."""
     batch, rows, heads, value_dim = inputs.out_shape
     per_head = 2 * batch * rows * inputs.q.shape[3] * value_dim
     return per_head * heads, per_head * inputs.heads * (1 if inputs.beta is None else 2)

@@ -52,31 +52,33 @@ class Exchange(Protocol[O_contra]):
     rank.
 
     A *station* is a position at which a rank needs a state, such as the start of a span
-    (`routes.py`). An exchange can be made before the states are known, so that its weights are
-    ready when sending begins. In a backward with maps, the exchange sends gradients of states back.
-    `travels` says whether this rank sends or receives any message. If it does, the caller computes
-    something else before it calls `wait`.
+    (`routes.py`). The object can be made before the states are known, so that the weights of its
+    sums are ready when sending begins. In a backward with maps, the exchange sends gradients of
+    states back. `travels` says whether this rank sends or receives any message. If `travels` is
+    true, the caller computes something else before it calls `wait`.
     """
 
     travels: bool
 
     def post(self, outgoing: O_contra) -> None:
-        """Begin to send the states or maps of this rank, which are ordered by the slots of their
+        """Begin to send the states or maps of this rank. `outgoing` is ordered by the slots of the
         sources.
 
-        Of the map of the first span of a document (`maps/ends.py`), only the state is used.
+        If maps are sent, only the state of the map is used for the first span of a document
+        (`maps/ends.py`).
         """
 
     def wait(self) -> Tensor:
         """Return the states at the rank's stations, (stations, B, H, K, V), ordered by slot.
 
         If maps are exchanged, the states that enter the first spans of documents are not set.
-        `Ends.begin` writes them.
         """
 
 
 def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) -> Tensor:
-    """Run an exchange and return its result. While messages are sent, run `Steps.local`."""
+    """Run an exchange of the states or maps `outgoing`, and return the states that it delivers.
+    While messages are sent, run `Steps.local`.
+    """
     exchange.post(outgoing)
     if exchange.travels:
         steps.local()
@@ -88,9 +90,9 @@ class LinearStrategy(Generic[C]):
     """The methods of all strategies of linear attention: forward, backward, and predictions of
     messages.
 
-    The fields of a strategy are its options. `str()` must show all of them, because modules on one
-    group whose strategies have the same string share a `BoundStrategy`. States are (n, B, H, K, V),
-    in fp32 (fp64 for fp64).
+    The fields of a strategy are its options. `str()` of a strategy must show all options, because
+    modules on one group whose strategies have the same string share a `BoundStrategy`. States are
+    (n, B, H, K, V), in fp32 (fp64 for fp64).
     """
 
     name: ClassVar[str]
@@ -128,9 +130,7 @@ class LinearStrategy(Generic[C]):
         return call
 
     def with_backend(self, arguments: LinearArguments, inputs: Inputs) -> LinearArguments:
-        """Return the arguments. If the user has not chosen a backend, they contain the default
-        backend.
-        """
+        """Return the arguments with the default backend if the user has not chosen a backend."""
         if arguments.backend != DEFAULT:
             return arguments
         return arguments._replace(backend=self.default_backend(inputs))
@@ -138,8 +138,8 @@ class LinearStrategy(Generic[C]):
     def default_backend(self, inputs: Inputs) -> str:
         """Return the backend that is used if the user does not choose one.
 
-        On CPUs, the default is "aten". On CUDA, "aten" consists of many small operators, so its
-        first use logs a warning.
+        On CPUs, the default is "aten". If the default is "aten" on CUDA, the first use logs a
+        warning, because "aten" launches many small operators.
         """
         chosen, preferred = "aten", PREFERRED[self.family]
         if inputs.q.is_cuda:
@@ -151,7 +151,9 @@ class LinearStrategy(Generic[C]):
         return chosen
 
     def check_shapes(self, inputs: Inputs) -> None:
-        """Raise a ValueError if shapes are wrong, before other code derives anything from them."""
+        """Raise a ValueError if the shapes of the inputs are wrong, before other code uses the
+        shapes.
+        """
         raise NotImplementedError
 
     def check_gates(self, inputs: Inputs) -> None:
@@ -164,14 +166,17 @@ class LinearStrategy(Generic[C]):
     def to_call(
         self, comm: Comm, arguments: LinearArguments, inputs: Inputs, has_initial_state: bool
     ) -> C:
-        """Return the resolved call. Raise a ValueError if the layout or a number is wrong.
+        """Return the resolved call. Raise a ValueError if the layout or a number among the
+        arguments is wrong.
 
         The layout stores the data that all calls with these settings share.
         """
         raise NotImplementedError
 
     def forward(self, comm: Comm, call: C, inputs: Inputs, initial: Tensor | None) -> ForwardResult:
-        """Return the attention of this rank's queries over the tokens of all ranks."""
+        """Return out for this rank's queries, which attend to the tokens of all ranks, and the
+        other results of forward.
+        """
         raise NotImplementedError
 
     def backward(
@@ -185,16 +190,16 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def request_tables(self, comm: Comm, call: C, inputs: Inputs, backward: bool) -> None:
-        """Request all tables of a pass. A rehearsal collects such requests. The inputs may be
-        empty.
+        """Request all tables of a pass, so that a rehearsal can copy them to the device together.
+        The inputs may be empty.
         """
         spans = call.routes.held(comm.rank).states
         self.exchange(comm, call, inputs.q.device, backward)
         request_tables(inputs, spans, call.options, backward)
 
     def rehearse(self, comm: Comm, call: C, backward: bool) -> None:
-        """Request the tables of forward and, with `backward`, also those of backward, for meta
-        tensors.
+        """Request the tables of forward and, with `backward`, the tables of backward, by a run on
+        meta tensors.
         """
         call = replace(call, options=call.options.on_meta())
         tokens = call.layout.holdings[call.rank].tokens
@@ -207,13 +212,13 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def exchange_traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return the messages of a rank in the exchanges of forward and backward. Nothing is
-        sent.
+        """Return the messages that a rank would send in the exchanges of states or maps, in forward
+        and backward.
         """
         raise NotImplementedError
 
     def traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return the messages of a rank, by direction, step and peer. Nothing is sent."""
+        """Return all messages that a rank would send in a call, by direction, step and peer."""
         ends = final_states_traffic(call, rank, gradients=self.family == "recurrent")
         return [*self.exchange_traffic(call, rank), *ends]
 

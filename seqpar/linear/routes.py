@@ -7,14 +7,14 @@
   with the state of the span. In backward, each start of a span is a source, with the gradient of a
   state.
 * A *station* is a position at which a rank needs a sum of states. In forward, each start of a span
-  is a station. It needs the sum of all states of the document from sources before the station, each
-  decayed over the rows in between. In backward, each end of a span is a station, and positions are
-  counted from the end of the document.
+  is a station. Its sum consists of the states of all earlier sources of the document, each decayed
+  over the rows between the source and the station. In backward, each end of a span is a station,
+  and positions are counted from the end of the document.
 * The *slot* of a source or a station is the index of its state in a tensor of states.
 
 If final states are returned, the end of a document is a station in forward, on the rank that holds
 the last token. This rank sends the sum to all ranks (`final_states.py`), so that the sum has the
-same bits on all ranks. In backward, the end of a document is then a source on every rank.
+same bits on all ranks. In backward of such a call, the end of a document is a source on every rank.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from seqpar.layout.geometry import Geometry
 
 @dataclass(frozen=True, eq=False)
 class SpanStates:
-    """The spans of a rank, or its runs without causality, and the states that enter and leave them.
+    """The spans of a rank, and the indices of the states that enter and leave the spans. Without
+    causality, runs take the place of spans.
 
     Tensors of states contain only the states that are needed. Each span therefore has an index into
-    these tensors.
+    each tensor, or −1 for a state that is not needed.
     """
 
     edges: Ints  # (spans + 1,): span i has the rows edges[i] … edges[i + 1] − 1
@@ -83,8 +84,8 @@ class HeldSpans(NamedTuple):
 class Route:
     """The states that one rank sends to the stations of another rank.
 
-    A *group* is all sources after which the same station of the other rank comes next. The states
-    of a group are combined into one state, which is sent.
+    Sources form a *group* if the next station of the receiving rank is the same for all of them.
+    The sender combines the states of a group into one state, and sends this state.
     """
 
     members: Ints  # the slots of the sources
@@ -102,7 +103,7 @@ class StateSums(NamedTuple):
 
     @classmethod
     def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:
-        """Return `count` weighted sums of states.
+        """Return the plan of `count` weighted sums of states.
 
         The state in the slot members[i] decays over rows[i] rows, and is added to the sum with the
         index groups[i]. A sum without states is 0.
@@ -112,10 +113,11 @@ class StateSums(NamedTuple):
 
 
 class StateRoutes:
-    """The sources and stations of all ranks in a layout. They are stored with the layout.
+    """The sources and stations of all ranks in a layout. The layout stores this object.
 
     Without `causal`, each state of a document is sent to all stations of the document, and all
-    positions count as 0. In the methods, `backward` chooses the pass.
+    positions count as 0. The argument `backward` of the methods says whether the pass is a
+    backward.
     """
 
     def __init__(
@@ -156,20 +158,20 @@ class StateRoutes:
         return self.derived(key, lambda: self._route(source, target, backward))
 
     def of_initial(self, rank: int) -> StateSums:
-        """Return, for each station of a rank, the initial state of the document, decayed over the
-        rows before the station.
+        """Return how to compute the contribution of initial states at each station of a rank: the
+        initial state of the document, decayed over the rows before the station.
 
-        Each state is given as a sum with one term. The sums are ordered by the slots of the
-        stations.
+        The result has a sum with one term for each station, ordered by the slots of the stations.
         """
         documents, positions, slots = self.stations(rank, backward=False)
         return StateSums.of(slots, documents, positions, slots.size)
 
     def of_dinitial(self, rank: int) -> StateSums:
-        """Return, for each document, the sum that is a rank's part of the gradient of the initial
+        """Return how to compute a rank's contribution to the gradient of each document's initial
         state.
 
-        The terms of the sum are the gradients of states at the rank's sources in backward.
+        The result has a sum for each document. Its terms are the gradients of states at the rank's
+        sources in backward.
         """
         documents, positions, slots = self.sources(rank, backward=True)
         # The initial state decays over the rows before the position.
@@ -226,8 +228,8 @@ class StateRoutes:
     def _points_at(
         self, documents: Ints, positions: Ints, slots: Ints, ended: Ints, backward: bool
     ) -> StatePoints:
-        """Return the sources or stations at `positions`, and those at the ends of the documents
-        `ended`.
+        """Return the sources or stations at `positions`, and the sources or stations at the ends of
+        the documents `ended`.
 
         Positions with the slot −1 are left out.
         """

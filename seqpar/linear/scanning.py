@@ -1,10 +1,10 @@
-"""The exchange that sends states from span to span in rounds, in the background.
+"""The exchange that sends states from span to span in rounds, while the rank computes.
 
 ZeCO and `maps/scan.py` use this exchange. States are cut into blocks. Block b of a hop of depth d
 (`chains.py`) is sent in round d + b. In each round, a rank posts all its sends and receives as one
-exchange. A round sends only sums that arrived in earlier rounds. All ranks process the rounds in
-the same order. No two ranks therefore wait for each other, even on NCCL, which runs the exchanges
-of a communicator one after another.
+exchange. A rank passes on only sums that arrived in earlier rounds, and all ranks process the
+rounds in the same order. For these two reasons, no two ranks wait for each other, even on NCCL,
+which runs the exchanges of a communicator one after another.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def index_of(numbers: Ints) -> Index:
 
 
 class Carrying(NamedTuple):
-    """The sums that one outgoing message passes on to the next rank. They arrived in earlier
-    rounds.
+    """The sums that one outgoing message passes on to the next rank. The sums arrived at this rank
+    in earlier rounds.
     """
 
     message: int
@@ -68,12 +68,12 @@ class Round(NamedTuple):
 
 
 class Rounds(TableHolder):
-    """All rounds of one rank in one pass.
+    """All rounds of one rank in one pass. In a round, the rank posts its messages as one exchange.
 
-    A state has `rows` rows, which are cut into blocks of equal size. An *arrival* is one block of
-    the state that a link sends to this rank. Arrivals are numbered block by block: the first block
-    of every link comes first, then the second block of every link, and so on. `sources` and
-    `stations` are the numbers of sources and stations of the rank.
+    A state has `rows` rows, which are cut into `blocks` blocks of equal size. An *arrival* is one
+    block of the state that a link sends to this rank. Arrivals are numbered block by block: the
+    first block of every link comes first, then the second block of every link, and so on. `sources`
+    and `stations` are the numbers of sources and stations of the rank.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 
 
 class ScannedStates:
-    """An exchange that sends states along the chains. It returns the sums of states at a rank's
-    stations.
+    """An exchange that sends states from span to span. `wait` returns the sums of states at a
+    rank's stations.
 
-    If the exchange has messages between ranks, a thread runs it, so that the rank can compute while
-    it waits for states. On a GPU, the thread uses a separate stream. On gloo, the thread is
-    necessary, because gloo reports the arrival of a message only to a thread that waits for the
-    message. A subclass decides how a sum changes from one station to the next station.
+    If there are messages between ranks, a thread runs the exchange, so that the rank can compute
+    while the thread waits for states. On a GPU, the thread uses a separate stream. On gloo, the
+    thread is necessary, because gloo reports the arrival of a message only to a thread that waits
+    for the message. A subclass decides how a sum changes from one station to the next station.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:
@@ -180,10 +180,10 @@ class ScannedStates:
         self.travels = plan.travels
 
     def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
-        """Add sums that have arrived to the links that pass these sums on.
+        """Add sums that have arrived to the states of an outgoing message.
 
-        `number` is the number of the outgoing message. `message` has those links of the message
-        that pass on a sum, and `carried` has the sum for each of these links.
+        `number` is the number of the outgoing message. `message` has the states of the message to
+        which a sum is added, and `carried` has the sum for each of these states.
         """
         raise NotImplementedError
 

@@ -169,12 +169,11 @@ class EvenZigzag(CountedCut):
 
     The tokens of the pack are dealt to the ranks one by one (`dealing.py`). This rule determines
     only the number n_c of tokens of a document that rank c holds. Each document is cut into 2P
-    chunks with these numbers: first the low chunks of the ranks 0 … P − 1, then the high chunks of
-    the ranks P − 1 …
-    0. Each of the two chunks of rank c has n_c / 2 tokens. If n_c is odd, one of the two chunks has
-       one more token: the high chunk in every second document, and the low chunk in all other
-       documents. Each rank therefore has the same fraction of each document and of the document's
-       causal work, up to one token.
+    chunks with these numbers of tokens: first the low chunks of the ranks 0, 1, … P − 1, then the
+    high chunks of the ranks P − 1, … 1, 0. Each of the two chunks of rank c has n_c / 2 tokens. If
+    n_c is odd, one of the two chunks has one more token: the high chunk in every second document,
+    and the low chunk in all other documents. Each rank therefore has the same fraction of each
+    document and of the document's causal work, up to one token.
 
     A document of fewer than 2P·min_chunk tokens is *short*. Short documents are dealt after all
     longer documents, sorted from the longest to the shortest. Short documents are dealt in parts of

@@ -119,7 +119,7 @@ def of_band(
 
 
 def _nonempty(table: Ints, start: int) -> Ints:
-    """Return the columns of `table` that have a nonempty range in the rows `start` and `start` +
-    1.
+    """Return the columns of `table` whose range is not empty. Row `start` has the starts of ranges,
+    and the next row has the stops.
     """
     return table[:, table[start + 1] > table[start]]

@@ -131,7 +131,8 @@ class Parts(NamedTuple):
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
         """Cut each task into parts: one part for the keys of the mask's prefix, and one part for
-        the keys behind the prefix. For a mask with ranges, a task has one part for each range.
+        the keys behind the prefix. For a mask with ranges, a task has one part for each range that
+        overlaps the task.
         """
         if mask.ranges is not None:
             return cls._of_ranges(tasks, mask.ranges.columns)

@@ -5,7 +5,7 @@ the last span. The state that enters the head is known: in forward it is the ini
 backward it is the gradient of the final state. The rank of the head can therefore compute the state
 that leaves the head, and sends this state instead of a map. With the delta rule, a state has K·V
 numbers, and a map has K·(K + V) numbers. On two ranks, or with many short documents, nearly all
-spans that send something are heads.
+spans that send a state or a map are heads.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Ends(TableHolder):
         self._tail_stations = as_table(chain.stations[tails[carried]])
 
     def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
-        """Return `maps` in which the state of each head's map is replaced by the state that leaves
-        the head.
+        """Return the maps of spans, with the state of each head's map replaced by the state that
+        leaves the head.
 
         `entering` (heads, B, H, K, V) has the states that enter the heads.
         """
@@ -59,9 +59,10 @@ class Ends(TableHolder):
         sums.index_copy_(0, self._head_stations, entering)
 
     def leave(self, kind: Kind, maps: Maps, sums: Tensor) -> Tensor:
-        """Return the states that leave the tails, ordered by document.
+        """Return the states that leave the last spans of documents, ordered by document.
 
-        `sums` has the states that enter all spans of this rank, at the slots of their stations.
+        `sums` has the states that enter the spans of this rank, ordered by the slots of their
+        stations.
         """
         states = maps.state.index_select(0, self._tail_maps)
         if self._carried.numel():

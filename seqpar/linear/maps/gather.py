@@ -3,7 +3,7 @@
 The *map* of a span is the function from the state that enters the span to the state that leaves the
 span (`maps.py`). The receiver *folds* maps: it applies the maps of earlier spans to a state, one
 map after another. This is algorithm 2 of Sun et al., "LASP-2" (2025), with maps in place of states.
-Forward and backward have one exchange each. The exchange is posted before a rank computes attention
+Forward and backward have one exchange each. A rank posts the exchange before it computes attention
 among the tokens of each span, so that this computation hides the exchange.
 
 A rank receives each map only once. For each document, it receives the maps of all spans on other
@@ -35,11 +35,11 @@ from seqpar.linear.scanning import Index, as_table, index_of
 
 
 class Fold(NamedTuple):
-    """One step of all folds of a rank: one further map is applied for each document.
+    """One step in which a rank applies one further map to the state of each document.
 
     A *running state* is the state of a document after the maps that were applied so far. There is
     one running state for each document. Documents with the longest chains come first, so that the
-    documents with a further map are always the first ones.
+    documents to which a further map is applied are always the first documents.
     """
 
     stations: Tensor | None  # the slots of the states that enter the spans of this step
@@ -114,8 +114,8 @@ class Gathering(TableHolder):
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
-    """Return the spans whose maps or states `rank` sends to each other rank, as indices in the
-    chain.
+    """Return the spans whose maps or states `rank` sends, as pairs (receiving rank, indices in the
+    chain).
     """
     used = np.flatnonzero((chain.holder == rank) & (chain.behind > 0))
     last = _reach(chain)
@@ -165,7 +165,9 @@ class AllGather(MapStrategy):
 
 
 class GatheredMaps:
-    """The exchange of maps. `wait` returns the states that enter the spans of this rank."""
+    """The exchange that sends maps to all ranks that need them. `wait` returns the states that
+    enter the spans of this rank.
+    """
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
         rank, routes = comm.rank, call.routes

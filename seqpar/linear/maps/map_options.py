@@ -1,14 +1,15 @@
 """The options of calls that exchange maps.
 
-The step of each token is an affine function of the state (`kinds.py`). The steps of a whole span
-are therefore one affine function too, the *map* of the span (`maps.py`). Later tokens of the
+The step of each token is an affine function of the state (`kinds.py`). The composition of the steps
+of a span is therefore an affine function, the *map* of the span (`maps.py`). Later tokens of the
 document need only this map. Maps of consecutive spans can be combined in any grouping.
 
-With the delta rule, a transition is a matrix. Computing it takes as long as computing the state. A
-transition is therefore not computed, and is set to 0, if nothing is multiplied with it. In forward,
-this is the case for a span that no state enters (`state_in` −1). In backward, it is the case for a
-span whose leaving state has no gradient (`state_out` −1). If a document has one span on each of two
-ranks, no rank computes a transition for it.
+With the delta rule, a transition is a matrix, and computing it takes as long as computing the
+state. If no state is multiplied with a transition, the transition is not computed, and is set to 0.
+In forward, no state is multiplied with the transition of a span that no state enters (`state_in`
+−1). In backward, none is multiplied with the transition of a span whose leaving state has no
+gradient (`state_out` −1). If a document has one span on each of two ranks, no rank computes a
+transition for it.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class MapOptions(Options[Maps]):
         return Maps(transition, zeros((count, batch, heads, dim, value_dim)))
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of the given steps.
+        """Return the work of one or more steps of a pass.
 
-        Each step counts as a third of the pass, because the actual fractions depend on the backend.
+        Each of the three steps counts as a third of the pass, because the actual fractions depend
+        on the backend.
         """
         batch, heads, dim, value_dim = inputs.state_shape
         rows = batch * inputs.q.shape[1]

@@ -165,9 +165,10 @@ def _pass(
     steps: HookedSteps[Maps, Any],
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
-    """Return the maps of a pass after its exchange, and the states that enter all spans.
+    """Run the exchange of a pass. Return the maps of this rank's spans, and the states that enter
+    these spans.
 
-    `entering` has the states that enter heads.
+    `entering` has the states that enter the first spans of documents.
     """
     maps = steps.outgoing
     if entering is not None:

@@ -23,14 +23,16 @@ class Maps(NamedTuple):
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
-    """Return transition · states, (n, B, H, K, V). The states N of the spans are not added."""
+    """Return transition · states, (n, B, H, K, V), without the states N of the spans' own rows."""
     if kind.transition == "matrix":
         return transition @ states
     return states * transition[(..., *[None] * (states.dim() - transition.dim()))]
 
 
 def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
-    """Return the combined map of each span in `earlier` and the following span in `later`."""
+    """Return the map of each pair of consecutive spans, given the maps of the earlier and the later
+    spans.
+    """
     if kind.transition == "matrix":
         transition = later.transition @ earlier.transition
     else:
@@ -39,7 +41,7 @@ def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
 
 
 def transposed(kind: Kind, transition: Tensor) -> Tensor:
-    """Return the transition for gradients of states, which pass through a span in reverse."""
+    """Return the transition with which backward multiplies gradients of states."""
     return transition.mT if kind.transition == "matrix" else transition
 
 
@@ -48,7 +50,7 @@ def transition_shape(kind: Kind, dim: int) -> tuple[int, ...]:
 
 
 def elements(kind: Kind, dim: int, value_dim: int) -> int:
-    """Return the number of elements that the map of one head has in a message."""
+    """Return the number of elements of one head's map in a message."""
     return math.prod(transition_shape(kind, dim)) + dim * value_dim
 
 

@@ -12,8 +12,8 @@ spans. A window is *complete* if it begins with the first span of the document (
 complete window is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. Each rank needs
 memory for two windows for each of its spans, on any number of ranks.
 
-The exclusive form needs one exchange less than the inclusive form, but one more combination of maps
-in each step. A work-efficient tree would send two maps per rank instead of log₂ n maps. However, it
+The exclusive form needs one exchange fewer than the inclusive form, but combines maps once more in
+each step. A work-efficient tree would send two maps per rank instead of log₂ n maps. However, it
 would need twice as many exchanges, and the work within short spans could not hide all of them.
 """
 
@@ -37,8 +37,8 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
-    """The windows that arrive at a rank in one step. Either all of them are complete, or none of
-    them is.
+    """Windows that arrive at a rank in one step. A step has one `Arrivals` for complete windows,
+    and one for all other windows.
     """
 
     stations: Tensor  # (arrivals,): the slots of the spans at which they arrive
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
-    """Yield each step's number, and the spans of `rank` whose windows are sent in this step.
+    """Yield the number of each step, and the spans of `rank` whose windows are sent in the step.
 
     Spans are ascending indices in the chain. In step d, the windows of the first 2ᵈ spans of a
     document are complete.
@@ -185,9 +185,9 @@ class _Doubled:
             self._widen(step, unpack(call.options.kind, others, call.shape.dim), packed)
 
     def _exchange(self, step: Step, left: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange the windows of a step.
+        """Send and receive the windows of a step.
 
-        Return the states of the complete windows that arrive, and the packed maps of all other
+        Return the states of the complete windows that arrive, and the packed maps of the incomplete
         windows that arrive.
         """
         arriving, recvs = [], []

@@ -54,7 +54,7 @@ class StateOptions(Options[Tensor]):
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def once(self, device: torch.device, plan: object, compute: Callable[[StateOptions], T]) -> T:
-        """Return `compute(self)`, the weights of a plan on a device.
+        """Return `compute(self)`, the weights of the sums in a plan, on a device.
 
         The weights are stored, so that `compute` is called only once for each stream of the device.
         """
@@ -78,7 +78,8 @@ class StateOptions(Options[Tensor]):
         return inputs.q.new_zeros((count, *inputs.state_shape), dtype=dtype)
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of steps, computed from the number of matrix products in each step.
+        """Return the work of one or more steps of a pass, computed from the number of matrix
+        products in each step.
 
         Each step multiplies rows with states. The step `local` also multiplies the rows of a chunk
         with each other.
@@ -100,8 +101,8 @@ class StateOptions(Options[Tensor]):
 def check_values(log_decay: Tensor) -> None:
     """Raise a ValueError unless all values are finite and at most 0.
 
-    The host must wait for a GPU to read values from it. A tensor is therefore read only once, and
-    again after it was changed.
+    To read values from a GPU, the host must wait for the GPU. A tensor on a GPU is therefore read
+    only in the first call with this tensor, and again after it was changed.
     """
     if log_decay.device.type == "cpu":
         _check(*log_decay.tolist())
@@ -113,7 +114,9 @@ def check_values(log_decay: Tensor) -> None:
 
 
 def constant_on(log_decay: Tensor, device: torch.device) -> Tensor:
-    """Return log_decay in fp64 on the device. Equal values are copied to the device only once."""
+    """Return log_decay in fp64 on the device. For a tensor on the CPU, equal values are copied to
+    the device only once.
+    """
     if log_decay.device.type == "cpu":
         return _copy(device, *log_decay.tolist())
     return log_decay.to(torch.float64).contiguous()

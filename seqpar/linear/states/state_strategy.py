@@ -43,7 +43,7 @@ class StateCall(LinearCall):
     options: StateOptions
 
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
-        """Return a function that computes the sums `sums(rank)` from states.
+        """Return a function that computes weighted sums of states, which `sums(rank)` describes.
 
         The tables of the sums are stored under `name`, so that later calls reuse them.
         """

@@ -3,9 +3,10 @@ exchange.
 
     sums[g] = Σ λ^rows · states[member]
 
-The sum runs over the members of group g. `rows` is different for each member. Sums and states are
-(n, B, Hkv, D, Dv). A *source* is a position at which a rank has a state, and a *station* is a
-position at which a rank needs a sum of states (`routes.py`).
+The sum runs over the members of group g. Each member is a state and has its own `rows`, the number
+of rows over which the state decays. Sums and states are (n, B, Hkv, D, Dv). A *source* is a
+position at which a rank has a state, and a *station* is a position at which a rank needs a sum of
+states (`routes.py`).
 
 One call of torch.embedding_bag computes all groups, without atomic additions. With this call, the
 forward of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for
@@ -54,8 +55,8 @@ class WeightedSums(TableHolder):
         self._rows, self._heads = map(torch.from_numpy, columns)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Compute the weights. Return, for each of the `StateSums`, a function from states to their
-        sums.
+        """Compute the weights. Return a function for each of the `StateSums`, which computes the
+        sums from states.
         """
         weights: Sequence[Tensor | None] = [None] * len(self._sums)
         if options.log_decay is not None:
@@ -76,7 +77,7 @@ def _sum(
 
 
 class Gathering(TableHolder):
-    """The messages and sums of one rank in LASP-2's exchange in one pass.
+    """The messages and sums of one rank in LASP-2's exchange, for one pass.
 
     The rank combines its states, sends the combined states to other ranks, and adds up the states
     that arrive from all ranks, including itself.
@@ -118,11 +119,12 @@ class Gathering(TableHolder):
         self._sums = WeightedSums(sums, shape)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Return the functions with which this rank computes its sums, in the order of their calls.
+        """Return the functions with which this rank computes its sums, in the order in which they
+        are called.
 
         The first function combines the rank's states into the states that are sent. The second
-        function adds up the arrived states at each station. All further functions add the sums of
-        the earlier stations of a document to each later station of the document.
+        function adds up the arrived states at each station. All further functions add to each
+        station the sums of the earlier stations of its document.
         """
         unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
@@ -133,8 +135,8 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 
     `outgoing` has the route to each rank. The combined states for one rank are called a *part*.
     Ranks that need the same combined states use the same part. The results are the sums of all
-    parts, the number of states in each part, and, for each rank, the index of its part. If this
-    rank sends its states unchanged, the sums are None.
+    parts, the number of states in each part, and the index of the part for each rank. If this rank
+    sends its states unchanged, the sums are None.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -154,11 +156,11 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 
 
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
-    """Return the steps that add to the sum at each station the sums at all earlier stations of its
-    document.
+    """Return the steps that add the sums at all earlier stations of a document to the sum at each
+    station.
 
-    Step i adds to each station the sum at the station that is 2ⁱ stations earlier. ⌈log₂ n⌉ steps
-    are enough for n stations of a document.
+    Step i adds to each station the sum at the station that is 2ⁱ stations earlier in the document.
+    A document with n stations needs ⌈log₂ n⌉ steps.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

@@ -25,10 +25,9 @@ from seqpar.linear.routes import SpanStates
 
 
 class Places(NamedTuple):
-    """The spans of a grid that have a state, and the index of each such state in the tensor of
-    states.
+    """Which spans of a grid have a state, and where these states are in a tensor of states.
 
-    The span with the index spans[i] has the state with the index states[i].
+    The state of the span spans[i] has the index states[i] in the tensor of states.
     """
 
     spans: Tensor
@@ -43,9 +42,10 @@ class Places(NamedTuple):
         return self.spans.numel() > 0
 
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:
-        """Copy `states` to `spans`, which has an entry of zeros for each span, and return `spans`.
+        """Copy each state from `states` to the entry of its span in `spans`, and return `spans`.
 
-        The entries of spans without a state stay 0.
+        `spans` has an entry of zeros for each span of the grid. Spans without a state keep the
+        zeros.
         """
         if states is not None:
             found = states.index_select(0, self.states)
@@ -53,7 +53,10 @@ class Places(NamedTuple):
         return spans
 
     def put(self, states: Tensor, spans: Tensor) -> None:
-        """Copy the entries of `spans` for spans that have a state to `states`."""
+        """Copy the entries of `spans` to the states of the same spans in `states`.
+
+        Entries of spans without a state are not copied.
+        """
         found = spans.index_select(0, self.spans)
         states.index_copy_(0, self.states, found.view(len(found), *states.shape[1:]))
 
@@ -99,7 +102,7 @@ class Grid(TableHolder):
     def join(self, chunks: Tensor, target: Tensor, heads: int) -> None:
         """Write the chunks (M, B·H, G, C, D) to their rows of `target` (B, T, h, D).
 
-        If h < H, the heads that were repeated are added up.
+        If h < H, heads were repeated when x was cut. The repeated heads are added up.
         """
         batch, _, found, dim = target.shape
         group, states = chunks.shape[2], found // chunks.shape[2]
@@ -118,7 +121,7 @@ class Grid(TableHolder):
 def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
     """Return a grid of the spans without a state, and a grid of the spans with a state.
 
-    A grid without spans is left out. Grids are stored with the spans.
+    If no span has a state, or all spans have one, there is only one grid. `spans` stores the grids.
 
     Args:
         spans: the spans of the rank.

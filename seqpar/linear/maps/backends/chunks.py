@@ -1,9 +1,9 @@
 """The chunks of spans, through which states pass, in the notation of `aten.py`.
 
-States pass from chunk to chunk for all spans at once. This loop is the only sequential work. States
-between chunks are in fp64. In fp32, a decay close to 1 would round a state in the same direction in
-each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add up to 6e-6. In
-fp64, the errors stay below 2.4e-7.
+States pass from chunk to chunk for all spans at once. Only this loop is sequential. States between
+chunks are in fp64. In fp32, the product of a state and a decay close to 1 would be rounded in the
+same direction in each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add
+up to 6e-6. In fp64, the errors stay below 2.4e-7.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from seqpar.linear.maps.map_options import MapOptions
 
 
 class ChunkStep(NamedTuple):
-    """The step of a chunk, given the state S that enters it.
+    """The factors of the step that computes a chunk from the state S that enters the chunk.
 
         Y = rows + reads S
         next S = D S + added + writes Y
 
-    A term whose tensor is None is left out.
+    If a tensor is None, its term is left out.
     """
 
     decay: Tensor | None  # log D (M, N, K or 1), in fp64
@@ -51,11 +51,11 @@ def sweep(
     keep: bool = True,
     least: float = 0.0,
 ) -> Swept:
-    """Pass states (spans, N, K, V) through the chunks, in order or, with `reverse`, in reverse
-    order.
+    """Pass the states of spans, (spans, N, K, V), through the chunks of the spans.
 
-    Without `keep`, only the last states are returned, and not the states before chunks. After each
-    chunk, elements with an absolute value of at most `least` are set to 0.
+    With `reverse`, the last chunk of a span comes first. With `keep`, the result also has the state
+    before each chunk. After each chunk, elements of states with an absolute value of at most
+    `least` are set to 0.
     """
     before = states.new_empty((grid.chunks if keep else 0, *states.shape[1:]))
     rows = None
@@ -84,7 +84,7 @@ def _read(
 ) -> Tensor:
     """Return rows + reads · S for some chunks, where S is `state`.
 
-    Without `rows`, the result is reads · S. If `into` is given, the sum is written to `into`.
+    If `rows` is None, the result is reads · S. If `into` is given, the sum is written to `into`.
     """
     if rows is None:
         return reads @ state
@@ -96,7 +96,7 @@ def _read(
 
 
 class Chunks:
-    """The chunks of the spans of a grid, and what their rows write to states."""
+    """The chunks of the spans of a grid, and what the rows of each chunk write to the state."""
 
     # The next tensors exist only with the delta rule.
     beta: Tensor  # (M, N, C, 1)
@@ -146,8 +146,8 @@ class Chunks:
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
-        """Compute the scores between rows of a chunk, and the queries that are multiplied with
-        states.
+        """Compute the scores between the rows of each chunk, and the queries as they are multiplied
+        with states.
 
         A second call does nothing.
         """
@@ -159,9 +159,9 @@ class Chunks:
             self.queries = self.powers.read(self.q).flatten(2, 3)
 
     def starts(self, states: Tensor | None, places: Places) -> Tensor:
-        """Return the state of each span of the grid, from `states` (n, B, H, K, V).
+        """Return the state that each span of the grid starts with, from `states` (n, B, H, K, V).
 
-        The state of a span without an entry in `states` is 0.
+        `places` says which spans have a state in `states`. All other spans start with 0.
         """
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
@@ -189,8 +189,8 @@ class Chunks:
         return out.unflatten(2, self.scores.shape[2:4])
 
     def transition(self, reverse: bool) -> Tensor:
-        """Return the transitions of spans (spans, N[, K[, K]]). With `reverse`, they are
-        transposed.
+        """Return the transitions of spans, (spans, N[, K[, K]]). With `reverse`, return their
+        transposes.
         """
         if not self.kind.uses_beta:
             return self._product_of_decays()
@@ -214,10 +214,10 @@ class Chunks:
 
 
 class ChunkGradients(Chunks):
-    """The backward of `Chunks`. It is made from chunks through which states have passed in forward,
-    and the gradient of out.
+    """The backward of `Chunks`, made from the gradient of out and from chunks on which
+    `Chunks.forward` was called.
 
-    Gradients of states pass through the chunks in reverse. They are computed without autograd,
+    Gradients of states pass through the chunks in reverse. All gradients are computed by formulas,
     because torch runs an operator's implementation without autograd.
     """
 
@@ -251,8 +251,8 @@ class ChunkGradients(Chunks):
     def backward(self, dstates: Tensor | None) -> None:
         """Pass the gradients of the states that leave spans back through the chunks.
 
-        This sets `dstates` (gradients of the states that leave chunks), `dwritten` (of Y), and
-        `dlast` (of the states that enter spans).
+        This method sets three attributes, which are gradients: `dstates` of the states that leave
+        chunks, `dwritten` of Y, and `dlast` of the states that enter spans.
         """
         starts = self.starts(dstates, self.grid.leaving)
         swept = sweep(self.grid, self.step_back(), starts, reverse=True)
@@ -262,8 +262,8 @@ class ChunkGradients(Chunks):
         )
 
     def local(self) -> None:
-        """Compute the gradient of q, and the part of dk that comes from the scores of rows of the
-        chunk.
+        """Compute the gradient of q, and what the scores within each chunk contribute to the
+        gradient of k.
 
         A second call does nothing.
         """
@@ -275,7 +275,7 @@ class ChunkGradients(Chunks):
             self.dq = dq.add_(self.gradients.read(self.q, dqueries)).mul_(self.options.scale)
 
     def finish(self, target: Gradients) -> None:
-        """Write the gradients of the rows to `target`, which has the shapes for `fold`."""
+        """Write the gradients of the inputs to `target`, which `expanded_gradients` made."""
         self.local()
         found, dk, dv = self.gradients, self.dk, self.dwritten
         dk = dk + found.write(self.k, self.written @ self.dstates.mT)

@@ -1,9 +1,8 @@
 """The decays within chunks, for each head or for each key channel, and their gradients.
 
 A *power* is the product of the decays between two rows. Keys are (M, N, C, K): C rows for each
-chunk. Rows that read from the state, such as queries, are (M, N, X, C, K). There are X such rows
-for each key row, one for each head that shares the state. They read the keys and values of earlier
-rows.
+chunk. Rows that read from the state, such as queries, are (M, N, X, C, K), because X heads share a
+state. A row reads the keys and values of earlier rows.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ BLOCK = 1 << 16  # about how many elements the tensors of a block of chunks have
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return exp x for x ≤ 0, with very small results set to 0 (`flush_`)."""
+    """Return exp x for x ≤ 0. Results that are nearly subnormal are set to 0."""
     return flush_(torch.exp(x))
 
 
 def flush_(powers: Tensor) -> Tensor:
-    """Set powers to 0 if products with them might be subnormal, which CPUs compute slowly."""
+    """Set very small powers to 0, because products with them might be subnormal, which CPUs compute
+    slowly.
+    """
     limits = torch.finfo(powers.dtype)
     return torch.threshold_(powers, limits.tiny / limits.eps, 0.0)
 
@@ -32,8 +33,7 @@ def lower_ones(size: int, like: Tensor) -> Tensor:
     """Return a matrix (size, size) with ones on and below the diagonal, and zeros above the
     diagonal.
 
-    The product of this matrix and a second matrix has the cumulative sums of the second matrix's
-    rows.
+    The product `lower_ones(…) @ A` has the cumulative sums of the rows of A.
     """
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
@@ -44,11 +44,15 @@ class _Powers:
     tail: Tensor  # (M, N, C, K or 1), powers from each row to the chunk's end
 
     def read(self, x: Tensor) -> Tensor:
-        """Return rows x (M, N, X, C, K), multiplied by the decay since the start of the chunk."""
+        """Return x (M, N, X, C, K), with each row multiplied by the decay from the start of the
+        chunk to the row.
+        """
         return x * self.head[:, :, None] if self.decays else x
 
     def write(self, k: Tensor) -> Tensor:
-        """Return keys (M, N, C, K), multiplied by the decay until the end of the chunk."""
+        """Return k (M, N, C, K), with each row multiplied by the decay from the row to the end of
+        the chunk.
+        """
         return k * self.tail if self.decays else k
 
 
@@ -56,9 +60,8 @@ class PerHead(_Powers):
     """The decays of chunks with one log decay g (M, N, C) per head and row, or without decay if g
     is None.
 
-    For each pair of rows, the sum of g over the rows between them is computed directly. If this sum
-    was computed as the difference of two sums from the start of the chunk, digits would cancel, and
-    g could not be −∞.
+    For each pair of rows, the sum of g over the rows between them is computed directly. A
+    difference of two sums from the start of the chunk would lose digits, and g could not be −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -75,9 +78,10 @@ class PerHead(_Powers):
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        """Return the decayed product of each row of x with each row of k, (M, N, X, C, C).
+        """Return the product of each row of x with each row of k, decayed over the rows in between,
+        (M, N, X, C, C).
 
-        The product is 0 if the row of k comes after the row of x.
+        If the row of k comes after the row of x, the entry is 0.
         """
         scores = (x.flatten(2, 3) @ k.mT).unflatten(2, x.shape[2:4])
         return scores.tril_() if self.log_decay is None else scores.mul_(self.weights[:, :, None])
@@ -123,7 +127,7 @@ class PerHeadGradients:
         return (products @ k).view(x.shape), products.mT @ x.flatten(2, 3)
 
     def state(self, products: Tensor) -> None:
-        """Add the gradient of `total`, the logarithm of the decay of states over a chunk.
+        """Add to the gradient of g what comes from `total`, the log decay of states over a chunk.
 
         `products` (M, N, K) has the sums over V of the products of states and their gradients.
         """
@@ -142,7 +146,7 @@ class PerHeadGradients:
 
 
 class _Level(NamedTuple):
-    """The pairs of neighbouring blocks of `size` rows in each chunk.
+    """The pairs of neighbouring blocks of `size` rows into which each chunk is cut.
 
     Tensors of blocks are (M, N, C / 2s, s, K), where s is `size`.
     """
@@ -153,7 +157,9 @@ class _Level(NamedTuple):
     left: Tensor
 
     def later(self, x: Tensor) -> Tensor:
-        """Return the second block of each pair from x (…, C, D), as (…, C / 2s, s, D)."""
+        """Return the rows of the second block of each pair from x (…, C, D), as (…, C / 2s, s,
+        D).
+        """
         return x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :]
 
     def earlier(self, x: Tensor) -> Tensor:
@@ -175,7 +181,8 @@ class _Level(NamedTuple):
         return self.earlier(k) * self.left
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Return the scores of second blocks with first blocks, from all scores (M, N, X, C, C).
+        """Return the scores between the rows of each pair's second block and the rows of its first
+        block, from all scores (M, N, X, C, C).
 
         The result is (M, N, C / 2s, X, s, s).
         """
@@ -229,7 +236,8 @@ class PerKey(_Powers):
     def levels(self, chunks: slice) -> Iterator[_Level]:
         """Yield a `_Level` for each size of blocks, from single rows to halves of a chunk.
 
-        At the end, `head` and `tail` of these chunks have their final values.
+        When the iterator has ended, the attributes `head` and `tail` have their final values for
+        these chunks.
         """
         since = exp(self.log_decay[chunks])  # powers from the start of each row's block to the row
         left, size = torch.ones_like(since), 1  # powers from after each row to its block's end

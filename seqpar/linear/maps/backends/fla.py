@@ -2,14 +2,14 @@
 
 The backend calls fla's public functions, which compute bf16 and fp16, with states in fp32. Each
 span is a sequence of the call. The functions return the last state of a sequence, but not its map.
-The map is needed if a state enters the span and a state leaves it. To compute the map of a span, v
-gets K additional columns of zeros, whose initial state is the identity. The last state of these
-columns is the transition of the span. Their out is the factor for an entering state. The out of
-such a span is rounded twice. Backward first makes the same call without gradients, to compute the
-map.
+The map is needed if a state enters the span and a state leaves it. To compute the map of a span,
+the backend appends K columns of zeros to v. The initial state of these columns is the identity, so
+their last state is the transition of the span. The product of their out and an entering state is
+what the entering state contributes to out. This sum makes the out of such a span rounded twice.
+Backward first makes the same call without gradients, to compute the map.
 
 A log decay below −30 is replaced by −30, which is a factor of 1e-13. fla adds up log decays over a
-chunk in fp32. With larger sums, the log decays of other rows would lose digits.
+chunk in fp32. In a larger sum, smaller log decays would lose digits.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class _OnHost:
 
 
 class _Group(NamedTuple):
-    """Spans that one call of fla computes. Each span of each batch entry is one sequence of the
-    call.
+    """Some spans, which one call of fla computes. Each span of each batch entry is one sequence of
+    the call.
 
     All sequences of the first batch entry come first, then all sequences of the second batch entry,
     and so on.
@@ -138,12 +138,12 @@ _Groups = tuple[list[_Group], tuple[Places, Places]]
 def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
     """Divide the spans that have rows into groups. Each group is one call of fla.
 
-    There are at most three groups: spans without the state `first` ("state_in" or "state_out"),
-    spans with both states, and spans that have only the state `first`. Empty groups are left out.
+    `first` is "state_in" or "state_out". There are at most three groups: spans without this state,
+    spans with both states, and spans with only this state. Empty groups are left out.
 
-    Spans without rows are in no group. Their map is the identity, and is needed only if such a span
-    has both states. The second result has the places of the leaving states and of the entering
-    states of these spans.
+    Spans without rows are in no group. The map of a span without rows is the identity, and is
+    needed only if the span has both states. The second result has, for these spans, the indices of
+    the leaving states and of the entering states.
     """
 
     def build() -> _Groups:
@@ -164,8 +164,8 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class _Mapped(NamedTuple):
-    """The results of a group if all entering states are 0, and the factors of entering states in
-    these results.
+    """The results of a group for entering states of 0, and the factors with which an entering state
+    changes each result.
     """
 
     out: Tensor
@@ -177,8 +177,8 @@ class _Mapped(NamedTuple):
 
 
 class _Work:
-    """What forward and backward share: the inputs in the form that fla reads, with max(Hq, H)
-    heads.
+    """The base class of forward and backward. It has the inputs in the form that fla reads, with
+    max(Hq, H) heads.
     """
 
     first: str  # "state_in" or "state_out": groups without this state need not wait for an exchange
@@ -241,10 +241,10 @@ class _Work:
         )
 
     def call_with_map(self, group: _Group, operands: dict[str, Tensor], dims: int) -> _Mapped:
-        """Call fla with K additional columns of v, from which it computes the transitions of the
-        spans.
+        """Call fla with K additional columns of v, which give the transitions of the spans, and
+        return all results.
 
-        Results are computed for the first `dims` columns of v.
+        The results `out` and `last` are those of the first `dims` columns of v.
         """
         dim, values = self.inputs.k.shape[3], operands["v"][..., :dims]
         eye = torch.eye(dim, dtype=torch.float32, device=values.device)
@@ -254,8 +254,8 @@ class _Work:
         return _Mapped(*out.split([dims, dim], -1), *last.split([dims, dim], -1))
 
     def starts(self, group: _Group, states: Tensor | None, places: Places) -> Tensor:
-        """Return the state that enters each sequence, (B · spans, heads, K, V), or 0 if there is no
-        such state.
+        """Return the state at the start of each sequence, (B · spans, heads, K, V). A sequence
+        without a state in `places` starts with 0.
         """
         shape = group.edges.size - 1, *self.inputs.state_shape
         zeros = self.inputs.k.new_zeros(shape, dtype=torch.float32)
@@ -263,7 +263,9 @@ class _Work:
         return repeated(filled, self.heads).flatten(0, 1).contiguous()
 
     def by_span(self, group: _Group, states: Tensor) -> Tensor:
-        """Return the states of sequences as (spans, B, H, G, …). G heads of fla share a state."""
+        """Return states of sequences, ordered by span, as (spans, B, H, G, …). G heads in the call
+        of fla share one head of states.
+        """
         entries = states.unflatten(0, (self.batch, group.edges.size - 1)).transpose(0, 1)
         return entries.unflatten(2, (-1, self.group))
 
@@ -291,8 +293,8 @@ class Forward(_Work):
         self.outs: list[Callable[[Tensor | None], Tensor]] = [self._begin(x) for x in self.groups]
 
     def _begin(self, group: _Group) -> Callable[[Tensor | None], Tensor]:
-        """Compute what does not depend on entering states. Return a function from entering states
-        to out.
+        """Compute what does not depend on entering states, and return a function that computes out
+        from the entering states.
         """
         operands = self.of(group)
         if not group.leaving and group.entering:
@@ -344,8 +346,8 @@ class Backward(_Work):
                 self._set_map(group)
 
     def _set_map(self, group: _Group) -> None:
-        """Compute the maps of a group from gradients of leaving states to gradients of entering
-        states.
+        """Compute the maps of a group's spans for backward, from the gradient of the leaving state
+        to the gradient of the entering state.
         """
         mapped = self.call_with_map(group, self.of(group), 0)
         rows = zip(group.each(mapped.readers), group.each(self.rows(group, self.dout)), strict=True)

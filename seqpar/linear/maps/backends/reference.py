@@ -59,8 +59,9 @@ class _Work:
     def transition(self, span: _Span) -> Tensor:
         """Return the transition of a span.
 
-        With the delta rule, this is the state that leaves the span if the identity matrix enters it
-        and all values are 0. Otherwise it is the product of the decays.
+        With the delta rule, the transition is the state that leaves the span if the identity matrix
+        enters the span and all values are 0. Without the delta rule, the transition is the product
+        of the decays.
         """
         if span.beta is not None:
             dim = span.k.shape[-1]
@@ -129,8 +130,8 @@ class Backward(Forward):
         return fold(self.inputs, gradients)
 
     def back(self, span: _Span, dstates_out: Tensor | None, gradients: Gradients | None) -> Tensor:
-        """Return the gradient of the state that enters a span, and add the gradients of the span's
-        rows.
+        """Return the gradient of the state that enters a span. If `gradients` is given, add the
+        gradients of the span's rows to it.
 
         Gradients of states are computed from the last token to the first.
         """
@@ -153,7 +154,9 @@ class Backward(Forward):
     def add(
         self, span: _Span, states: Tensor, dstates: Tensor, dout: Tensor, gradients: Gradients
     ) -> None:
-        """Add the gradients of a span's rows, given the gradient of the state after each row."""
+        """Add the gradients of a span's rows to `gradients`, given the gradient of the state after
+        each row.
+        """
         k, v, decay, beta = span.k, span.v, span.decay, span.beta
         dq = self.options.scale * dout @ states[1:].mT
         decayed = decay[..., None] * states[:-1]

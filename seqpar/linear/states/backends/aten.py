@@ -1,23 +1,23 @@
 """The backend "aten" for states: batched matrix products over chunks of spans, fast on CPUs.
 
 The backend runs on every device that torch supports. As in Qin et al., "Lightning Attention-2"
-(2024), section 3, spans are cut into chunks of C rows. The output of a row has two parts. Rows of
-its own chunk contribute (QKᵀ ⊙ Λ) V. Earlier rows of the span contribute through the state that
-enters the chunk. Each batched product computes all heads of one chunk, and reads the chunk without
-a copy. States are passed from chunk to chunk in fp64, because rounding errors of λ^C would add up.
-Half precision is computed in fp32.
+(2024), section 3, spans are cut into chunks of C rows. The output of a row is a sum of two parts.
+Rows of the same chunk contribute (QKᵀ ⊙ Λ) V. Rows of earlier chunks of the span contribute through
+the state that enters the chunk. Each batched product computes all heads of one chunk, and reads the
+chunk without a copy. States are passed from chunk to chunk in fp64, because rounding errors of λ^C
+would add up. Half precision is computed in fp32.
 
 A matrix product never combines rows of two documents or rows of two chunks. A NaN or an infinity in
 a token therefore reaches only two kinds of rows: rows that attend to the token, and earlier rows of
-its chunk, because 0 · NaN is NaN. In the reference backend, it reaches the earlier rows of the
-whole span. To keep all earlier rows exact, each row would need a separate product. The kernels of
-softmax attention spread a NaN in the same way, to the earlier rows of a tile.
+its chunk, because 0 · NaN is NaN. In the reference backend, a NaN reaches the earlier rows of the
+whole span. To keep all earlier rows free of NaN, each row would need a separate product. The
+kernels of softmax attention spread a NaN in the same way, to the earlier rows of a tile.
 
 The queries of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. G query heads
 share a KV head. The second dimension has the C rows of the first query head, then the C rows of the
-second query head, and so on. A product that sums over this dimension therefore sums over the query
-heads of a KV head too. Keys and values have only one head per KV head, so they are (N, C, D).
-States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within this file.
+second query head, and so on. A product that sums over this dimension therefore sums over both the
+rows and the query heads of a KV head. Keys and values have only one head per KV head, so they are
+(N, C, D). States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within this file.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(spans: SpanStates, size: int) -> list[Chunk]:
-    """Return the chunks of all spans, with at most `size` rows each. The chunks are stored with the
-    spans.
-    """
+    """Return the chunks of all spans, with at most `size` rows each. `spans` stores the chunks."""
     return spans.derived(("aten chunks", size), lambda: _chunks(spans, size))
 
 
@@ -88,7 +86,9 @@ def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
 
 
 class _Work:
-    """What forward and backward share: chunks, powers of λ, and the states that enter chunks."""
+    """The base class of forward and backward. It computes chunks, powers of λ, and the states that
+    enter chunks.
+    """
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.q, self.k, self.v = inputs[:3]
@@ -123,8 +123,8 @@ class _Work:
         )
 
     def head(self, length: int) -> Tensor:
-        """Return the factors of query rows, (N, G·C, 1), when queries read the state that enters
-        their chunk.
+        """Return the factors of query rows in products with the state that enters their chunk,
+        (N, G·C, 1).
 
         The factor of row i is scale · λ^{i+1}.
         """
@@ -136,8 +136,7 @@ class _Work:
         )
 
     def tail(self, length: int) -> Tensor:
-        """Return the factors of key rows, (N, C, 1), when keys are added to the state that leaves
-        their chunk.
+        """Return the factors of key rows in the state that leaves their chunk, (N, C, 1).
 
         The factor of row i is λ^{C−1−i}.
         """
@@ -156,8 +155,8 @@ class _Work:
         return self._derived(("mask", length), build)
 
     def part(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Copy the rows of a chunk from x (B, T, H, D) to (N, G·C, D), or return a view if that is
-        possible.
+        """Return the rows of a chunk from x (B, T, H, D), as (N, G·C, D). The result is a view of x
+        if possible, and a copy if not.
         """
         heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         return heads_first.flatten(0, 1).flatten(1, 2).to(self.accumulator)
@@ -172,15 +171,15 @@ class _Work:
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Add up decayed products xᵀy over rows. Return a sum for each chunk, and a sum for each
-        wanted span.
+        """Add up products xᵀy over the rows of spans, with decay. Return a sum for each chunk, and
+        a sum for each wanted span.
 
         The sum for a chunk, (N, D, Dv), is over the rows of its span that come before the chunk.
         The sum for a span is over all rows of the span. `wanted` (spans,) has the index of each
         span's sum in the second result, or −1 for spans whose sum is not wanted.
 
-        With `reverse`, the sum for a chunk is over the rows of its span that come after the chunk.
-        The sum for a span is then what the rows of the span add to the gradient of the state that
+        With `reverse`, the sum for a chunk is over the rows of its span that come after the chunk,
+        and the sum for a span is what the rows of the span add to the gradient of the state that
         enters the span.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
@@ -250,8 +249,8 @@ class Forward(_Work):
         return out.to(self.q.dtype)
 
     def within(self, chunk: Chunk) -> Tensor:
-        """Return what keys and values of a chunk contribute to the outputs of the chunk, (N, G·C,
-        Dv).
+        """Return what the keys and values of a chunk contribute to the outputs of the same chunk,
+        (N, G·C, Dv).
         """
         q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
         return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
@@ -293,7 +292,9 @@ class Backward(_Work):
         return dq, dk, dv
 
     def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq of a chunk, and what queries of the chunk contribute to its dk and dv."""
+        """Return dq of a chunk, and what the queries of the chunk contribute to the dk and dv of
+        the chunk.
+        """
         q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
         state = self.entering(number, chunk, self.before, self.initial, reverse=False)
         dq = (dout * self.head(chunk.length)) @ state.mT
@@ -305,8 +306,8 @@ class Backward(_Work):
 
     @cached_property
     def before(self) -> Tensor:
-        """The state before each chunk in forward, without the contribution of the state that enters
-        the span.
+        """The sum of the span's earlier rows before each chunk, as in forward, without the state
+        that enters the span.
         """
         if not self.causal:
             # Without causality, this is the sum over the whole document that entered.

@@ -32,8 +32,8 @@ class _Work:
         """Yield, for each span, its rows, its entering state, its leaving state, and its rows of
         `tensors`.
 
-        A state is given as its index, or as −1 if there is no such state. `tensors` are (B, T, H,
-        D). Their rows of a span are (B, Hkv, G or 1, L, D).
+        A state is given as its index, or as −1 if the span has no such state. `tensors` are
+        (B, T, H, D), and the rows of a span are (B, Hkv, G or 1, L, D).
         """
         spans = self.spans
         columns = spans.edges[:-1], spans.edges[1:], spans.state_in, spans.state_out
@@ -44,8 +44,8 @@ class _Work:
             yield rows, enter, leave, list(heads_first)
 
     def powers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the powers λ^{i−j} (0 for j > i), λ^{i+1} and λ^{L−1−i} for rows i and j of a span
-        of L rows.
+        """Return three tensors of powers for rows i and j of a span of L rows: λ^{i−j} (0 for j >
+        i), λ^{i+1} and λ^{L−1−i}.
 
         Without causality, all powers are 1.
         """

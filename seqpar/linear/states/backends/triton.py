@@ -129,9 +129,7 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
-    """Return log λ, (Hkv,) in fp64. Without decay, return zeros, which are stored with the
-    spans.
-    """
+    """Return log λ, (Hkv,) in fp64. Without decay, return zeros."""
     if options.log_decay is None or not options.causal:
         heads, device = k.shape[2], k.device
         make = lambda: torch.zeros(heads, dtype=torch.float64, device=device)  # noqa: E731
@@ -140,8 +138,8 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
 
 
 class _Walk:
-    """The kernel launches that process all spans in one direction, for operands of fixed shapes and
-    dtypes.
+    """The kernel launches that go through all spans in one direction, for operands of fixed shapes
+    and dtypes.
 
     A *segment* is a range of rows of a span. The walk has the tables of the segments. It stores the
     arguments of each kernel launch under the name of the result that the kernel computes.
@@ -159,7 +157,9 @@ class _Walk:
     def states(
         self, x: Tensor, y: Tensor, log_decay: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the states before segments, and the states that leave spans."""
+        """Return the states before segments, and the states that leave spans. A segment is a range
+        of rows of a span.
+        """
         return kernels.states(
             x, y, self._tables, self._configs[0], log_decay=log_decay, scale=scale,
             reverse=self._reverse, known_by=self._known_by,
@@ -175,8 +175,8 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Compute the result `name`, and write it to `out`. `between` has the states that `states`
-        returned.
+        """Compute the result `name`, and write it to `out`. `between` has the states before
+        segments, from the method `states`.
         """
         kernels.recurrence(
             *operands, self._tables, self._configs[1], out=out, between=between, initial=initial,
@@ -194,7 +194,9 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write to `out` the sum of `before` and of what the states that enter spans contribute."""
+        """Write to `out` the sum of `before` and of the contribution of the states `initial` that
+        enter spans.
+        """
         kernels.carry(
             x, self._tables, self._configs[2], before=before, out=out, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -203,7 +205,8 @@ class _Walk:
 
 
 def _walks(kinds: tuple[str, ...], spans: SpanStates, *operands: Tensor) -> list[_Walk]:
-    """Return one walk for each of `kinds`. k and v are the second and the third operand.
+    """Return one walk for each name in `kinds`. The second operand is k, and the third operand is
+    v.
 
     The walk "forward" computes out, "queries" computes dq, and "backward" computes dk and dv.
     "queries" goes from the start of a span to its end, like "forward", but returns no state that
@@ -240,7 +243,9 @@ def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.Segme
 
 
 def _segment_rows(k: Tensor, v: Tensor) -> int:
-    """Return how many rows a segment has if the device runs two programs per multiprocessor."""
+    """Return the number of rows in a segment, chosen so that the device runs two programs per
+    multiprocessor.
+    """
     if not is_on_cuda(k):
         return kernels.segment_length(k.shape[1], 1)
     config = kernels.choose("recurrence", k, v.shape[-1], device_of(k))
