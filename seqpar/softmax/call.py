@@ -260,7 +260,7 @@ class ResolvedCall:
         tensors.
 
         The result is stored with the layouts. It must not refer to the layouts or to the call,
-        because a cycle of references would keep them alive.
+        because such a cycle of references would keep the layouts alive.
         """
         return self.kept(key, build)
 
@@ -287,7 +287,9 @@ class ResolvedCall:
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """Which optional inputs and results the call has. Tables for a GPU depend on them."""
+        """The optional inputs and results that the call has, because tables for a GPU depend on
+        them.
+        """
         tracks = self.options.slopes is not None, self.max_logits is not None
         return self.has_sinks, self.return_lse, *tracks
 

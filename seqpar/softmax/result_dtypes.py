@@ -121,13 +121,13 @@ def is_one_call(slices: Slices, backward: bool) -> bool:
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
     """Return whether `is_one_call` is known to be true for any two different ranks.
 
-    `is_one_call` takes the slices of one rank's queries over another rank's keys. If its result is
+    `is_one_call` takes the slices of one rank's queries over another rank's keys. If the answer is
     already known, a rank need not build these slices to know the dtypes of results.
 
     The result is True for a full mask, because all queries of a document attend to all keys of the
     document. The result is also True for a causal mask on contiguous and zigzag layouts. On these
-    layouts, consider the queries that one rank has of a document. Those that attend to any keys of
-    another rank all attend to the same adjacent keys of this rank.
+    layouts, let rank A have queries of a document, and rank B have keys of the document. All of the
+    queries that attend to any keys of rank B attend to the same adjacent keys of rank B.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

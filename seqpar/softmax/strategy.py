@@ -134,7 +134,7 @@ class Strategy:
     def merged_size(self, ranks: int) -> int:
         """Return how many consecutive ranks exchange heads with each other.
 
-        After the exchange, each of these ranks has some heads of the tokens of all of them. The
+        After the exchange, each of these ranks has some heads of the tokens of all these ranks. The
         result is 1 for strategies that do not exchange heads.
         """
         return 1
