@@ -1,7 +1,8 @@
-"""AllGather attention: as in Ring, keys and values are sent, but all messages are posted first.
+"""AllGather attention: all exchanges of keys and values are posted before the computation.
 
-The loop `ring` of docs/internals/in_300_lines.md shows the idea. Code that Ring and AllGather share
-is in `seqpar/softmax/keys/`.
+As in Ring, queries stay on their ranks, and keys and values are sent. The loop `ring` of
+docs/internals/in_300_lines.md shows the idea. Code that Ring and AllGather share is in
+`seqpar/softmax/keys/`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class AllGather(KeyStrategy):
-    """The strategy that sends keys and values in steps of 1, 2, 4, … ranks."""
+    """The strategy in which a rank sends its keys and values to several ranks in each step."""
 
     name = "all_gather"
 
@@ -25,13 +26,14 @@ class AllGather(KeyStrategy):
         return ranks
 
     def distances(self, ranks: int) -> Distances:
-        """Return the ranks that exchange keys in each step, so that computation hides the messages.
+        """Return the distances of each step. In a step with distance d, rank r receives keys of
+        rank r − d.
 
-        In the first step, a rank receives keys from one other rank. The number of ranks per step
-        then doubles (1, 2, 4, …), and at the end it is halved (…, 4, 2, 1). While the first keys
-        arrive, and while the last gradients return, a rank computes with its own keys. In between,
-        it computes with the keys of n ranks while it receives the keys of the next step, from at
-        most 2n ranks.
+        Steps are chosen so that computation hides the messages. In the first step, a rank receives
+        keys from one rank. In the following steps, the number of ranks per step doubles (1, 2, 4,
+        …), and at the end it is halved (…, 4, 2, 1). While the first keys arrive, and while the
+        last gradients return, a rank computes with its own keys. While a rank computes with the
+        keys of n ranks, it receives the keys of the next step, which come from at most 2n ranks.
         """
         rising: list[int] = []
         middle = ranks - 1

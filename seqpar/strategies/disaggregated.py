@@ -1,10 +1,10 @@
 """Disaggregated attention: a plan assigns each task to a rank, or to an attention server.
 
-A *task* is attention of some queries over some keys of one document. The *server* of a task is the
-rank or process that computes it. The loop `disaggregated` of docs/internals/in_300_lines.md shows
-the idea. Unlike the loop, this strategy makes a plan that balances the work, sends each row to a
-server only once, and can use separate server processes. The code of messages and computation is in
-`seqpar/softmax/tasks/`.
+A *task* is the attention of some queries over some keys of one document. The *server* of a task is
+the rank or process that computes the task. The loop `disaggregated` of
+docs/internals/in_300_lines.md shows the idea. Unlike the loop, this strategy makes a plan that
+balances the work, sends each row to a server only once, and can use separate server processes. The
+code of messages and computation is in `seqpar/softmax/tasks/`.
 
 The method is from Zhuang et al., "Efficient Long-context Language Model Training by Core Attention
 Disaggregation" (2025), sections 3 and 4, with three differences. The keys of one query may belong
@@ -62,8 +62,9 @@ _ROWS_PER_GROUP = 4096
 
 @dataclass(frozen=True)
 class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
-    """The strategy that sends queries and keys to the ranks that compute their tasks. Results
-    return.
+    """The strategy that sends queries and keys to the ranks that compute their tasks.
+
+    The results return to the ranks that hold the queries.
     """
 
     name = "disaggregated"
@@ -176,10 +177,12 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         return name, getattr(self, name), self.tolerance
 
     def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
-        """Return the groups in which heads are sent. They are the same on all ranks.
+        """Return the groups of heads that are sent one after another. They are the same on all
+        ranks.
 
-        Forward has a single group, so that all messages are posted in the first part of the call. A
-        caller may do other work between the two parts of a call, while these messages are sent.
+        Forward has a single group, because forward has two parts, between which a caller may do
+        other work. With one group, the first part posts all messages of the queries and keys, so
+        that they are sent during that work.
         """
         if direction == "backward":
             rows = call.layout.worst_case.most_tokens * call.shape.batch
@@ -219,9 +222,10 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Return the tasks of the default plan. Every rank makes the same plan, without messages.
+    """Return the tasks of the default plan, which balances the work with the costs of an H100.
 
-    The plan uses the costs of an H100. It also balances the work of other devices.
+    Every rank makes the same plan, without messages. A plan with the costs of an H100 also balances
+    the work of other devices.
     """
     s = call.shape
     heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # in a mesh, a rank may have no heads

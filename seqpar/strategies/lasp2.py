@@ -7,10 +7,10 @@ packed documents in any layout, and a backward. Code that LASP-2 and ZeCO share 
 `seqpar/linear/states/`.
 
 The method is from Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its
-Hybrid" (2025), algorithms 1 to 4. In this strategy, each span has a separate state, so that any
-layout works. A rank receives only the states that its spans need. On contiguous and zigzag layouts,
-a rank receives at most one state of each document from each other rank. States are sent while ranks
-compute with their own tokens.
+Hybrid" (2025), algorithms 1 to 4. Unlike the paper, this strategy has a separate state for each
+span, so that any layout works. A rank receives only the states that its spans need. On contiguous
+and zigzag layouts, this is at most one state per document from each rank. States are sent while
+ranks compute with their own tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from seqpar.strategies.zeco import ZeCO
 
 @dataclass(frozen=True)
 class LASP2(StateStrategy):
-    """The strategy that sends states to all ranks that need them, in one exchange."""
+    """The strategy that sends each state to all ranks that need it, in a single exchange."""
 
     name = "lasp2"
     transport = "all_gather"
@@ -62,11 +62,10 @@ TRANSPORTS = (LASP2.transport, ZeCO.transport)
 
 
 class GatheredStates:
-    """The exchange of states in a forward or backward.
+    """The exchange of states in one forward or one backward.
 
-    A *station* is a position of this rank that needs the sum of all earlier states of its document.
-    `post` sends this rank's states to the ranks that need them. `wait` returns the sum for each
-    station of this rank.
+    A *station* is a position at which this rank needs a sum of states. `post` sends the states of
+    this rank to the ranks that need them. `wait` returns the sum for each station of this rank.
     """
 
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:

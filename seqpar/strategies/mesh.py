@@ -8,9 +8,10 @@ column, and the loop `token_ring` shows what happens in a row. The code is in
 A rank receives queries of C − 1 ranks and keys of R − 1 ranks. In Ring, a rank receives keys of P −
 1 ranks. A mesh with one row is TokenRing. A mesh with one column sends the same bytes as Ring.
 
-There are two differences from the paper. In the paper, ranks pass queries and keys on along rings.
-Here a rank sends its queries and keys directly, and only to ranks that need them. At the end, a
-rank computes some work with its own queries and keys, which hides the arrival of the last results.
+This strategy differs from the paper in two points. In the paper, ranks pass queries and keys on
+along rings. Here, the rank that holds a query or a key sends it directly, and only to ranks that
+need it. A rank also leaves some of the work with its own queries and keys for the end, so that this
+work hides the arrival of the last results.
 """
 
 from __future__ import annotations
@@ -213,7 +214,11 @@ def row_bytes(
     gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of a row of queries, of their results, of keys, and of gradients of keys."""
+    """Return the bytes of one row: of queries, of their results, of keys, and of gradients of keys.
+
+    If `backward` is True, the numbers are sums over forward and backward. If it is False, they are
+    the bytes of forward alone, and the number for gradients is 0.
+    """
     heads, dims = shape.heads, (shape.dim, shape.value_dim)
     b, e = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
     query, result = heads * shape.dim * b, heads * (partial_bytes(shape, partial_dtype) + e)
@@ -236,11 +241,14 @@ def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal:
     """Return the bytes that each rank sends for one document in a zigzag layout, per row of a
     chunk.
 
-    Each rank holds an early and a late chunk of the document. A causal mask has these consequences.
-    Queries of every other rank attend to the early chunk of a rank's keys. Only queries of ranks
-    with lower numbers attend to the late chunk of its keys. The late chunk of a rank's queries
-    attends to keys of every column. The early chunk of its queries attends to keys of a column only
-    if some rank of the column has a lower number than this rank.
+    Each rank holds two chunks of the document, an early chunk and a late chunk. Under a causal
+    mask, the following rules hold:
+
+    * All ranks have queries that attend to the early chunk of a rank's keys.
+    * Only ranks with lower numbers have queries that attend to the late chunk of a rank's keys.
+    * The late chunk of a rank's queries attends to keys of every column.
+    * The early chunk of a rank's queries attends to keys of a column only if some rank of the
+      column has a lower number than this rank.
     """
     (rows, columns), (query, result, key, gradient) = shape, sizes
     ranks = np.arange(rows * columns)

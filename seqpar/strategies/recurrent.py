@@ -233,7 +233,7 @@ class RecurrentAttention(LinearModule):
 def _with_equal_heads(
     q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
-    """Repeat heads of q, k, v and scale, so that each has at least as many heads as there are
+    """Repeat heads of q, k, v and scale until each has at least as many heads as there are
     states.
     """
     if not all(isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] for x in (q, k, v)):

@@ -20,7 +20,7 @@ M = TypeVar("M", type[Attention], type[LinearModule])
 
 
 def register(module: M) -> M:
-    """Register a strategy's module under the strategy's name. Use this function as a decorator."""
+    """Register a module under the name of its strategy. Use this function as a decorator."""
     if issubclass(module, Attention):
         SOFTMAX[module.strategy.name] = module
     else:

@@ -1,9 +1,9 @@
 """Ring attention: queries stay on their ranks, and keys and values are sent in steps.
 
 In step s, rank r computes with the keys of rank r − s, while the keys of step s + 1 arrive. The
-loop `ring` of docs/internals/in_300_lines.md shows the idea, without this overlap. In the paper,
-each rank passes keys on to the next rank. Here the rank that holds the keys sends them directly,
-and only to ranks that need them. The code is in `seqpar/softmax/keys/`.
+loop `ring` of docs/internals/in_300_lines.md shows the idea, but it computes only after the keys
+have arrived. In the paper, each rank passes keys on to the next rank. Here, the rank that holds the
+keys sends them directly, and only to ranks that need them. The code is in `seqpar/softmax/keys/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class Ring(KeyStrategy):
-    """The strategy that sends keys and values to one other rank in each step."""
+    """The strategy in which a rank sends its keys and values to one rank in each step."""
 
     name = "ring"
 

@@ -2,13 +2,13 @@
 
 In step s, rank r computes attention of the queries of rank r − s over its own keys. During this
 computation, the queries of the next step arrive, and the results of the preceding step are sent
-back. Queries and results use separate exchanges, because in a common exchange results would be sent
+back. Queries and results use separate exchanges. If one exchange had both, results would be sent
 one step later. The loop `token_ring` of docs/internals/in_300_lines.md shows the idea. The code is
 in `seqpar/softmax/queries/`.
 
 The paper has no backward. In our backward, q, dout, lse and delta are sent, dq returns, and dk and
-dv stay on their ranks. A rank computes half of the work with its own queries at the end, while the
-last results return.
+dv stay on their ranks. A rank leaves half of the work with its own queries for the end, so that
+this work hides the return of the last results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class TokenRing(TileStrategy):
-    """The strategy that sends queries in one direction and results in the other: a mesh with one
-    row.
+    """The strategy that sends queries in one direction and results in the other direction.
+
+    It is the strategy of `Mesh` on a mesh with one row.
     """
 
     name = "token_ring"

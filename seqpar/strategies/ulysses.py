@@ -1,13 +1,14 @@
-"""Ulysses attention: an exchange gives each rank some heads of all tokens, and a second exchange
-returns the outputs.
+"""Ulysses attention: each rank computes some of the heads for all tokens.
 
-The loop `ulysses` of docs/internals/in_300_lines.md shows the idea. Unlike the loop, this strategy
-accepts any number of heads, and computes heads in groups. The computation of one group hides the
-messages of another group. Query heads are divided over ranks as evenly as possible, with at most
-⌈Hq/P⌉ per rank. A KV head is sent to every rank that has one of its query heads.
+An exchange before the attention gives each rank the q, k and v of its heads, for all tokens. An
+exchange after the attention returns the outputs to the ranks that hold the tokens. The loop
+`ulysses` of docs/internals/in_300_lines.md shows the idea. Unlike the loop, this strategy accepts
+any number of heads, and computes heads in groups. The computation of one group hides the messages
+of another group. Query heads are divided over ranks as evenly as possible, with at most ⌈Hq/P⌉ per
+rank. A KV head is sent to every rank that computes one of its query heads.
 
-USP (`usp.py`) uses the same code on a mesh. Heads are then exchanged within rows of `inner` ranks,
-and the strategy `outer` computes attention of these heads across rows.
+USP (`usp.py`) uses the same code on a mesh. In USP, heads are exchanged within rows of `inner`
+ranks, and the strategy `outer` computes the attention of these heads across rows.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class Ulysses(Strategy):
     # Instead of out, delta could be kept. But some kernels require out, and making a substitute for
     # out from dout and delta in fp32 takes more memory than keeping out. With "tokens", delta is
     # sent and not out, because out is as large as dout.
-    # large as dout.
     keep: str = "heads"
     # USP sets these two: the number of ranks that exchange heads (0 means all ranks), and the
     # strategy between rows.
@@ -77,12 +77,12 @@ class Ulysses(Strategy):
         return self.inner or ranks
 
     def heads(self, ranks: int, q_heads: int, kv_heads: int) -> HeadGroups:
-        """Return the heads of each rank of a row, in groups.
+        """Return the heads of each rank of a row, divided into groups.
 
         If the mesh has several rows, all query heads of a KV head are in one group, because
         otherwise the KV head would be sent once per group. With `deterministic="ranks"`, all query
-        heads of a KV head are also on one rank, because the gradient of the KV head must be summed
-        over its query heads in one fixed order.
+        heads of a KV head are on one rank, because the gradient of the KV head must be summed over
+        its query heads in one fixed order.
         """
         inner, whole = self.merged_size(ranks), self.rank_invariant
         divided = inner, q_heads, kv_heads, self.head_groups
@@ -108,9 +108,9 @@ class Ulysses(Strategy):
     def _exchange(
         self, comm: Comm, call: ResolvedCall, direction: str, make_results: Callable[[], Tensors]
     ) -> tuple[HeadPlan, HeadExchange]:
-        """Return the plan of a forward or backward, and its exchange of heads.
+        """Return the plan of one pass, which is made once per layout, and the exchange of heads.
 
-        The plan is made once per layout.
+        `direction` is "forward" or "backward".
         """
         key = ("heads", self, direction, call.return_lse, call.has_sinks)
         plan = call.once(key, lambda: self.plan(call, comm.rank, direction))

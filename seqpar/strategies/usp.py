@@ -2,8 +2,8 @@
 
 The loop `ulysses` of docs/internals/in_300_lines.md shows the exchange of heads. After this
 exchange, the ranks of a column have the same heads of different tokens. The second strategy
-computes attention of these heads among the ranks of the column. The code is in `ulysses.py`,
-because Ulysses is a mesh with one row.
+computes attention of these heads among the ranks of the column. The code is in `ulysses.py`, where
+Ulysses is treated as USP on a mesh with one row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from seqpar.strategies.ulysses import Ulysses
 
 @dataclass(frozen=True)
 class USP(Ulysses):
-    """The strategy that exchanges heads within rows of ranks, and runs the outer strategy in
+    """The strategy that exchanges heads within rows of ranks, and runs a second strategy in
     columns.
     """
 
@@ -87,7 +87,7 @@ class USPAttention(Attention):
 
 
 def outer_strategies() -> dict[str, type[Attention]]:
-    """Return the modules whose strategies can be the outer strategy, by name.
+    """Return the modules whose strategies USP can run in its columns, by name.
 
     These are the strategies that do not exchange heads.
     """

@@ -3,15 +3,15 @@
 A *span* is a range of consecutive tokens of a document on one rank. The *state* of a span is a
 matrix for each KV head: the sum of the outer products k vᵀ of the span's tokens. A rank receives
 the sum of the states before its span, adds the state of its span, and sends the new sum to the next
-rank. The loop `lasp2` of docs/internals/in_300_lines.md shows how states are used. In that loop,
-however, each rank receives all states.
+rank. The loop `lasp2` of docs/internals/in_300_lines.md shows how states are used, but in the loop
+each rank receives all states.
 
 The method is from "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention"
-(2025), section 3. If λ is the decay and a span has L tokens, the rank sends λ^L times the received
-sum, plus the state of its span. A state is cut into K blocks. All P ranks then have the state after
-the time of (P − 2 + K) / K transfers of a whole state. States of several documents that are sent in
-the same step share one message per block. Without causality, the sum of all states then returns
-along the same ranks.
+(2025), section 3. If λ is the decay and a span has L tokens, a rank sends λ^L times the received
+sum, plus the state of its span. A state is cut into K blocks. All P ranks have the state after the
+time of (P − 2 + K) / K transfers of a whole state. If states of several documents are sent in the
+same step, they share one message per block. Without causality, the last rank has the sum of all
+states, which returns along the same ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from seqpar.linear.states.state_strategy import StateCall, StateStrategy
 
 @dataclass(frozen=True)
 class ZeCO(StateStrategy):
-    """The strategy that sends sums of states from span to span."""
+    """The strategy that sends sums of states from rank to rank along each document."""
 
     name = "zeco"
     transport = "scan"
@@ -98,7 +98,7 @@ class _Scanned(ScannedStates):
 
 
 class _Decays(TableHolder):
-    """The decays of the sums that a rank sends: `rows` is how many tokens each sum decays over."""
+    """The decays of the sums that a rank sends. `rows` has the number of tokens of each decay."""
 
     def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape) -> None:
         heads = np.arange(plan.blocks * plan.rows) // shape.dim % shape.kv_heads
@@ -108,8 +108,9 @@ class _Decays(TableHolder):
         self._leaving, self._carriers = plan.leaving, plan.carriers
 
     def weights(self, options: StateOptions) -> Sequence[Tensor | None]:
-        """Return the decay factors of each message, (sums, rows of a block, 1), or None without
-        decay.
+        """Return the decay factors of each message, (sums, rows of a block, 1).
+
+        Without decay, the result has None for each message.
         """
         if options.log_decay is None:
             return [None] * len(self._leaving)
@@ -122,7 +123,7 @@ class _Decays(TableHolder):
 def blocks_of(shape: OperandShape, blocks: int) -> int:
     """Return the number of equal blocks into which the B·Hkv·D rows of a state are cut.
 
-    The result is at most `blocks`.
+    The number is the largest divisor of B·Hkv·D that is at most `blocks`.
     """
     rows = shape.batch * shape.kv_heads * shape.dim
     return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)
