@@ -1,5 +1,6 @@
 """Layers that need the few tokens before each token: short causal convolutions and token shifts.
 
-The *halo* of a rank is the tokens of other ranks that it needs. Start with `functions.py`.
-`rows.py` finds the rows to send, and `convolve.py` computes.
+The *halo* of a rank is the tokens that the rank needs from other ranks. Start with `functions.py`,
+which has the public functions. `rows.py` finds the rows that ranks send, and `convolve.py`
+computes.
 """

@@ -1,13 +1,13 @@
 """The arithmetic of a short convolution on a rank, and its gradients.
 
 The *window* of a row is the row and a few tokens before it. A *tap* is the weight of one token of a
-window, for each channel. A rank first convolves all of its rows as if they were one document
-(`_consecutive`). When the rows of other ranks have arrived, it computes the *edges* (`rows.py`),
-which are the rows whose windows contain other rows than the preceding local rows (`_gathered`).
-These results replace the first results.
+window, for each channel. The *edges* are the rows whose windows are not consecutive local rows
+(`rows.py`). A rank first convolves all of its rows as if they were one document (`_consecutive`),
+which gives wrong results at the edges. When the rows of other ranks have arrived, the rank computes
+the edges again (`_gathered`), and replaces the wrong results.
 
 In backward, a rank receives the gradients of the sums after its spans, and computes all gradients
-of its own rows. If ranks sent parts of these gradients back instead, they would be added in an
+of its own rows. If ranks sent parts of these gradients back instead, the parts would be added in an
 order that depends on the layout. Rows are computed in blocks that fit into a CPU's cache, which is
 five times as fast as ATen's depthwise convolution.
 
@@ -45,7 +45,9 @@ class Taps(NamedTuple):
     def of(
         cls, weight: Tensor | None, reach: int, following: bool, bias: Tensor | None = None
     ) -> Taps:
-        """Return the taps of a weight (C, reach + 1). None stands for a shift by `reach` tokens."""
+        """Return the taps of a weight (C, reach + 1). If `weight` is None, return a shift by
+        `reach` tokens.
+        """
         if weight is None:
             return cls([reach if following else 0], [None], reach, following)
         columns = weight.t().to(accumulator_dtype(weight.dtype)).contiguous().unbind()
@@ -76,9 +78,10 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) -> list[Tensor]:
-    """Return the windows of the rows `start` to `stop`, as one tensor for each token of a window.
+    """Return the windows of the rows from `start` to `stop`, as one tensor for each token of a
+    window.
 
-    Rows before the first or after the last local row are zeros.
+    Tokens before the first local row and after the last local row are zeros.
     """
     first, last = (start, stop + reach) if following else (start - reach, stop)
     inside = x[max(first, 0) : last].to(accumulator_dtype(x.dtype))
@@ -89,8 +92,10 @@ def _consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) 
 
 
 def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[Tensor]:
-    """Return the windows of the edges, as one tensor for each token of a window, in the dtype of
-    sums.
+    """Return the windows of the edges, as one tensor for each token of a window.
+
+    The *edges* are the rows whose windows are not consecutive local rows. The result has the dtype
+    in which sums are computed.
     """
     windows = x.new_zeros((halo.edges.numel() * (reach + 1), *x.shape[1:]))
     windows.index_copy_(0, halo.held_places, x.index_select(0, halo.held_rows))
@@ -100,10 +105,11 @@ def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[T
 
 
 def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
-    """Post the rows that other ranks need. Return a function that waits for the rows of other
-    ranks, (room, B, C).
+    """Post an exchange of the rows that ranks need from each other.
 
-    `room` is the number of rows that this rank receives.
+    The returned function waits until the rows of other ranks have arrived, and returns a tensor
+    (room, B, C) that begins with them. `room` is at least the number of rows that this rank
+    receives.
     """
     parts = x.index_select(0, halo.sent).split([count for _, count in halo.sends])
     received = x.new_empty((room, *x.shape[1:]))
@@ -128,10 +134,11 @@ def convolve(
     finish: Finish | None = None,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Write the sums over the windows of all rows to `out`. Return the received rows.
+    """Write the sum over the window of each row to `out`. Return the rows received from other
+    ranks.
 
-    If `finish` is given, `finish(sums, rows)` returns the values to write instead of the sums.
-    `rows` are the rows of `beside`, or of x if `beside` is None.
+    If `finish` is given, `finish(sums, rows)` is written instead of the sums. In this call, `rows`
+    are rows of `beside`, or rows of x if `beside` is None.
     """
     finish, beside = finish or _as_it_is, x if beside is None else beside
     if halo.edges.numel() < x.shape[0]:
@@ -149,7 +156,7 @@ def convolve(
 def tap_gradients(
     d: Tensor, x: Tensor, halo: HaloRows, received: Tensor, reach: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the taps, (C, reach + 1), and of the bias, (C,).
+    """Return the gradients of the taps, (C, reach + 1), and the gradient of the bias, (C,).
 
     `d` is the gradient of the sums.
     """

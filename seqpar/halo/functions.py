@@ -118,7 +118,7 @@ def _call(
 
 
 def halo_on(group: Group, check_ranks: bool = False) -> BoundStrategy[Halo]:
-    """Return the operator's strategy on a group, or on a mesh of any shape."""
+    """Return the strategy of convolutions, bound to a process group or to a mesh of any shape."""
     register_flop_formulas()
     return BoundStrategy.make(Halo(), group, len(Comm.of(group).shape), check_ranks)
 
@@ -141,10 +141,11 @@ def traffic(
     batch: int = 1,
     activation: str | None = None,
 ) -> list[Traffic]:
-    """Return a rank's messages in a call of `causal_conv1d` of this `width`, by pass and peer.
+    """Return the messages of a rank in a call of `causal_conv1d`, by pass and peer.
 
     A token's row is sent once to each rank that needs it. In backward with an activation, rows are
-    in fp32 (fp64 for fp64). For `token_shift`, pass the width 2. Nothing is computed or sent.
+    in fp32 (fp64 for fp64). For `token_shift`, pass the width 2. This function computes and sends
+    nothing.
     """
     back = accumulator_dtype(dtype) if as_activation(activation) else dtype
     return summed(
@@ -157,8 +158,9 @@ def traffic(
 
 
 def room_of(layout: Layout, rank: int, reach: int) -> int:
-    """Return the largest number of rows that a rank receives in forward. Compilers can trace
-    this.
+    """Return an upper limit for the number of rows that a rank receives in forward.
+
+    torch.compile can trace this function.
     """
     rank = rank % layout.ranks
     lacking = layout.tokens - layout.tokens_on(rank)

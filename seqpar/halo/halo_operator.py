@@ -1,8 +1,8 @@
-"""The operators of a convolution over sharded tokens, its arguments and their checks.
+"""The operators of a convolution over sharded tokens, the arguments of a call, and their checks.
 
-x is (B, T, C). The result is out. `received`, the rows of other ranks (room, B, C), is kept for
-backward. Without a weight, a call shifts tokens. Backward is a convolution whose windows follow
-their token. It has the same bits in every layout.
+x is (B, T, C). The result is out. `received` (room, B, C) has the rows of other ranks, and is kept
+for backward. Without a weight, a call shifts tokens. Backward is a convolution in which the window
+of a row is the row and the tokens after it. Backward has the same bits in every layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from seqpar.layout.handle import described, from_handle
 
 @dataclass(frozen=True)
 class Halo:
-    """The operator's strategy, for `BoundStrategy`. It has no options."""
+    """The strategy of convolutions over sharded tokens. It has no options."""
 
     name: ClassVar[str] = "causal_conv1d"
     routable: ClassVar[bool] = False
@@ -45,7 +45,7 @@ class ConvolutionTensors(NamedTuple):
 
 
 class ConvolutionArguments(NamedTuple):
-    """A call's arguments, except for its tensors, as the operator takes them."""
+    """The arguments of a call of the operator, except for the tensors with gradients."""
 
     layout: Tensor  # a geometry's handle
     room: Count  # the number of rows to receive
@@ -55,8 +55,9 @@ class ConvolutionArguments(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A call whose arguments have been checked. All fields after `layout` are equal on all
-    ranks.
+    """A call whose arguments have been checked.
+
+    The fields between `layout` and `room` are equal on all ranks.
     """
 
     layout: Geometry
@@ -78,11 +79,16 @@ class Convolution(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The function that users called. It is in the headers of messages, which ranks compare."""
+        """The name of the function that the user called.
+
+        The name is in the headers of messages, which ranks compare.
+        """
         return Halo.name if self.has_weight else "token_shift"
 
     def rows(self, rank: int, device: torch.device, following: bool) -> HaloRows:
-        """Return what a rank sends and receives in forward or, with `following`, in backward."""
+        """Return the rows that a rank sends and receives in forward, or in backward if `following`
+        is True.
+        """
         return halo_rows(self.layout, rank, self.reach, following, device)
 
 
@@ -212,8 +218,9 @@ class ConvolutionOperator(CallOperator[ConvolutionTensors, ConvolutionArguments,
         return 0 if tensors.weight is None else 2 * tensors.x.numel() * tensors.weight.shape[1]
 
     def backward_flops(self, arguments: ConvolutionArguments, saved: Saved) -> int:
-        """Return the FLOPs for the gradients of x and of the taps, without those for recomputed
-        sums.
+        """Return the FLOPs for the gradients of x and of the taps.
+
+        If backward computes the sums of forward again, the FLOPs for these sums are not counted.
         """
         return 2 * self.flops(_saved_tensors(saved), arguments)
 

@@ -1,10 +1,11 @@
-"""The rows of other ranks that a rank's spans need, and the windows to which they belong.
+"""The rows of other ranks that a rank's spans need, and the windows to which these rows belong.
 
-A row's *window* is the row and the `reach` tokens of its document before it, in ascending order. In
-tables with `following`, which are for backward, it is the row and the tokens after it. Most windows
-are consecutive local rows. The *edges* are the rows with other windows: the first rows of spans, or
-with `following` the last rows. Some tokens of their windows are in other spans, on other ranks, or
-beyond the document.
+A *span* is a range of consecutive tokens of a document on one rank. The *window* of a row is the
+row and the `reach` tokens of its document before it, in ascending order. In tables with
+`following`, which are for backward, the window is the row and the tokens after it. Most windows are
+consecutive local rows. The *edges* are the rows with other windows: the first rows of spans or,
+with `following`, the last rows of spans. Some tokens of their windows are in other spans, on other
+ranks, or beyond the document.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from seqpar.layout.geometry import Geometry
 
 
 class HaloRows(NamedTuple):
-    """The rows that a rank sends and receives, and its edges. A row is the index of a local or a
-    received token.
+    """The rows that a rank sends and receives, and the edges among the rows of the rank.
+
+    An *edge* is a row whose window is not a range of consecutive local rows. A row is given as the
+    index of a local token or of a received token.
     """
 
     sent: Tensor  # (n,): the rows that other ranks need, sorted by rank
@@ -42,7 +45,7 @@ class HaloRows(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """Spans of all ranks, sorted by rank, and the tokens [first, last) that each span lacks."""
+    """The spans of all ranks, sorted by rank, and the tokens [first, last) that each span needs."""
 
     ranks: Ints
     documents: Ints
@@ -55,22 +58,23 @@ class _Spans(NamedTuple):
 def halo_rows(
     geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
 ) -> HaloRows:
-    """Return a rank's tables on a device. They are made once and kept with the layout."""
+    """Return the tables of a rank on a device. They are made once and stored with the layout."""
     build = lambda: _tables(geometry, rank, reach, following)  # noqa: E731
     return kept_on(device, geometry.derived, ("halo", rank, reach, following), build)
 
 
 def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> list[tuple[int, int]]:
-    """Return (rank, number of rows) of the ranks that receive rows of this rank, ascending."""
+    """Return a pair (receiver, number of rows) for each rank to which `rank` sends rows,
+    ascending.
+    """
     return _sent(_spans(geometry, reach, following), geometry, rank)[1]
 
 
 def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
-    """Return the spans of all ranks, and the tokens that each span lacks.
+    """Return the spans of all ranks, and the tokens that each span needs from other ranks.
 
-    These are the tokens of its windows that lie between the span and the neighbouring span of the
-    document on the same rank. If there is no neighbouring span on this rank, these are all tokens
-    of its windows outside the span.
+    These tokens are in the windows of the span's rows, but outside the span. If the rank has a
+    neighbouring span of the same document, only tokens between the two spans are included.
     """
     columns = [np.stack(holding.columns) for holding in geometry.holdings]
     ranks = np.repeat(np.arange(geometry.ranks), [x.shape[1] for x in columns])
@@ -101,7 +105,11 @@ def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tupl
 
 
 def _received(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return the tokens that a rank receives, in the order of `_sent`."""
+    """Return the tokens that a rank receives, and a pair (sender, number of tokens) for each
+    sender.
+
+    The tokens of each sender are in the order in which the sender sends them (`_sent`).
+    """
     lacking = np.flatnonzero((spans.ranks == rank) & (spans.last > spans.first))
     others = np.flatnonzero(spans.ranks != rank)
     of_own, of_others = overlapping(
