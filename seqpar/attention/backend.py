@@ -1,6 +1,4 @@
-"""Choose the backend: the code with which a rank computes attention over the tokens that it
-holds.
-"""
+"""Choose the backend: the code with which a rank computes attention over its own tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ DEFAULT = "default"  # softmax/attend.py or linear/linear_strategy.py chooses th
 
 
 class _Forced(threading.local):
-    """The backend of this thread's calls. It is an attribute, so that torch.compile can guard on
-    it.
+    """The backend of this thread's calls.
+
+    The backend is an attribute of an object, so that torch.compile can guard on it.
     """
 
     name: str | None = None
@@ -78,7 +77,9 @@ def use_backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def forced_backend(name: str | None) -> Iterator[None]:
-    """Use a backend, or the default, for calls of this thread within the context."""
+    """Use the backend `name` for calls of this thread within the context. None means the default
+    backend.
+    """
     before, inherited_before = _forced.name, _inherited()
     _force(name, name)
     try:
@@ -94,22 +95,24 @@ def _force(name: str | None, name_to_inherit: str | None) -> None:
 
 
 def _inherited() -> str | None:
-    """Return the backend of this thread. In a thread of autograd, return that of backward's
-    caller.
+    """Return the backend of this thread, or None for the default backend.
+
+    A thread in which autograd runs a backward has the backend of the thread that called backward.
     """
     return _forced.name if torch.compiler.is_dynamo_compiling() else inherited(_KEY, None)
 
 
 def current_backend(kind: str) -> str:
-    """Return the backend of a call of this kind that is made now, or DEFAULT."""
+    """Return the backend that a call of this kind would use now, or DEFAULT."""
     name = _inherited()
     return DEFAULT if name is None or (name == "fla" and kind != "recurrent") else name
 
 
 @cache
 def load_backend(kind: str, name: str) -> ModuleType:
-    """Return a backend's module, which is imported at its first use. `kind` is a key of
-    `BACKENDS`.
+    """Return the module of a backend, which is imported when it is first used.
+
+    `kind` is a key of `BACKENDS`.
     """
     if name not in BACKENDS[kind]:
         raise ValueError(f"backend must be one of {BACKENDS[kind]}, got {name!r}")
@@ -117,9 +120,7 @@ def load_backend(kind: str, name: str) -> ModuleType:
 
 
 def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend cannot compute these operands, or None. The text begins with an
-    argument.
-    """
+    """Return the reason why a backend cannot compute these operands, or None if it can."""
     if name == DEFAULT:
         return None
     refuse = getattr(load_backend(kind, name), "refusal", None)
@@ -127,7 +128,9 @@ def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
 
 
 def triton_refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return why our Triton kernels cannot compute these operands, or None."""
+    """Return the reason why our Triton kernels cannot compute these operands, or None if they
+    can.
+    """
     import triton  # imported here, so that importing seqpar does not wait for triton
 
     if q.dtype == torch.float64:
@@ -149,7 +152,10 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def rank_invariant_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend's results may depend on the number of heads on a rank, or None."""
+    """Return the reason why `deterministic="ranks"` is impossible with a backend, or None.
+
+    It is impossible if the bits of results depend on the number of heads on a rank.
+    """
     if q.device.type != "cuda":
         return None
     if name not in (DEFAULT, "triton"):

@@ -1,11 +1,11 @@
 """The arguments of a call other than its tensors, as users pass them and as torch operators take
 them.
 
-Each kind of call declares its arguments as a NamedTuple. Its first fields are tensors, such as a
-layout's handle. Its last field may be a NamedTuple of options. An operator takes the fields of this
-inner tuple one by one. A field that is annotated with an `Option` is a scalar that users pass. An
-operator's schema, autograd, the comparison of ranks and preparations are derived from this
-declaration.
+Each kind of call declares its arguments as a NamedTuple. The first fields are tensors, such as a
+layout's handle. The last field may be a NamedTuple of options. An operator takes the fields of this
+inner NamedTuple one by one. A field that is annotated with an `Option` is a scalar that users pass.
+Four things are derived from the declaration: the schema of the operator, the code for autograd, the
+comparison of ranks, and preparations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_CARRIED = "not carried"  # annotates a field that operators do not take
 
 
 class Option(NamedTuple):
-    """The declaration of a scalar that users pass to a call, in the annotation of its field."""
+    """The annotation of a field that declares a scalar, which users pass to a call."""
 
     parse: Callable[[str, Any], Any]  # takes the name and the user's value; raises a ValueError
     default: Any
@@ -40,7 +40,7 @@ class Option(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A value that an operator takes."""
+    """A value that an operator takes as one of its arguments."""
 
     name: str
     kind: Any
@@ -58,7 +58,8 @@ class Field(NamedTuple):
 def fields_of(arguments: type) -> list[Field]:
     """Return the fields that operators take, for a NamedTuple of tensors, arguments or options.
 
-    Of a NamedTuple of options, operators take only the scalars, which must be its first fields.
+    If a field is itself a NamedTuple of options, operators take only the scalars among its fields.
+    These scalars must be its first fields.
     """
     found: list[Field] = []
     for name, hint in get_type_hints(arguments, include_extras=True).items():
@@ -77,12 +78,14 @@ def _is_options(kind: Any) -> bool:
 
 
 class Carried(Generic[A]):
-    """The form in which operators take arguments: tensors first, then scalars, one by one.
+    """Converts the arguments of a call to the flat list that an operator takes, and back.
+
+    The flat list has tensors first and scalars after the tensors.
 
     Attributes:
         schema: the arguments in an operator's schema, such as "Tensor layout, SymInt tokens".
-        tensors: the number of tensors, with which the arguments begin.
-        options: the scalars that users pass, by argument name.
+        tensors: the number of tensors at the start of the flat list.
+        options: the argument names of the scalars that users pass.
     """
 
     def __init__(self, arguments: Any) -> None:
@@ -113,14 +116,17 @@ class Carried(Generic[A]):
         return self._class(*flat[: self._own], self._options(*flat[self._own :]))
 
     def agreed(self, arguments: A) -> dict[str, object]:
-        """Return the scalars that must be the same on all ranks, by argument name."""
+        """Return the scalars that must be equal on all ranks, as a dict from argument names to
+        values.
+        """
         flat = self.flat(arguments)
         return {name: flat[i] for name, i in self._agreed}
 
     def of(self, user: Mapping[str, Any], **others: Any) -> A:
-        """Return the arguments. Options are parsed from `user`, and `others` has all other fields.
+        """Return the arguments of a call as a NamedTuple.
 
-        Options that are missing in `user` have their defaults.
+        The options are parsed from `user`, and have their defaults if they are missing in `user`.
+        `others` has the values of all other fields.
         """
         for name, field, option in self._parsed:
             others[field] = option.parse(name, user.get(name, option.default))

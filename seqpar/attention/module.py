@@ -29,7 +29,7 @@ class Moving(Named, Protocol):
     """A strategy that can list the messages of a call without sending them."""
 
     def traffic(self, call: Any, rank: int) -> list[Traffic]:
-        """Return a rank's messages in a resolved call, by pass, step and peer."""
+        """Return the messages of a rank in a resolved call, by pass, step and peer."""
 
 
 S = TypeVar("S", bound=Moving)
@@ -44,11 +44,11 @@ def make_strategy(
     others: tuple[str, ...],
     forward: Callable[..., object],
 ) -> S:
-    """Return a strategy with these options. Raise a TypeError for an unknown option.
+    """Return a strategy with the given options, or raise a TypeError for an unknown option.
 
-    The error lists the known options, and `others`, the further options of the module. `forward` is
-    the call of the module. If one of its arguments does the work of the unknown option, the error
-    names this argument.
+    The error lists the options of the strategy, and the module's further options, which are
+    `others`. `forward` is the function that users call. If one of its arguments does what the
+    unknown option should do, the error names this argument.
     """
     known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
     for name in options:
@@ -58,9 +58,7 @@ def make_strategy(
 
 
 class BoundModule(nn.Module, Generic[S]):
-    """The base class of attention modules: a strategy, and the group of ranks that compute
-    together.
-    """
+    """The base class of attention modules. A module consists of a strategy and a group of ranks."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -201,7 +199,7 @@ class BoundModule(nn.Module, Generic[S]):
         return self._preparation(described, options)
 
     def _preparation(self, described: dict[str, Any], options: dict[str, Any]) -> Preparation:
-        """Return a preparation with the fields `described`, for calls with these options."""
+        """Return a `Preparation` with the fields `described`, for calls with the given options."""
         raise NotImplementedError
 
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object) -> Any:
@@ -218,11 +216,11 @@ class BoundModule(nn.Module, Generic[S]):
     def _agreed_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> tuple[Any, Any, HeadPlacement]:
-        """Return the result of `_operator_inputs`. If the inputs are refused, all ranks raise the
-        error.
+        """Return the result of `_operator_inputs`, or raise an error on all ranks.
 
-        With `check_ranks=False`, only this rank raises the error. Meta tensors are resolved here,
-        because the operator's fake rule checks nothing.
+        If this rank refuses the inputs and `check_ranks` is True, all ranks raise the error. With
+        `check_ranks=False`, only this rank raises the error. Calls of meta tensors are resolved
+        here, because the operator's fake rule checks nothing.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
@@ -244,8 +242,8 @@ class BoundModule(nn.Module, Generic[S]):
     def agreeing(self, *operands: object) -> Iterator[None]:
         """If a ValueError or TypeError is raised within this context, raise it on all ranks.
 
-        With `check_ranks=False`, or if all tensors among `operands` are meta tensors, only this
-        rank raises the error.
+        In two cases, only this rank raises the error: with `check_ranks=False`, or if all tensors
+        among `operands` are meta tensors.
         """
         try:
             yield
@@ -253,8 +251,9 @@ class BoundModule(nn.Module, Generic[S]):
             self._refuse(fault, *operands)
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
-        """Return the operator's tensors, its other arguments, and the placement of heads. Nothing
-        is sent.
+        """Return the tensors of the operator, its other arguments, and the placement of heads.
+
+        This method sends nothing.
         """
         raise NotImplementedError
 
@@ -265,15 +264,17 @@ class BoundModule(nn.Module, Generic[S]):
 def _check_names(
     module: BoundModule[Any], positional: tuple[object, ...], named: dict[str, object]
 ) -> None:
-    """Raise the TypeError of a call in which an argument is missing, on all ranks."""
+    """If an argument of a call is missing, raise the TypeError of the call on all ranks."""
     if not is_traced():
         with module.agreeing():
             inspect.signature(module.forward).bind(*positional, **named)
 
 
 def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object) -> NoReturn:
-    """Raise an error on all ranks. Without `check_ranks`, or for meta tensors, raise it only
-    here.
+    """Raise the error `fault` on all ranks.
+
+    In two cases, only this rank raises the error: without `check_ranks`, or if all tensors among
+    `operands` are meta tensors.
     """
 
     def resolve() -> NoReturn:
@@ -288,5 +289,7 @@ def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object
 
 
 def is_meta(q: object) -> bool:
-    """Return whether an operand has no data. Its call then sends nothing."""
+    """Return whether an operand is a meta tensor, which has no data. A call of meta tensors sends
+    nothing.
+    """
     return isinstance(q, Tensor) and q.device.type == "meta"

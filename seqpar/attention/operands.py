@@ -22,7 +22,8 @@ Scale = TypeVar("Scale")
 class OperandShape(NamedTuple):
     """The dtype and the sizes of q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv).
 
-    T is left out, because all fields are equal on all ranks, and T differs between ranks.
+    The number of tokens T is left out, because it differs between ranks. All fields are equal on
+    all ranks.
     """
 
     dtype: torch.dtype
@@ -43,7 +44,7 @@ class OperandShape(NamedTuple):
         return cls(dtype, q[0], q[2], k[2], q[3], v[3])
 
     def described(self) -> dict[str, object]:
-        """Return the fields by argument name, for the rank check."""
+        """Return the fields by argument name, so that ranks can compare them."""
         return {
             "dtype": str(self.dtype),
             "batch size": self.batch,
@@ -57,11 +58,12 @@ class OperandShape(NamedTuple):
 def prepare_operands(
     q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as (B, T, H, D). Under autocast they are cast as SDPA casts its operands.
+    """Return q, k and v as (B, T, H, D), with a batch dimension of 1 if they had none.
 
-    Raises a ValueError for arguments with which torch would choose a wrong implementation of the
-    operator: values that are not tensors, a wrong number of dimensions, no heads, operands or
-    `others` on different devices, and forward-mode tangents.
+    Under autocast, they are cast as `F.scaled_dot_product_attention` casts its operands. With some
+    wrong arguments, torch would choose a wrong implementation of the operator. They are therefore
+    refused here with a ValueError: values that are not tensors, a wrong number of dimensions, no
+    heads, operands or `others` on different devices, and forward-mode tangents.
     """
     check_tensor("q", q)
     dims, device = q.dim(), q.device
@@ -90,11 +92,11 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
-    """If `scale` is a tensor, multiply q by it. Return q, and the scale that remains for q·k.
+    """Multiply q by a scale that needs a gradient. Return q and the scale that remains for q·k.
 
-    Only two kinds of tensors are multiplied with q, so that autograd computes their gradient: a
-    tensor that requires a gradient, and a tensor (Hq,) with one scale per head. The product is
-    rounded once, to q's dtype.
+    Two kinds of scales are multiplied with q, so that autograd computes their gradient: a tensor
+    that requires a gradient, and a tensor (Hq,) with one scale per head. The product is rounded
+    once, to q's dtype, and the remaining scale is 1. All other scales are returned unchanged.
     """
     if not isinstance(scale, Tensor):
         return q, scale
@@ -113,9 +115,7 @@ def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | floa
 
 @contextmanager
 def naming_rank(comm: Comm) -> Iterator[None]:
-    """Append the rank to the message of a ValueError or TypeError that is raised within the
-    context.
-    """
+    """Append this rank to the message of a ValueError or TypeError raised within the context."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -150,8 +150,10 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
-    """Raise an error unless q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D) and v (…, Hkv,
-    Dv).
+    """Raise an error for a wrong shape of q, k or v.
+
+    The shapes are q (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D) and v (B, kv_tokens, Hkv, Dv), and
+    Hq is a multiple of Hkv.
     """
     check_rows(q, k, v, tokens, kv_tokens)
     check_kv_heads(q, k, v)
@@ -179,7 +181,10 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> 
 
 
 def _way_out(name: str, x: Tensor, expected: int) -> str:
-    """Return how to get the expected tokens from a tensor that is transposed or not sharded."""
+    """Return a text that says how to make a tensor with the expected number of tokens, or "".
+
+    The text is for tensors that are transposed or not sharded.
+    """
     if x.shape[2] == expected:
         return f": its heads come before its tokens, so give {name}.transpose(-3, -2)"
     if x.shape[1] > expected:

@@ -1,12 +1,12 @@
 """The torch operators that compute calls: one forward and one backward for each kind of call.
 
 Communication is inside these operators, so torch.compile and checkpointing treat a call as a single
-operator. The layout is an argument in the form of a handle (`seqpar.layout.handle`). The module is
-an argument in the form of a string, which its configuration determines (`seqpar.comm.binding`). A
-compiled graph is therefore not specialised on the layout of a batch.
+operator. The layout is passed to an operator as a tensor, the layout's handle
+(`seqpar.layout.handle`). The module is passed as a string, which its configuration determines
+(`seqpar.comm.binding`). A compiled graph is therefore not specialised on the layout of a batch.
 
-`CallOperator` has everything that all kinds of calls share. `softmax/softmax_operator.py`,
-`linear/linear_operator.py` and `halo/halo_operator.py` have what differs.
+`CallOperator` has the code that all kinds of calls share. The code of each kind is in
+`softmax/softmax_operator.py`, `linear/linear_operator.py` and `halo/halo_operator.py`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ F = TypeVar("F", bound=Callable[..., list[Tensor]])
 
 
 def implementation(operator: str) -> Callable[[F], F]:
-    """Register a function that computes an operator.
+    """Return a decorator that registers a function as the implementation of an operator.
 
-    If the operator has the argument `strategy`, the key of a BoundStrategy, the function runs
-    within `Comm.turn`, so that two threads cannot exchange messages on one group at the same time.
+    If the operator has the argument `strategy`, which is the key of a BoundStrategy, the function
+    runs within `Comm.turn`. Two threads can therefore not exchange messages on one group at the
+    same time.
     """
 
     def register(function: F) -> F:
@@ -77,8 +78,9 @@ def implementation(operator: str) -> Callable[[F], F]:
 
 @cache
 def register_flop_formulas() -> None:
-    """Register FLOP formulas with torch's counter. The import of the counter takes long, so it is
-    delayed until this function is first called.
+    """Register FLOP formulas with torch's FLOP counter.
+
+    Importing the counter takes long, so it is imported only when this function is first called.
     """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -102,12 +104,12 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 
 
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-    """Return `call(x)`, the results of an operator that communicates. x is a small tensor.
+    """Return `call(x)`, the results of an operator that communicates.
 
-    A compiler may reorder operators that do not depend on each other. It may use their sizes, which
-    differ between ranks. Ranks with different orders would exchange messages of different calls.
-    While a graph is traced, x is therefore replaced by a copy that depends on the results of the
-    previous call.
+    x is a small tensor. A compiler may reorder operators that do not depend on each other. The
+    order may depend on the sizes of tensors, which differ between ranks. Ranks with different
+    orders would exchange messages of different calls. While a graph is traced, x is therefore
+    replaced by a copy that depends on the results of the preceding call.
     """
     traced = None if torch.compiler.is_dynamo_compiling() else trace()
     if traced is None:
@@ -141,17 +143,17 @@ def register_autograd(
 ) -> None:
     """Register the derivative of an operator that returns a list of tensors.
 
-    `torch.library.register_autograd` does the same for any schema, but calls then take three times
-    as long.
+    `torch.library.register_autograd` does this for any schema, but makes each call of an operator
+    three times as slow.
 
     Args:
         operator: the name of the operator.
-        inputs: the number of arguments, at the start, that may have gradients. They are tensors or
-            None.
-        backward: `backward(ctx, *gradients)` returns the gradient of each of these arguments.
+        inputs: the number of arguments that may have gradients. They are the first arguments, and
+            are tensors or None.
+        backward: `backward(ctx, *gradients)` returns the gradient of each of the first `inputs`
+            arguments.
         save: `save(ctx, arguments, results)` keeps the tensors and options that `backward` needs.
-        handle: the index of the argument that is passed to `in_order`. By default, it is the first
-            argument after the inputs.
+        handle: the index of the argument that is passed to `in_order`. The default is `inputs`.
     """
     name = operator.removeprefix("seqpar::")
     overload = getattr(torch.ops.seqpar, name).default
@@ -202,8 +204,9 @@ def refuse_double_backward(ctx: object, *_: object) -> None:
 
 
 def refuse_transforms(operator: str) -> None:
-    """Make an operator raise an error under torch.func's transforms, where it would return
-    zeros.
+    """Make an operator raise an error under the transforms of torch.func.
+
+    Without the error, the operator would return gradients of zero.
     """
     set_transform_refusal(operator, _refuse_transform)
 
@@ -216,7 +219,9 @@ def _refuse_transform(*_: object, **__: object) -> None:
 
 
 def refuse_tangents(**tensors: Tensor | None) -> None:
-    """Raise a ValueError that names a tensor with a forward-mode tangent, which would be lost."""
+    """Raise a ValueError if a tensor has a forward-mode tangent, which the operators would
+    ignore.
+    """
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             reason = "seqpar attention has no forward-mode derivative"
@@ -224,7 +229,7 @@ def refuse_tangents(**tensors: Tensor | None) -> None:
 
 
 class Resolved(Protocol):
-    """What strategies read of a call other than its tensors, after all checks."""
+    """What strategies read of a call in addition to its tensors. All checks have passed."""
 
     @property
     def layout(self) -> Geometry: ...
@@ -246,14 +251,14 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward saves for its backward, in addition to the call's arguments."""
+    """What a forward saves for its backward, in addition to the arguments of the call."""
 
     tensors: Sequence[Tensor | None]
     sizes: Sequence[int]  # sizes of gradients that cannot be read from the tensors
 
 
 class CallContext(FunctionCtx):
-    """The attributes that a forward leaves for its backward."""
+    """The attributes that forward sets, and backward reads."""
 
     saved_tensors: tuple[Tensor | None, ...]
     save_for_backward: Callable[..., None]  # torch's type does not allow None
@@ -266,13 +271,15 @@ class CallContext(FunctionCtx):
 
 
 class CallOperator(ABC, Generic[T, A, C]):
-    """One kind of call: an operator that computes it, and an operator that computes its gradients.
+    """One kind of call, with two operators: the forward and the backward.
 
-    The forward operator takes the tensors and then the arguments. It returns three things: its
-    results that have a gradient; the numbers of the call, (ranks,) on the CPU, which are in the
-    headers of its messages (`seqpar.comm.messages.message_header`); and tensors that are kept for
-    backward. The backward operator takes the gradients of the results, the fields of `Saved`, the
-    numbers and the arguments. The headers of its messages have the numbers of its forward.
+    The forward operator takes tensors first, and the arguments of the call after them. It returns
+    three things. The first is the results that have a gradient. The second is the numbers of the
+    call, (ranks,) on the CPU, which are in the headers of messages
+    (`seqpar.comm.messages.message_header`). The third is tensors that are kept for backward. The
+    backward operator takes the gradients of the results, the fields of `Saved`, the numbers, and
+    the arguments of the call. The numbers of a forward are in the headers of its backward's
+    messages.
     """
 
     name: ClassVar[str]  # the name of the forward; the backward is `name`_backward
@@ -286,20 +293,23 @@ class CallOperator(ABC, Generic[T, A, C]):
 
     @abstractmethod
     def resolve(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> C:
-        """Return the resolved call. Raise a ValueError if it is wrong or cannot be computed."""
+        """Return the resolved call, or raise a ValueError if the call is wrong or cannot be
+        computed.
+        """
 
     @abstractmethod
     def agreed(self, bound: BoundStrategy[Any], call: C, arguments: A, exact: bool) -> Described:
         """Return the values that must be equal on all ranks, as a dict from argument names to JSON
         values.
 
-        With `exact`, equal layouts have equal descriptions even if they were made in different
-        ways. Without `exact`, these descriptions may differ, but are made in less time.
+        If `exact` is True, equal layouts have equal descriptions, even if the layouts were made in
+        different ways. If `exact` is False, descriptions of equal layouts may differ, but are made
+        in less time.
         """
 
     @abstractmethod
     def key(self, call: C, arguments: A) -> Hashable:
-        """Return a key of everything on which `agreed` depends, except for the layout."""
+        """Return a hashable key of all values on which `agreed` depends, except for the layout."""
 
     @abstractmethod
     def forward(self, strategy: Any, comm: Comm, call: C, tensors: T, arguments: A) -> Results: ...
@@ -317,13 +327,15 @@ class CallOperator(ABC, Generic[T, A, C]):
         outs: Sequence[Tensor],
         kept: Sequence[Tensor],
     ) -> Saved:
-        """Return what backward needs, given the `Results`."""
+        """Return the tensors and sizes that backward needs, given the two fields of the
+        `Results`.
+        """
 
     @abstractmethod
     def resolve_again(
         self, bound: BoundStrategy[Any], comm: Comm, arguments: A, saved: Saved
     ) -> tuple[C, Compared]:
-        """Return the call and the tensors that ranks compare, for a backward."""
+        """Return the resolved call for a backward, and the tensors whose values ranks compare."""
 
     @abstractmethod
     def backward(
@@ -334,7 +346,10 @@ class CallOperator(ABC, Generic[T, A, C]):
         gradients: Sequence[Tensor | None],
         saved: Saved,
     ) -> list[Tensor]:
-        """Return the gradients of the tensors that have one, given the gradients of the results."""
+        """Return the gradients of those tensors of the call that have a gradient.
+
+        `gradients` are the gradients of the results.
+        """
 
     @abstractmethod
     def empty_gradients(self, arguments: A, saved: Saved) -> list[Tensor]:
@@ -347,7 +362,7 @@ class CallOperator(ABC, Generic[T, A, C]):
     def backward_flops(self, arguments: A, saved: Saved) -> int: ...
 
     def compared(self, tensors: T, arguments: A) -> Compared:
-        """Return small tensors whose values must be the same on all ranks, by name."""
+        """Return small tensors whose values must be equal on all ranks, by name."""
         return {}
 
     def has_gradient(self, tensors: T) -> list[bool]:
@@ -380,15 +395,17 @@ class CallOperator(ABC, Generic[T, A, C]):
         return self
 
     def __call__(self, tensors: T, arguments: A) -> list[Tensor]:
-        """Call the operator. Without autograd, torch then calls `_forward`."""
+        """Call the forward operator. If no tensor requires a gradient, torch calls `_forward`
+        directly.
+        """
         results: list[Tensor] = self._forward_op(*tensors, *self.arguments.flat(arguments))
         return results
 
     def begin(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> tuple[C, Comm]:
-        """Return the resolved call, and its Comm, whose headers contain a digest of the arguments.
+        """Return the resolved call, and the Comm of the call.
 
-        With `check_ranks`, all ranks raise the same error if a rank refuses the call or if calls
-        differ.
+        The headers of messages contain a digest of the arguments. With `check_ranks`, all ranks
+        raise the same error if one rank refuses the call, or if ranks make different calls.
         """
         device, compared = tensors[0].device, self.compared(tensors, arguments)
 
@@ -454,7 +471,7 @@ class CallOperator(ABC, Generic[T, A, C]):
         device: torch.device,
         direction: str,
     ) -> Comm:
-        """Return the Comm for one pass of a call, which relays messages as in `comm/routing/`."""
+        """Return a Comm for one pass of a call that relays messages (`comm/routing/`)."""
         return bound.routed(comm, device, direction, self.agreed(bound, call, arguments, False))
 
     def _fake(self, *flat: Any) -> list[Tensor]:
@@ -464,7 +481,11 @@ class CallOperator(ABC, Generic[T, A, C]):
         return [*outs, empty_numbers(bound.comm.size), *kept]
 
     def _restored(self, flat: Sequence[Any]) -> tuple[Saved, Tensor, A]:
-        """Return what the backward operator receives after the gradients of the results."""
+        """Return the `Saved` of the forward, the numbers of the call, and the arguments of the
+        call.
+
+        `flat` are all arguments of the backward operator.
+        """
         tensors, given, sizes, numbers, *carried = flat[self.outs :]
         found = iter(tensors)
         saved = Saved([next(found) if some else None for some in given], sizes)
@@ -491,8 +512,9 @@ class CallOperator(ABC, Generic[T, A, C]):
     def keep_call(
         self, ctx: CallContext, bound: BoundStrategy[Any], flat: Sequence[Any]
     ) -> Sequence[Tensor | None]:
-        """Keep the arguments `flat` for backward. Return the tensors among them, which must be
-        saved.
+        """Keep the arguments `flat` of a forward in `ctx`, for its backward.
+
+        Returns the tensors among the arguments. The caller must save these tensors with `ctx`.
         """
         count = self.arguments.tensors
         ctx.set_materialize_grads(False)
@@ -502,8 +524,8 @@ class CallOperator(ABC, Generic[T, A, C]):
         return ctx.handles
 
     def kept_call(self, ctx: CallContext) -> tuple[Sequence[Any], list[Any]]:
-        """Return the arguments that `keep_call` kept, and the tensors that were saved after
-        theirs.
+        """Return the arguments that `keep_call` kept, and all tensors that were saved after
+        them.
         """
         count, saved = self.arguments.tensors, list(ctx.saved_tensors)
         return (*saved[:count], *ctx.settings), saved[count:]

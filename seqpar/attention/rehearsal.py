@@ -1,4 +1,4 @@
-"""Find the tables of a call before it begins, and send them to the device in one copy.
+"""Find the tables of a call before the call begins, and send them to the device in one copy.
 
 Tables are the small tensors that strategies and kernels read, such as the rows to send. A rehearsal
 finds them by running the code of a strategy on meta tensors (`core/device_tables.py`). Nothing is
@@ -32,7 +32,9 @@ from seqpar.layout.replaced import remember
 
 
 class SilentComm(Comm):
-    """Stands for a group's Comm in a rehearsal. It has the group's ranks, and sends no messages."""
+    """Replaces the Comm of a group in a rehearsal. It has the ranks of the group, and sends no
+    messages.
+    """
 
     def __init__(self, rank: int, size: int, is_routed: bool) -> None:
         super().__init__("silent", rank, size)
@@ -65,11 +67,11 @@ class RehearsableCall(Protocol):
 
     @property
     def kept(self) -> Memo:
-        """The cache that keeps the tables with the layout."""
+        """The cache that stores tables with the layout."""
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """All values on which tables depend, except the strategy and the layout."""
+        """All values on which tables depend, except for the strategy and the layout."""
 
 
 class Rehearsing(Protocol):
@@ -79,17 +81,20 @@ class Rehearsing(Protocol):
     def rehearses(self) -> bool: ...
 
     def rehearse(self, comm: Comm, call: Any, backward: bool) -> None:
-        """Request the tables of forward and, if `backward`, those of backward, on meta tensors."""
+        """Run a call on meta tensors, so that it requests its tables.
+
+        The call runs forward and, if `backward` is True, backward.
+        """
 
 
 def upload_tables(
     strategy: Rehearsing, comm: Comm, call: RehearsableCall, device: torch.device, backward: bool
 ) -> None:
-    """Copy the tables of forward and, if `backward`, those of backward to a device in one copy.
+    """Copy the tables of a call to a device in one copy.
 
-    If a preparation has built the tables of backward, they are copied even without `backward`.
-    Calls that differ only in the values of tensors share the tables, and only the first of these
-    calls copies them.
+    The tables of forward are always copied. The tables of backward are copied if `backward` is
+    True, or if a preparation has already built them. Calls that differ only in the values of
+    tensors share tables, and only the first of these calls copies them.
     """
     if device.type == "cpu" or hooks().replace_compute is not None:
         return
@@ -112,9 +117,10 @@ def upload_tables(
 def tables_of(
     strategy: Rehearsing, comm: Comm, call: RehearsableCall, device: torch.device, backward: bool
 ) -> list[Tensor]:
-    """Return the tables of forward and, if `backward`, those of backward, on the CPU.
+    """Return the tables of a call, on the CPU.
 
-    From then on, the plans and tables of the call are kept with its layouts.
+    These are the tables of forward and, if `backward` is True, the tables of backward. The plans
+    and tables are stored with the layouts of the call.
     """
 
     def build() -> list[Tensor]:
@@ -135,7 +141,9 @@ def _key(
 def _remember(
     strategy: Rehearsing, comm: Comm, call: Any, device: torch.device, backward: bool
 ) -> None:
-    """Keep what `Layout.load_tables` needs to replace this call's tables with those of other
+    """Store a function with which `Layout.load_tables` rebuilds the tables of this call.
+
+    `Layout.load_tables` replaces the tables of a layout's documents by tables of different
     documents.
     """
     # otherwise the layout's cache would refer to the layout
@@ -151,7 +159,7 @@ def _remember(
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation(ABC):
-    """Builds the tables of one kind of call ahead of time.
+    """A function that builds the tables of one kind of call ahead of time.
 
     It can be pickled and called in any process. `preparation(layout)` builds the tables of the
     layout, and returns the layout.
@@ -171,7 +179,7 @@ class Preparation(ABC):
 
     @outside_graphs
     def __call__(self, layout: Layout) -> Layout:
-        """Build the tables of a layout, keep them in the layout, and return the layout.
+        """Build the tables of a layout, store them in the layout, and return the layout.
 
         The tables are pickled with the layout. Raises a ValueError if a call with this layout would
         be refused.
@@ -196,9 +204,9 @@ def described_call(
     backward: bool,
     **sizes: int,
 ) -> dict[str, Any]:
-    """Return all fields of a `Preparation` except its backend.
+    """Return the fields of a `Preparation` that all kinds of attention share, by name.
 
-    `sizes` are the sizes of an `OperandShape`. A ValueError names a wrong argument.
+    `sizes` are the sizes of an `OperandShape`. If an argument is wrong, a ValueError names it.
     """
     counts = {
         name: as_int("head_dim" if name == "dim" else name, size, 1, 2**31 - 1)

@@ -1,8 +1,7 @@
-"""Errors for arguments that a call or a module does not have. They name the argument to use
-instead.
+"""Errors for unknown arguments of a call or a module. They name the argument to use instead.
 
 Users of F.scaled_dot_product_attention, flash-attn, transformers and fla know many of our arguments
-by other names.
+by different names.
 """
 
 from __future__ import annotations
@@ -56,7 +55,10 @@ def call_arguments(forward: Callable[..., Any]) -> list[str]:
 
 
 def advice(name: str, known: list[str]) -> str:
-    """Return which of the call's arguments `known` to use instead of an argument, or ""."""
+    """Return a text that says what to use instead of the unknown argument `name`, or "".
+
+    `known` are the arguments of the call.
+    """
     for ours in _OURS.get(name, ()):
         if ours in known and ours != name:
             return f"pass {ours}{_HOW.get(name, '')}"
@@ -67,7 +69,7 @@ def advice(name: str, known: list[str]) -> str:
 
 
 def unknown_argument(others: Mapping[str, object], known: list[str]) -> TypeError:
-    """Return the error for the first of the arguments that a call does not have."""
+    """Return the error for the first argument of `others`, which a call does not have."""
     name, value = next(iter(others.items()))
     instead = advice(name, known)
     given = f"{name} is not an argument of a call, got {name}={shown(value)}"
@@ -75,7 +77,7 @@ def unknown_argument(others: Mapping[str, object], known: list[str]) -> TypeErro
 
 
 def unknown_option(name: str, strategy: str, options: list[str], call: list[str]) -> TypeError:
-    """Return the error for an option that a module does not have."""
+    """Return the error for an option `name` that a module does not have."""
     text = f"{name} is not an option of {strategy!r}, which has {', '.join(options)}"
     if name in call:
         return TypeError(f"{text}; {name} is an argument of a call")
