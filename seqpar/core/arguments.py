@@ -1,4 +1,6 @@
-"""Convert arguments of users to numbers and arrays, or raise an error that names the argument."""
+"""Convert arguments of users to numbers and arrays. If an argument is wrong, raise an error that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, Mem
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value as an error shows it. Long texts are cut."""
+    """Return the repr of a value as a text for errors. A long text is cut."""
     try:
         text = repr(value)
     except _UNFIT:
@@ -41,13 +43,14 @@ def shown(value: object) -> str:
 
 
 def listed(values: Sequence[object]) -> str:
-    """Return the first values as an error lists them."""
+    """Return the first values of a sequence as a text for errors."""
     texts = [str(x) for x in values[:MAX_LISTED]]
     return ", ".join([*texts, "…"] if len(values) > MAX_LISTED else texts)
 
 
 def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError that names it.
+    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError that names the
+    argument `name`.
 
     numpy's integers, and tensors with one integer, are accepted. A bool is not.
     """
@@ -70,14 +73,14 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
 
 
 def as_dim(name: str, value: object) -> int:
-    """Return `value`, a dimension of a tensor, as an int, or raise a ValueError that names it."""
+    """Return the dimension `value` of a tensor as an int, or raise a ValueError that names the
+    argument `name`.
+    """
     return as_int(name, value, -64, 63)
 
 
 def as_ranks(name: str, value: object) -> int:
-    """Return a number of ranks that a group can have, or raise a ValueError that names the
-    argument.
-    """
+    """Return `value` as a number of ranks, or raise a ValueError that names the argument `name`."""
     return as_int(name, value, 1, MAX_RANKS)
 
 
@@ -88,7 +91,6 @@ def as_bool(name: str, value: object) -> bool:
 
 
 def as_deterministic(value: object) -> Deterministic:
-    """Return `value`, a bool or "ranks", or raise a ValueError that names it."""
     if isinstance(value, str) and value == "ranks":
         return "ranks"
     if not isinstance(value, bool | np.bool_):
@@ -106,14 +108,16 @@ def as_float(name: str, value: Any) -> float:
 
 
 def as_choice(name: str, value: object, known: Sequence[str]) -> str:
-    """Return `value`, one of the known strings, or raise a ValueError that names it."""
+    """Return `value` if it is one of the strings in `known`, or raise a ValueError that names the
+    argument `name`.
+    """
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {shown(value)}")
     return value
 
 
 def as_device(value: Any) -> torch.device:
-    """Return the device that `value` describes, or raise a ValueError."""
+    """Return the device that `value` describes, or raise a ValueError that names the argument."""
     try:
         return torch.device(value)
     except _UNFIT:
@@ -122,7 +126,9 @@ def as_device(value: Any) -> torch.device:
 
 
 def as_sequence(name: str, values: object, kind: str) -> list[Any]:
-    """Return the entries of a list, a tuple or an array. Errors call the entries `kind`."""
+    """Return the entries of a list, a tuple or an array. `kind` is the word for the entries in
+    errors.
+    """
     if not isinstance(values, str | bytes | dict):
         try:
             return list(values)  # type: ignore[call-overload]
@@ -170,8 +176,8 @@ def check_tensor(
 
 
 def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Return `x` on a device, or `x` itself if the device is None. A ValueError names a wrong
-    `device`.
+    """Return `x` on a device, or `x` itself if the device is None. Raise a ValueError if `device`
+    is wrong.
     """
     try:
         return x if device is None else x.to(torch.device(device))
@@ -228,7 +234,9 @@ def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
 
 
 def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
-    """Return `cu_seqlens` as int64. An int is the length of one document. Errors call it `name`."""
+    """Return `cu_seqlens` as int64. An int stands for one document of this length. In errors, the
+    argument is called `name`.
+    """
     if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
         cu_seqlens = [0, as_int(name, cu_seqlens, 0, MAX_DOCUMENT_TOKENS)]
     cu = as_int_array(name, cu_seqlens)
@@ -249,7 +257,9 @@ def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
 
 
 def parse_window(window_size: WindowSize) -> tuple[int, int]:
-    """Return (left, right). None, and bounds that no document reaches, become −1."""
+    """Return a window as (left, right), where −1 means no limit. None and bounds that are longer
+    than any document become −1.
+    """
     if window_size is None:
         return -1, -1
     if not isinstance(window_size, Sequence) or len(window_size) != 2:

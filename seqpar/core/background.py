@@ -1,4 +1,6 @@
-"""Run an exchange while the rank computes: on a GPU in a separate stream, on a CPU in a thread."""
+"""Run an exchange while the rank computes. On a GPU, the exchange runs in a separate stream, and on
+a CPU in a thread.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ Job = tuple[Future[None], Callable[[], None]]  # the future of a function's resu
 
 
 def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], None]:
-    """Start `function()`, which uses these tensors. Return a second function, which waits for its
-    end.
+    """Start `function()`, which uses the given tensors. Return a second function, which waits until
+    `function` has ended.
 
     On a GPU, `function` runs after all work that is queued on the current stream, and the second
     function makes the current stream wait. On a CPU, the second function raises the error of
@@ -44,9 +46,10 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
 
 
 def in_this_mode(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function for other threads that runs with this thread's inference mode and hooks.
+    """Return a function that other threads call, and that runs `function` with this thread's
+    inference mode and hooks.
 
-    It runs without autograd.
+    `function` runs without autograd.
     """
     inference, observed = torch.is_inference_mode_enabled(), with_hooks(function)
 
@@ -60,8 +63,8 @@ def in_this_mode(function: Callable[[], T]) -> Callable[[], T]:
 class Worker:
     """A thread that runs jobs in order, and ends with this object.
 
-    It is a daemon: if a rank raises an error, the process ends even if a job still waits for a
-    peer.
+    The thread is a daemon: if a rank raises an error, the process ends even if a job still waits
+    for a peer.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,7 +90,9 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
 
 
 class _Workers:
-    """Threads that run one job each. They are started when they are needed, and then reused."""
+    """Threads that run one job at a time. A thread is started if all threads are busy, and is
+    reused for later jobs.
+    """
 
     def __init__(self) -> None:
         self._idle: list[Worker] = []
@@ -139,5 +144,7 @@ os.register_at_fork(after_in_child=_setting_threads.cache_clear)  # a thread may
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream for exchanges. Their small kernels do not wait for large kernels."""
+    """Return a device's stream for exchanges, which has high priority, so that small kernels of
+    exchanges do not wait for large kernels.
+    """
     return torch.cuda.Stream(device, priority=-1)

@@ -1,8 +1,9 @@
 """Tables that the host builds, and their copies on devices.
 
 A copy from pageable memory makes the host wait for the device. All tables of a call are therefore
-copied together, from pinned memory. A *rehearsal* finds them first. It runs a call's code on meta
-tensors. When the code requests a table, the rehearsal collects the table and does not copy it.
+copied together, from pinned memory. A *rehearsal* finds the tables before the call. The rehearsal
+runs the call's code on meta tensors. When the code requests a table, the rehearsal collects the
+table and does not copy it.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ def rehearse(device: torch.device) -> Iterator[Rehearsal]:
 
 
 def rehearsing() -> bool:
-    """Return whether this thread only collects tables and computes nothing."""
+    """Return whether this thread runs a rehearsal, which collects tables and computes nothing."""
     return _state.rehearsal is not None
 
 
 def device_of(x: Tensor) -> torch.device:
-    """Return the device of a tensor. In a rehearsal, return the device for which the tensor
-    stands.
+    """Return the device of a tensor. In a rehearsal, tensors are on the meta device, and the result
+    is the device on which the tensor would be.
     """
     return x.device if _state.rehearsal is None else _state.rehearsal.device
 
 
 def is_on_cuda(x: Tensor) -> bool:
-    """Return whether a tensor is on a GPU or, in a rehearsal, stands for a tensor on a GPU."""
+    """Return whether a tensor is on a GPU or, in a rehearsal, would be on a GPU."""
     return x.is_cuda if _state.rehearsal is None else _state.rehearsal.device.type == "cuda"
 
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Return the copy of a constant CPU table on a device. It is made at its first use, and freed
-    with the table.
+    """Return the copy of a constant CPU table on a device. The copy is made in the first call, and
+    is freed with the table.
     """
     if _state.rehearsal is not None:
         _state.rehearsal.tables[id(table)] = table
@@ -87,8 +88,8 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
 
 
 class UploadedTables:
-    """Tables that were copied to a device together. Calls on other streams can wait for the
-    copy.
+    """Tables that were copied to a device together, so that a call on a different stream can wait
+    for the copy.
     """
 
     def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
@@ -111,7 +112,9 @@ class UploadedTables:
 
 
 class TableHolder:
-    """The base of plans whose attributes are tables, or tuples and lists of tables."""
+    """The base class of plans. The attributes of a plan are tables, or tuples and lists of
+    tables.
+    """
 
     def placed(self, place: Callable[[Tensor], Tensor]) -> Self:
         """Return this plan with each table x replaced by `place(x)`."""
@@ -168,10 +171,12 @@ def kept_on(
 def on_stream(
     device: torch.device, memo: Memo, key: tuple[Hashable, ...], compute: Callable[[], T]
 ) -> T:
-    """Return the result of `compute`, tensors on a device, cached for the current stream.
+    """Return the tensors that `compute` returns, from a cache if possible. The tensors are on a
+    device.
 
-    Streams are not ordered, so the tensors are computed once per stream. In a CUDA graph, nothing
-    is cached, because tensors have no values until the graph is replayed.
+    The cache has an entry for each key and each stream of the device, because streams do not wait
+    for each other. While a CUDA graph is captured, nothing is cached, because tensors have no
+    values until the graph is replayed.
     """
     if device.type != "cuda":
         return memo(key, compute)
@@ -182,7 +187,8 @@ def on_stream(
 
 @torch.inference_mode(False)  # autograd cannot save tensors that inference mode makes
 def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
-    """Copy the tables that a device lacks, in one copy for which the host does not wait.
+    """Copy tables that are not yet on a device to the device, in one copy for which the host does
+    not wait.
 
     Return whether any table was copied.
     """
@@ -200,7 +206,9 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy one or more tables to a device, in one copy for which the host does not wait."""
+    """Return copies of one or more tables on a device, made by one copy for which the host does not
+    wait.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         reason = "a graph would copy its tables only when it is replayed"
         raise RuntimeError(
@@ -225,7 +233,8 @@ def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def pin(memory: Tensor, size: int) -> None:
     """Make a pinned copy of the first `size` bytes of a tensor (n,) uint8 that contains tables.
 
-    If all tables of an `upload` lie in these bytes, the pinned copy is sent directly.
+    If all tables of a later `upload` lie in these bytes, `upload` copies the pinned bytes to the
+    device directly.
     """
     if not size or (address := memory.data_ptr()) in _pinned:
         return

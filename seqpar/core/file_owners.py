@@ -11,11 +11,12 @@ _MAX_LINKS = 40  # symbolic links on the path of a file, as in Linux
 
 
 def fault_of_folder(path: str) -> str | None:
-    """Return why another user could put a different file at a path, or None.
+    """Return a text that says why another user could put a different file at a path, or None if no
+    other user could.
 
     This user or root must own each folder and each symbolic link on the path of the file's folder.
-    If others can write to a folder, it must be sticky, so that they cannot rename files of this
-    user. The file itself need not exist.
+    A folder to which other users can write must be sticky, so that other users cannot rename files
+    of this user. The file itself need not exist.
     """
     try:
         for name, status in way_to(os.path.dirname(os.path.join(os.getcwd(), path))):
@@ -27,13 +28,14 @@ def fault_of_folder(path: str) -> str | None:
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a file that only this user or root can change. Never block.
+    """Return the content of a file that only this user or root can change, without ever waiting for
+    the file.
 
     The path may be a symbolic link, but must lead to a regular file. This user or root must own the
     file, the links and the folders, and other users must not be able to write to them.
 
     Raises:
-        ValueError: another user could change the file, or it is not a regular file.
+        ValueError: another user could change the file, or the file is not a regular file.
         OSError: the file is missing or cannot be read.
     """
     for name, checked in way_to(path):
@@ -51,13 +53,15 @@ def read_file(path: str) -> bytes:
 def fault_of(
     name: str, status: os.stat_result, *, trusts_group: bool = True, may_be_sticky: bool = True
 ) -> str | None:
-    """Return why another user could change a file, a folder or a link, or None.
+    """Return a text that says why another user could change a file, a folder or a link, or None if
+    no other user could.
 
     Args:
-        name: the name of the file, for the answer.
-        status: the status of the file itself. For a link, not that of its target.
+        name: the name of the file in the text.
+        status: the status of the file. For a link, this is the status of the link and not of the
+            link's target.
         trusts_group: whether this process's group and root's group may write to the file.
-        may_be_sticky: whether others may add files to it, if it is a sticky folder.
+        may_be_sticky: whether other users may add files if `name` is a sticky folder.
     """
     if status.st_uid not in (0, os.geteuid()):
         return f"{name} belongs to another user"

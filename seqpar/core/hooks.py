@@ -25,7 +25,7 @@ Moment = float | torch.cuda.Event  # seconds, or an event whose seconds are read
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the current time: on CUDA an event in the device's current stream, otherwise
+    """Return the current time: on a GPU as an event in the current stream, and on a CPU in
     seconds.
     """
     if device.type != "cuda":
@@ -46,7 +46,7 @@ class TracedWork(Protocol):
 
 
 class Recorder(Protocol):
-    """The methods of a trace that attention calls use to report."""
+    """The methods of a trace with which attention calls report what they do."""
 
     def begin(self, label: str, rank: int) -> None:
         """Record that a strategy begins a pass, such as "ring backward", on this rank."""
@@ -62,7 +62,9 @@ class Recorder(Protocol):
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Record posted messages. Return a function that makes the context of waiting for them."""
+        """Record posted messages. Return a function that makes the context in which the rank waits
+        for these messages.
+        """
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,18 @@ class Hooks:
     """Functions that observe or replace communication and computation.
 
     Attributes:
-        traces: the traces that are active. The last one records computations and exchanges.
-        skip_messages: whether exchanges send nothing. Received tensors are then arbitrary.
-        replace_compute: a function that is called with the area of each computation, instead of the
-            computation. Results are then arbitrary. With None, computations run.
-        dry_run: a function that returns the context in which computations run although
-            `replace_compute` replaces them. They run on tensors of the meta device, so that their
-            memory can be counted. With None, replaced computations do not run.
-        beside: a function that is called with work that should overlap a rank's computation. It
-            returns a function that waits for the end of this work. With None, the work runs in a
-            thread or a stream.
+        traces: the traces that are active. The last trace in the list records computations and
+            exchanges.
+        skip_messages: whether exchanges send nothing, so that received tensors have arbitrary
+            values.
+        replace_compute: a function that is called in place of each computation, with the area of
+            the computation. Results have arbitrary values. With None, computations run.
+        dry_run: a function that returns a context. In this context, computations that
+            `replace_compute` replaces run on tensors of the meta device, so that their memory can
+            be counted. With None, replaced computations do not run.
+        beside: a function that starts work that should overlap a rank's computation, and returns a
+            function that waits for the end of this work. With None, the work runs in a thread or a
+            stream.
         replays: whether passes may be replayed (`softmax/replay.py`). If any other hook is set, no
             pass is replayed.
     """
@@ -102,9 +106,10 @@ class Hooks:
     def computing(
         self, device: torch.device, work: Callable[[], TracedWork]
     ) -> AbstractContextManager[bool]:
-        """Return the context of a computation. Its value is False if `replace_compute` ran instead.
+        """Return the context in which a computation runs. The value of the context is False if
+        `replace_compute` was called in place of the computation.
 
-        `work()` returns the computation's work. It is called only if a hook is set.
+        `work()` returns the work of the computation, and is called only if a hook is set.
         """
         if not self.observe_computations or rehearsing():
             return _COMPUTES
@@ -124,8 +129,8 @@ class Hooks:
     def computes_between(
         trace: Recorder, blocks: Iterable[T], works: Sequence[TracedWork], device: torch.device
     ) -> Iterator[T]:
-        """Yield blocks. What the caller computes after each block is traced as the work of this
-        block.
+        """Yield `blocks`. The trace records what the caller computes after each block as the work
+        of this block.
         """
         remaining = iter(works)
         for block in blocks:
@@ -166,7 +171,9 @@ def set_hooks(**values: Any) -> Iterator[None]:
 
 
 def with_hooks(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that other threads run with this thread's hooks."""
+    """Return a function that other threads call, and that runs `function` with this thread's
+    hooks.
+    """
     observed = hooks()
 
     def run() -> T:

@@ -17,20 +17,22 @@ LOCAL = "local"  # begins the key of a result that has no meaning in other proce
 
 
 class Memo:
-    """Results that were derived from an object, the owner, by key.
+    """A cache of results that were derived from one object, the owner of the memo.
 
-    The owner must not change. The memo is freed with its owner. A key contains everything else on
-    which the result depends. The first element of a key names the result, so that keys of different
-    uses never collide. Results whose keys begin with `LOCAL` are not pickled.
+    The owner must not change, and the memo is freed with its owner. A key contains everything else
+    on which the result depends. The first element of a key names the result, so that keys of
+    different uses never collide. Results whose keys begin with `LOCAL` are not pickled.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """Keep the newest `most` results, or all results with None."""
+        """Keep the newest `most` results, or all results if `most` is None."""
         self._results: dict[Hashable, Any] = {}
         self._most = most
 
     def __call__(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the result for a key. The first call with the key makes it with `build()`."""
+        """Return the result for a key. The first call with the key makes the result with
+        `build()`.
+        """
         result: T = self._results.get(key, _MISSING)
         if result is _MISSING:
             result = self._results.setdefault(key, build())  # another thread may have been first
@@ -51,10 +53,10 @@ class Memo:
         return {**vars(self), "_results": sent}
 
     def update(self, other: Memo) -> None:
-        """Add the results of another memo that this memo lacks.
+        """Add results of another memo for keys that are not in this memo.
 
-        If both memos have a result for a key, this memo keeps its own result. If that result is a
-        memo, or has a memo as `derived`, its memo is updated in the same way.
+        If both memos have a result for a key, this memo keeps its result. If this result is a memo,
+        or has a memo as `derived`, results are added to this inner memo in the same way.
         """
         for key, result in list(other._results.items()):
             known = self._results.setdefault(key, result)

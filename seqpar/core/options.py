@@ -1,4 +1,4 @@
-"""Read options that several commands have: lengths of documents, and names of dtypes."""
+"""Read options that several commands have: the lengths of documents, and the name of a dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES_OF_TORCH = {str(dtype).removeprefix("torch."): name for name, dtype in DT
 
 
 def read_lengths(name: str, text: str, most: int = MAX_DOCUMENTS) -> list[int]:
-    """Return the lengths in a text, which are separated by commas or white space.
+    """Return the lengths in a text in which lengths are separated by commas or white space.
 
     Raises a ValueError that starts with `name` if a word is not a length, if there is no word, or
     if the text has more than `most` lengths.

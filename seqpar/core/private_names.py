@@ -1,8 +1,9 @@
 """Private names of other libraries, each listed with the reason why seqpar uses it.
 
-A release of a library may rename a private name. Each table therefore looks a name up at its first
-use. If the name is missing, it raises a RuntimeError that contains the name and the library's
-version. A test compares the tables with the private names that the code uses.
+A release of a library may rename a private name. Each table therefore looks a name up at the first
+use of the name. If the library does not have the name, the table raises a RuntimeError that
+contains the name and the library's version. A test compares the tables with the private names that
+the code uses.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from seqpar.core.installed import installed_version
 
 
 class Use(NamedTuple):
-    """Why seqpar uses a private name, and the first version of the library that is known to have
-    it.
+    """Why seqpar uses a private name, and a version of the library that has the name.
 
     Attributes:
-        since: the version.
+        since: the first version of the library that is known to have the name.
         why: what seqpar does with the name.
         named_in: for an attribute that not all objects have, a function of the library that uses
             the attribute. The function's code shows whether the library still has the name.
@@ -38,8 +38,8 @@ class PrivateNames:
 
     Attributes:
         library: the library's name, as pip and `import` know it.
-        names: full names, such as "torch.Tensor._base".
-        attributes: names that objects have, but their classes do not have.
+        names: the private names with their modules, such as "torch.Tensor._base".
+        attributes: the private names of attributes that objects have, but not their classes.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class PrivateNames:
         self._known: dict[str, Any] = {}
 
     def missing(self) -> dict[str, str]:
-        """Return the names that the installed library lacks, each with its use."""
+        """Return the names that the installed library does not have, each with the reason for its
+        use.
+        """
         lacking = {name: use.why for name, use in self.names.items() if self.find(name) is None}
         for name, use in self.attributes.items():
             if use.named_in and not self._is_named(name):
@@ -57,12 +59,14 @@ class PrivateNames:
         return lacking
 
     def check(self) -> None:
-        """Raise a RuntimeError if the library lacks one of `names`."""
+        """Raise a RuntimeError if the library does not have one of `names`."""
         for name in self.names:
             self.get(name)
 
     def get(self, name: str) -> Any:
-        """Return the object with this full name. Raise a RuntimeError if the library lacks it."""
+        """Return the object with a full name, such as "torch.Tensor._base". Raise a RuntimeError if
+        the library does not have the name.
+        """
         if name not in self._known:
             found = self.find(name)
             if found is None:
@@ -71,7 +75,9 @@ class PrivateNames:
         return self._known[name]
 
     def find(self, name: str) -> Any | None:
-        """Return the object with this full name, or None. Its module is imported if necessary."""
+        """Return the object with a full name, or None if the library does not have the name. If
+        necessary, the object's module is imported.
+        """
         path, *parts = name.split(".")
         found = import_module(path)
         for part in parts:
@@ -86,10 +92,10 @@ class PrivateNames:
         return found
 
     def read(self, x: object, *names: str) -> Any:
-        """Return the first of these attributes that `x` has.
+        """Return the value of the first attribute in `names` that `x` has.
 
-        The further names are names that the attribute has in other versions of the library. Raises
-        a RuntimeError if `x` has none of them.
+        The names after the first are those of the attribute in other versions of the library.
+        Raises a RuntimeError if `x` has none of the attributes.
         """
         for name in names:
             try:
@@ -100,7 +106,8 @@ class PrivateNames:
         raise self._error(full, self._use(names[0]))
 
     def read_if_set(self, x: object, name: str, default: Any) -> Any:
-        """Return an attribute that not all objects have, or the default.
+        """Return the value of an attribute of `x`, or the default if `x` does not have the
+        attribute.
 
         Raises a RuntimeError if the library no longer uses the name.
         """
@@ -108,8 +115,8 @@ class PrivateNames:
         return getattr(x, name, default)
 
     def check_named(self, name: str) -> None:
-        """Raise a RuntimeError if the function `named_in` of an attribute no longer contains its
-        name.
+        """Raise a RuntimeError if the library no longer uses the name of an attribute
+        (`Use.named_in`).
         """
         if name not in self._known:
             if not self._is_named(name):
@@ -137,7 +144,9 @@ class PrivateNames:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names and texts in a function's code, and in the functions that it defines."""
+    """Yield the names and texts in a function's code, and in the code of functions that are defined
+    in the function.
+    """
     yield from (*code.co_names, *code.co_varnames, *code.co_cellvars)
     for constant in code.co_consts:
         if isinstance(constant, str):

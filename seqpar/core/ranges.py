@@ -15,33 +15,35 @@ UNLIMITED = 2**40  # a bound of a band that no position reaches
 
 
 def ranges(starts: Ints, stops: Ints) -> Ints:
-    """Return the integers start … stop − 1 of every range, one range after another."""
+    """Return the integers start … stop − 1 of every range, concatenated."""
     lengths = stops - starts
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
 
 
 def take_ranges(x: NDArray[T], chosen: Ints) -> NDArray[T]:
-    """Return the entries of an array in ranges (m, 2). If there is one range, the result is a
-    view.
+    """Return the entries of `x` whose indices lie in the ranges `chosen` (m, 2). If there is one
+    range, the result is a view of `x`.
     """
     return x[slice(*chosen[0])] if len(chosen) == 1 else x[ranges(*chosen.T)]
 
 
 def as_ranges(numbers: Ints) -> Ints:
-    """Return the fewest ranges (m, 2) from which `ranges` makes these integers, in their order."""
+    """Return the shortest list of ranges (m, 2) from which `ranges` makes the integers
+    `numbers`.
+    """
     edges = np.flatnonzero(np.r_[True, np.diff(numbers) != 1, True])[: numbers.size + 1]
     return np.stack([numbers[edges[:-1]], numbers[edges[1:] - 1] + 1], 1)
 
 
 def count_up(counts: Ints) -> Ints:
-    """Return 0 … count − 1 for each count, one count after another."""
+    """Return the integers 0 … count − 1 for each count, concatenated."""
     return ranges(np.zeros_like(counts), counts)
 
 
 def enumerated(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return two arrays: the index of each pair, repeated, and the integers first … last of the
-    pair.
+    """Return the integers first … last of every pair, concatenated, and the index of the pair for
+    each integer.
     """
     counts = last - first + 1
     index = np.repeat(np.arange(counts.size), counts)
@@ -49,12 +51,16 @@ def enumerated(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def sort_keys(documents: Ints, positions: Ints) -> Ints:
-    """Return integers that sort by document, then by position: document << 32 | position."""
+    """Return integers whose order is that of documents, then of positions: document << 32 |
+    position.
+    """
     return documents << POSITION_BITS | positions
 
 
 def union(starts: Ints, stops: Ints) -> Ints:
-    """Return the union of ascending ranges, as ranges (m, 2) that do not touch."""
+    """Return the union of ranges that are sorted by start, as ranges (m, 2) with gaps between
+    them.
+    """
     reached = np.maximum.accumulate(stops)
     first, last = np.ones((2, starts.size), dtype=bool)  # faster than np.r_
     last[:-1] = first[1:] = starts[1:] > reached[:-1]
@@ -62,7 +68,9 @@ def union(starts: Ints, stops: Ints) -> Ints:
 
 
 def rows_before(chosen: Ints, rows: Ints) -> Ints:
-    """Return how many integers of ascending, disjoint ranges (m, 2) are below each of `rows`."""
+    """Return how many integers of the ranges `chosen` (m, 2) are below each of `rows`. The ranges
+    are ascending and disjoint.
+    """
     starts, stops = chosen.T
     before, ends = np.zeros((2, starts.size + 1), dtype=np.int64)  # faster than np.r_
     before[1:], ends[1:] = np.cumsum(stops - starts), stops
@@ -71,10 +79,11 @@ def rows_before(chosen: Ints, rows: Ints) -> Ints:
 
 
 def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
-    """Return the indices of all pairs of overlapping ranges, one from each of two lists.
+    """Return the indices of all pairs of overlapping ranges, where one range of a pair is in the
+    list `one` and the second range is in the list `other`.
 
-    A list has documents, starts and stops, (n,) each. The time of the search is n log n plus the
-    number of pairs.
+    A list consists of the documents, starts and stops of ranges, (n,) each. Only ranges of the same
+    document overlap. The time of the search is proportional to n log n plus the number of pairs.
     """
     # Of two overlapping ranges, one starts within the other. If both start at the same position,
     # the second counts as starting within the first.
@@ -86,8 +95,8 @@ def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) ->
 def _starting_in(
     one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints], after: int
 ) -> tuple[Ints, Ints]:
-    """Return all pairs whose second range starts in the first, at least `after` behind its
-    start.
+    """Return all pairs whose range in `other` starts within the range in `one`, at least `after`
+    behind its start.
     """
     (documents, starts, stops), begins = one, sort_keys(*other[:2])
     order = np.argsort(begins, kind="stable")
@@ -100,7 +109,9 @@ def _starting_in(
 
 
 def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
-    """Return 64-bit hashes (SplitMix64), whose sums modulo 2**64 distinguish sets of integers."""
+    """Return a 64-bit hash of each integer (SplitMix64). The sum of hashes modulo 2**64
+    distinguishes sets of integers.
+    """
     gamma = np.uint64(0x9E3779B97F4A7C15)
     z = numbers.astype(np.uint64) + np.array([seed + 1], np.uint64) * gamma
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

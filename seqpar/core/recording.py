@@ -4,16 +4,16 @@ A step is an operator of torch, or a function that was called through `seqpar.ke
 as the launch of a kernel or an exchange of messages. A `Recorder` notes each step while a function
 runs. The resulting `Recording` is a flat list of steps, which read and write numbered places:
 
-    places[7] = empty((32, 8, 16))             # an operator
-    places[8] = as_strided(places[7], …)       # a view
-    places[9] = post(places[0], places[8])     # a function that was called through `step`
+    places[7] = empty((32, 8, 16)) # an operator
+    places[8] = as_strided(places[7], …) # a view
+    places[9] = post(places[0], places[8]) # a function that was called through `step`
 
 The steps of a replay are those of the recorded function, on tensors of equal shapes, strides and
 dtypes, so the results have the same bits. A place is emptied after the last step that reads the
-place. Memory is therefore freed at the same step as in the recorded function, or earlier.
+place. A replay therefore frees memory at the same step as the recorded function, or earlier.
 
-Views are not recorded one by one. If a step reads a view, one `as_strided` makes the view from the
-tensor that an earlier step returned, whatever the number of views between the two tensors is.
+Operators that make views are not recorded. If a step reads a view, the recording has one
+`as_strided`, which makes the view directly from a tensor that an earlier step returned.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ class Recording:
     """The steps of a function, with the places that they read and write."""
 
     def __init__(self, places: Sequence[Any], steps: Sequence[_Step], results: list[int]) -> None:
-        """Prepare the list.
+        """Keep the steps, the initial values of the places, and the places of the results.
 
-        `places` are the values before the first step, without the inputs, which have the first
-        places.
+        `places` does not contain the inputs of the function, which have the first places.
         """
         self._places, self._results = places, results
         last = {place: number for number, x in enumerate(steps) for place in (*_written(x), *x[1])}
@@ -60,7 +59,7 @@ class Recording:
         ]
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Run the steps for other inputs, and return the results."""
+        """Run the steps for new inputs, and return the results."""
         places = [*inputs, *self._places]
         del inputs
         for function, arguments, writes, dead in self._steps:
@@ -71,7 +70,6 @@ class Recording:
 
 
 def _reader(reads: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return a function that returns the values of these places."""
     keys: list[Any] = list(reads)
     if len(keys) < 2:  # With a single place, `itemgetter` would return no tuple.
         keys = [slice(keys[0], keys[0] + 1) if keys else slice(0)]
@@ -105,11 +103,14 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
     """Records the steps of a function that this thread calls within the context.
 
     A function cannot be recorded if its steps depend on values of tensors, or if it writes to a
-    tensor that is neither an input nor made by a step. `recording` is then None.
+    tensor that is neither an input nor made by a step. For such a function, `recording` returns
+    None.
     """
 
     def __init__(self, inputs: Sequence[object]) -> None:
-        """Prepare to record a function of these inputs; pass it `self.inputs`."""
+        """Prepare to record a function of these inputs. The function must be called with
+        `self.inputs`.
+        """
         super().__init__()
         # Aliases: if two inputs are the same tensor, the steps show which of the two they read.
         self.inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
@@ -135,7 +136,9 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
         super().__exit__(*fault)
 
     def recording(self, results: Sequence[Tensor]) -> Recording | None:
-        """Return the recording of a function that has returned these results."""
+        """Return the recording of the function, which has returned these results, or None if the
+        function cannot be recorded.
+        """
         found = [self._place_of(x) for x in results]
         if self._fails:
             return None
@@ -144,7 +147,7 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
     def step(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return `function(*arguments)`, and record the call as one step.
 
-        A call within another step is a part of that step.
+        If the call is made while a different step runs, the call is a part of the different step.
         """
         if self._in_step:
             return function(*arguments)
@@ -197,7 +200,7 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
             self._steps.append(_Step(function, tuple(reads), self._define(result)))
 
     def _define(self, x: object) -> int:
-        """Return a new place, to which a step writes x."""
+        """Return the number of a new place, to which a step writes `x`."""
         place = len(self._places)
         self._places.append(None)
         if not isinstance(x, Tensor):
@@ -218,8 +221,8 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
         return self._constant(x) if root is None else root
 
     def _place_of(self, x: object) -> int:
-        """Return the place of an argument. If it is a view or a list, add the step that makes
-        it.
+        """Return the number of the place of an argument. If the argument is a view or a list, first
+        add a step that makes it.
         """
         if isinstance(x, Tensor):
             root, form = self._root_of(x), _form(x)
@@ -262,6 +265,6 @@ def _collected(*items: Any) -> list[Any]:
 
 
 def _with_named(function: Callable[..., Any], names: Sequence[str], *arguments: Any) -> Any:
-    """Call a function whose last arguments have names, since they cannot be passed by position."""
+    """Call a function with the last arguments passed by the names in `names`."""
     count = len(arguments) - len(names)
     return function(*arguments[:count], **dict(zip(names, arguments[count:], strict=True)))

@@ -1,8 +1,8 @@
 """The private names of torch that seqpar uses, each with a reason and a version of torch.
 
-No other file uses a private name of torch. A release of torch may drop a name: `TORCH.missing()`
-lists the names that are gone. A function that needs a missing name raises a RuntimeError that names
-it; all other functions work.
+No other file uses a private name of torch. A release of torch may drop a name. `TORCH.missing()`
+lists the names that the installed torch does not have. A function that needs a missing name raises
+a RuntimeError that contains the name. All other functions work.
 """
 
 from __future__ import annotations
@@ -239,23 +239,25 @@ cudnn_attention_backward = partial(_kernel, "_scaled_dot_product_cudnn_attention
 
 @cache
 def cpu_has_matrix_units() -> bool:
-    """Return whether this CPU has AMX."""
     return bool(_get("torch.cpu._is_amx_tile_supported")())
 
 
 @cache
 def cpu_has_bf16_products() -> bool:
-    """Return whether this CPU has AVX512_BF16."""
     return bool(_get("torch.cpu._is_avx512_bf16_supported")())
 
 
 def compiler_is_loaded() -> bool:
-    """Return whether torch.compile may be in use. Its first use imports the compiler."""
+    """Return whether torch.compile may be in use in this process. The first use of torch.compile
+    imports the compiler.
+    """
     return "torch._dynamo" in sys.modules
 
 
 def mark_dynamic(tensor: Tensor, *dims: int) -> None:
-    """Let torch.compile accept other sizes of these dims from the first call on."""
+    """Let torch.compile treat the sizes of these dims as variable in the first graph, so that a
+    different size does not recompile the graph.
+    """
     if compiler_is_loaded():
         _check_marks()
         _get("torch._dynamo.maybe_mark_dynamic")(tensor, dims)
@@ -263,7 +265,9 @@ def mark_dynamic(tensor: Tensor, *dims: int) -> None:
 
 @cache
 def _check_marks() -> None:
-    """Raise a RuntimeError if the compiler is loaded and does not know our marks."""
+    """Raise a RuntimeError if the compiler is loaded and ignores the marks of the functions in this
+    file.
+    """
 
     def function() -> None: ...
 
@@ -287,7 +291,9 @@ def mark_constant(function: Callable[..., object]) -> None:
 
 
 def real_object(x: Any) -> Any:
-    """Return the object that torch.compile replaced by a fake; return other objects as they are."""
+    """Return the object for which torch.compile has passed the fake `x`. If `x` is not such a fake,
+    return `x`.
+    """
     fake = _get("torch._library.fake_class_registry.FakeScriptObject")
     return x.real_obj if isinstance(x, fake) else x
 
@@ -312,14 +318,14 @@ def written_arguments(operator: Any) -> list[tuple[int, str]]:
 def below_autograd(
     operator: Any, keys: DispatchKeys, arguments: tuple[object, ...]
 ) -> list[Tensor]:
-    """Call an operator with these dispatch keys, without those of autograd."""
+    """Call an operator with the given dispatch keys, but without the keys of autograd."""
     with _get("torch._C._AutoDispatchBelowAutograd")():
         results = operator.redispatch(keys & _get("torch._C._after_autograd_keyset"), *arguments)
         return cast(list[Tensor], results)
 
 
 def trace() -> Any:
-    """Return the trace that is making a functional graph, or None."""
+    """Return torch's functionalization mode if a trace in this thread uses it now, or None."""
     kind = _get("torch._C._TorchDispatchModeKey").FUNCTIONAL
     return _get("torch._C._get_dispatch_mode")(kind)
 
@@ -330,7 +336,9 @@ def has_fake_mode() -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows with each write to a tensor. Inference tensors have none."""
+    """Return a number that grows with each write to a tensor. Inference tensors have no such
+    number.
+    """
     return cast(int, TORCH.read(tensor, "_version"))
 
 
@@ -339,7 +347,7 @@ def process_groups() -> list[torch.distributed.ProcessGroup]:
 
 
 def forget_failed_group() -> None:
-    """Let the next default group get the number that it would have in a process without groups."""
+    """Let torch number the next default group as in a process that has had no group."""
     _get("torch.distributed.distributed_c10d._world").group_count = 0
 
 
@@ -371,7 +379,9 @@ def copy_options(backend: Any, options: Any) -> None:
 
 
 def group_of(backend: Any, store: Any, device: torch.device) -> torch.distributed.ProcessGroup:
-    """Return a group with this NCCL backend, unknown to torch: the caller must shut it down."""
+    """Return a group with this NCCL backend. torch does not know the group, so the caller must shut
+    it down.
+    """
     group = torch.distributed.ProcessGroup(store, backend.rank(), backend.size())
     kind = torch.distributed.ProcessGroup.BackendType.NCCL
     _get("torch.distributed.ProcessGroup._register_backend")(group, device, kind, backend)
@@ -384,18 +394,19 @@ def base_of(x: Tensor) -> Tensor | None:
 
 
 def swap_contents(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two tensors, but not of the tensors that autograd has saved.
+    """Exchange the contents of two tensors. Tensors that autograd has saved keep their contents.
 
-    Setting `a.data` instead would also change saved tensors, and backward would refuse a resized
-    `a`.
+    An assignment to `a.data` would also change saved tensors, and backward would refuse `a` after a
+    change of its size.
     """
     _get("torch._C._swap_tensor_impl")(a, b)
 
 
 def within_modes(function: T) -> T:
-    """Return a copy of `torch.autograd.backward` or `grad` that does not leave function modes.
+    """Return a copy of `torch.autograd.backward` or `torch.autograd.grad` that runs within the
+    function modes of its caller.
 
-    If it is called within a mode, the copy and everything that backward recomputes run in the mode.
+    If the copy is called within a mode, everything that backward recomputes runs in this mode.
     """
     _get("torch.autograd.has_torch_function")
     original = cast(FunctionType, function)
@@ -424,7 +435,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def uncompiled(module: torch.nn.Module) -> dict[str, Any]:
-    """Return attributes to set on a compiled module so that it runs without the compiler."""
+    """Return the attributes that a copy of a compiled module needs to run without the compiler."""
     if not is_compiled(module):
         return {}
     if type(module) is compiled_modules():
@@ -433,12 +444,14 @@ def uncompiled(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Return the tables of the hooks that a module calls before and after its forward."""
+    """Return the dictionaries of hooks that a module calls before and after its forward."""
     return [TORCH.read(module, "_forward_pre_hooks"), TORCH.read(module, "_forward_hooks")]
 
 
 def bare(module: torch.nn.Module, copy: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return attributes with which a module runs without hooks, compiler and changed buffers."""
+    """Return attributes with which a copy of a module runs without hooks, without the compiler, and
+    without changing the buffers of the module.
+    """
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     hooks = {kind: type(TORCH.read(module, kind))() for kind in kinds}
     buffers = {name: copy(x) for name, x in TORCH.read(module, "_buffers").items()}
@@ -478,7 +491,9 @@ def wrappers_names() -> set[str]:
 
 
 def compiled_modules() -> type[torch.nn.Module] | None:
-    """Return the class of the modules that torch.compile returns; None before it is loaded."""
+    """Return the class of the modules that torch.compile returns, or None if the compiler is not
+    loaded.
+    """
     if not compiler_is_loaded():
         return None
     return cast(type[torch.nn.Module], _get("torch._dynamo.eval_frame.OptimizedModule"))
@@ -530,33 +545,37 @@ def fsdp1_ignored(module: torch.nn.Module) -> set[Tensor]:
 
 
 def ddp_hooks(ddp: DDP) -> list[object]:
-    """Return the users' functions that reduce gradients in place of DDP."""
+    """Return the functions that users have set to reduce gradients in place of DDP."""
     return [hook for hook, _ in TORCH.read(ddp, "_comm_hooks")]
 
 
 def ddp_parameters(ddp: DDP) -> int:
-    """Return the number of parameters that DDP averages: those trainable when it was created."""
+    """Return the number of parameters whose gradients DDP averages. These are the parameters that
+    were trainable when DDP was created.
+    """
     found = _get("torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data")(ddp)
     return cast(int, found["num_parameter_tensors"])
 
 
 def fsdp1_hook(module: torch.nn.Module) -> object | None:
-    """Return the user's function that reduces gradients in place of FSDP1, or None."""
+    """Return the function that the user has set to reduce gradients in place of FSDP1, or None."""
     return TORCH.read(module, "_comm_hook")
 
 
 def fsdp2_hook(group: Any) -> object | None:
-    """Return the user's function that reduces gradients in place of FSDP2, or None."""
+    """Return the function that the user has set to reduce gradients in place of FSDP2, or None."""
     return TORCH.read(group, "_all_reduce_hook")
 
 
 def fsdp2_divisor(group: Any) -> float | None:
-    """Return the number by which the user lets FSDP2 divide gradients, or None if it is not set."""
+    """Return the number by which FSDP2 divides gradients, or None if the user has not set this
+    number.
+    """
     return cast(float | None, TORCH.read(group, "gradient_divide_factor"))
 
 
 def ddp_node() -> str:
-    """Return the name of the node through which DDP passes all outputs of a model."""
+    """Return the name of the autograd node through which DDP passes all outputs of a model."""
     return f"{_get('torch.nn.parallel.distributed._DDPSink').__name__}Backward"
 
 
@@ -573,7 +592,7 @@ def in_backward() -> bool:
 def inherited(name: str, default: V) -> V:
     """Return the value that `set_inherited` has set in this thread, or the default.
 
-    In a thread of autograd, it is the value of the thread that called backward.
+    In a thread of autograd, the result is the value of the thread that called backward.
     """
     if not _get("torch._C._is_key_in_tls")(name):
         return default
@@ -591,8 +610,8 @@ def set_inherited(name: str, value: object) -> None:
 def _stash_steals_references() -> bool:
     """Return whether torch drops a reference that it does not own, as in torch 2.11.
 
-    It drops the reference when a thread's value is replaced. The value would then be freed while
-    others use it.
+    torch drops the reference when a thread's value is replaced. The old value would be freed while
+    other threads use it.
     """
     probe = object()
     before = sys.getrefcount(probe)
@@ -609,7 +628,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def dispatch_mode() -> Any:
-    """Return the class of modes that are called with each operator."""
+    """Return torch's base class for modes that intercept each operator."""
     return _get("torch.utils._python_dispatch.TorchDispatchMode")
 
 
@@ -625,24 +644,28 @@ def memory_of(x: Tensor) -> int:
 
 
 def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the innermost hooks of saved tensors, the functions that pack and unpack; or None."""
+    """Return the innermost hooks of saved tensors, a function that packs and a function that
+    unpacks, or None.
+    """
     hooks: Any = _get("torch._C._autograd._top_saved_tensors_default_hooks")(True)
     return None if hooks is None else tuple(hooks)
 
 
 def unsafe_view() -> object:
-    """Return the operator by which a matrix product makes a view of its result."""
+    """Return the operator with which a matrix product makes a view of its result."""
     return _get("torch.ops.aten._unsafe_view")
 
 
 def sends_messages(operator: Any) -> bool:
-    """Return whether an operator is one of torch.distributed's."""
+    """Return whether an operator belongs to torch.distributed."""
     _get("torch.ops._c10d_functional.all_reduce")
     return operator.namespace in ("c10d", "_c10d_functional")
 
 
 def function_of(operator: Any) -> Any:
-    """Return the function of which torch.library.custom_op made an operator, or the operator."""
+    """Return the function from which torch.library.custom_op made an operator. If there is none,
+    return the operator itself.
+    """
     of_library = isinstance(operator, _get("torch._library.custom_ops.CustomOpDef"))
     return TORCH.read(operator, "_init_fn") if of_library else operator
 
@@ -654,7 +677,9 @@ def is_any_true() -> object:
 
 @contextmanager
 def beside_the_caller() -> Iterator[None]:
-    """Compute outside the caller's dispatch modes and hooks of saved tensors."""
+    """Leave the caller's dispatch modes, and the caller's hooks of saved tensors, within the
+    context.
+    """
     modes = _get("torch.utils._python_dispatch._disable_current_modes")
     has_hooks = _get("torch._C._autograd._saved_tensors_hooks_is_enabled")()
     hooks = saved_tensors_hooks(lambda x: x, lambda x: x) if has_hooks else nullcontext()
@@ -664,7 +689,9 @@ def beside_the_caller() -> Iterator[None]:
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Compute without the caller's function modes, and without __torch_function__ of subclasses."""
+    """Turn off the caller's function modes, and __torch_function__ of subclasses, within the
+    context.
+    """
     with _get("torch._C.DisableTorchFunction")():
         yield
 
@@ -675,19 +702,21 @@ def fast_encoder_layer() -> object:
 
 
 def inlined_only(function: T) -> T:
-    """Mark a function that torch.compile may trace inside callers, but may not compile by itself.
+    """Mark a function that torch.compile may trace as a part of its callers, but may not compile by
+    itself.
 
     After a graph break, torch.compile would compile a mode's `__torch_function__` by itself. The
-    compiled function returns the value of one attribute for another, since its guards confuse the
-    attributes' getters.
+    compiled function could return the value of a different attribute, because its guards do not
+    distinguish the getters of attributes.
     """
     return _skipped(function, "DEFAULT")
 
 
 def never_compiled(function: T) -> T:
-    """Mark a function that torch.compile may compile neither by itself nor with what it calls.
+    """Mark a function that torch.compile may not compile by itself, and whose callees it may not
+    compile either.
 
-    The function may still be traced inside a caller. Unlike the wrapper of
+    The function may still be traced as a part of a caller. Unlike the wrapper of
     `torch.compiler.disable`, the mark takes no time in a call.
     """
     return _skipped(function, "SKIP")

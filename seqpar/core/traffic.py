@@ -1,4 +1,6 @@
-"""The messages that a rank would send, as rows of a table. They follow from the geometry."""
+"""The messages that a rank would send, as rows of a table. The messages are computed from the
+geometry of a layout.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ class Traffic(NamedTuple):
 
 
 def summed(rows: Iterable[Traffic]) -> list[Traffic]:
-    """Add up the rows of each direction, step and peer, and leave out empty rows.
+    """Return the sum of the rows for each direction, step and peer, without empty rows.
 
-    Returns the sums with forward before backward, then in order of steps and peers.
+    The sums of forward come first. The sums of each direction are sorted by step, then by peer.
     """
     totals: dict[tuple[str, int, int], list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:

@@ -1,5 +1,5 @@
-"""HTTP servers that limit the number of connections and their time, and check the Host of
-requests.
+"""HTTP servers that limit the number of connections and the duration of each connection, and check
+the Host of requests.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ MAX_REQUEST_SECONDS = 10.0  # for a request to arrive, and again for its reply t
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A handler for one request per connection. The request must be sent to an address of this
-    server.
+    """A handler for one request per connection. The Host of the request must be an address, or a
+    name of this machine.
     """
 
     server: BoundedServer
     timeout = MAX_REQUEST_SECONDS  # between two bytes
 
     def parse_request(self) -> bool:
-        """Read the request. Refuse a Host that may be the name with which another site reaches this
-        server.
+        """Read the request. Refuse the request if its Host is neither an address nor a name of this
+        machine.
         """
         if not super().parse_request():
             return False
@@ -45,8 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             return True
 
-    def log_message(self, *_: object) -> None:
-        """Log no requests."""
+    def log_message(self, *_: object) -> None: ...
 
 
 _Request = socket.socket | tuple[bytes, socket.socket]  # as `socketserver` types it
@@ -68,8 +67,8 @@ class BoundedServer(ThreadingHTTPServer):
     def is_own_name(self, host: str) -> bool:
         """Return whether a Host is an address, or a name of this machine.
 
-        A different site may let its name resolve to this machine (DNS rebinding). A browser then
-        sends the name of that site, never an address.
+        A hostile site may let its name resolve to this machine (DNS rebinding). A browser that is
+        tricked in this manner sends the name of the hostile site as the Host, and never an address.
         """
         name = host.strip().lower()
         if name.startswith("["):
@@ -121,8 +120,8 @@ class BoundedServer(ThreadingHTTPServer):
         self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Write nothing, because it is not an error if a client leaves or its connection is
-        ended.
+        """Write nothing, because it is not an error if a client leaves or if the server ends the
+        client's connection.
         """
 
 
@@ -132,7 +131,7 @@ def _cut(request: socket.socket) -> None:
 
 
 def serve_in_thread(server: BoundedServer) -> Callable[[], None]:
-    """Serve in a thread. Return a function that ends the thread."""
+    """Run a server in a thread. Return a function that ends the thread."""
     threading.Thread(target=server.serve_forever, name="seqpar-web", daemon=True).start()
 
     def end() -> None:
