@@ -41,7 +41,9 @@ class _Step(NamedTuple):
 
 
 class Recording:
-    """The steps of a function, with the places that they read and write."""
+    """The steps of a function. A step reads and writes numbered places, which hold the function's
+    values.
+    """
 
     def __init__(self, places: Sequence[Any], steps: Sequence[_Step], results: list[int]) -> None:
         """Keep the steps, the initial values of the places, and the places of the results.

@@ -86,7 +86,7 @@ class Steps(Protocol[O_co, R_co]):
     def outgoing(self) -> O_co: ...
 
     def local(self) -> None:
-        """Compute everything that does not depend on other spans."""
+        """Compute everything that does not depend on states of other spans."""
 
     def finish(self, states: Tensor | None) -> R_co:
         """Return the results of the pass, given the states that reach spans. None means that these

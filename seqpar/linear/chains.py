@@ -27,12 +27,15 @@ from seqpar.linear.routes import StateRoutes
 
 
 class Hop(NamedTuple):
-    """The links that one rank sends to another rank, or to itself, in one message.
+    """One message of states, which one rank sends to another rank or keeps for itself. Each state
+    in the message is called a link.
 
-    The state that a link sends is λ^rows · (the sum at the station `carries_from`) + (the state
-    `own_states`). If final states are returned, some links of forward lead to the end of a document
-    instead of a span, and some links of backward begin at the end of a document. Within a hop,
-    links that pass on the sum at a station come before links that do not.
+    A link is a state that a span sends to the next span of a document. The state of a link is
+    λ^rows · (the sum at the station `carries_from`) + (the state `own_states`). A station is a
+    position at which the sending rank needs a sum of states. If final states are returned, some
+    links of forward lead to the end of a document instead of a span, and some links of backward
+    begin at the end of a document. Within a hop, links that pass on the sum at a station come
+    before links that do not.
 
     A hop contains the links of all documents, because a message for each document would be too many
     messages. For 5,000 short documents on 64 ranks, there were 40,000 messages per rank. All ranks
@@ -51,11 +54,12 @@ class Hop(NamedTuple):
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
-    """Return the hops that a rank sends or receives, sorted by depth, then by source, then by
-    target.
+    """Return the messages of states that a rank sends or receives, sorted by depth, then by source,
+    then by target.
 
-    The routes store the hops. The sender and the receiver of a hop have the links of the hop in the
-    same order. With `ends=False`, links that begin or end at the end of a document are left out.
+    The routes store these hops. The sender and the receiver of a hop have the links of the hop in
+    the same order. With `ends=False`, links that begin or end at the end of a document are left
+    out.
     """
 
     def build() -> list[Hop]:
@@ -195,7 +199,8 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterato
 
 
 def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *columns: Any) -> Ints:
-    """Return the links of forward that lead from the spans `last` to the ends of their documents.
+    """Return the links with which forward passes states from the spans `last` to the ends of their
+    documents.
 
     If the call returns no final states, there are no such links.
     """

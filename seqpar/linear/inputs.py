@@ -85,8 +85,8 @@ class Gradients(NamedTuple):
 
 
 def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inputs:
-    """Return uninitialised q, k and v with the shape of the operands, and a state for each KV
-    head.
+    """Return uninitialised q, k and v for a rank with `tokens` tokens, without log_decay and
+    beta.
     """
     heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.dim, shape.dim)
     return Inputs(

@@ -198,8 +198,8 @@ class LinearStrategy(Generic[C]):
         request_tables(inputs, spans, call.options, backward)
 
     def rehearse(self, comm: Comm, call: C, backward: bool) -> None:
-        """Request the tables of forward and, with `backward`, the tables of backward, by a run on
-        meta tensors.
+        """Request the tables of forward and, with `backward`, the tables of backward. The operands
+        are meta tensors.
         """
         call = replace(call, options=call.options.on_meta())
         tokens = call.layout.holdings[call.rank].tokens
@@ -208,7 +208,9 @@ class LinearStrategy(Generic[C]):
             self.request_tables(comm, call, inputs, direction)
 
     def exchange(self, comm: Comm, call: C, device: torch.device, backward: bool) -> Exchange[Any]:
-        """Return the exchange of a pass, before its states or maps are known."""
+        """Return the object that exchanges states or maps in a pass. The states or maps are not yet
+        needed.
+        """
         raise NotImplementedError
 
     def exchange_traffic(self, call: C, rank: int) -> list[Traffic]:

@@ -228,10 +228,11 @@ class StateRoutes:
     def _points_at(
         self, documents: Ints, positions: Ints, slots: Ints, ended: Ints, backward: bool
     ) -> StatePoints:
-        """Return the sources or stations at `positions`, and the sources or stations at the ends of
-        the documents `ended`.
+        """Return the points at `positions` where a rank has a state or needs a state, and the
+        points at the ends of the documents `ended`.
 
-        Positions with the slot −1 are left out.
+        `slots` has the index of each state in a tensor of states. Positions whose state is not
+        needed have the index −1, and are left out.
         """
         has_slot = slots >= 0
         positions = np.r_[positions[has_slot], self.lengths[ended] * self.causal]

@@ -39,8 +39,8 @@ def index_of(numbers: Ints) -> Index:
 
 
 class Carrying(NamedTuple):
-    """The sums that one outgoing message passes on to the next rank. The sums arrived at this rank
-    in earlier rounds.
+    """The sums of states that one outgoing message passes on to the next rank. These sums arrived
+    at this rank before the message is sent.
     """
 
     message: int
@@ -50,7 +50,8 @@ class Carrying(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank does in one round. The order of the fields is the order of the operations.
+    """What a rank does in one round, in which it posts all its messages as one exchange. The fields
+    are in the order of the operations.
 
     Outgoing messages are numbered: all messages with the first block of states come first, then all
     messages with the second block, and so on. Incoming messages are numbered in the same way.
@@ -180,7 +181,7 @@ class ScannedStates:
         self.travels = plan.travels
 
     def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
-        """Add sums that have arrived to the states of an outgoing message.
+        """Add sums that have arrived at this rank to the states of an outgoing message.
 
         `number` is the number of the outgoing message. `message` has the states of the message to
         which a sum is added, and `carried` has the sum for each of these states.

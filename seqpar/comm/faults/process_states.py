@@ -32,8 +32,8 @@ Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
 class ProcessStates:
     def __init__(self, seconds: float, ask: Ask) -> None:
-        """Keep `ask`, a function like `ask_state_servers` that waits for answers for at most
-        `seconds`.
+        """Keep `ask`, a function like `ask_state_servers`, and `seconds`, the longest time for
+        which `ask` waits.
         """
         self._seconds, self._ask = seconds, ask
         # For each rank, how many questions in a row have had no answer.
@@ -43,8 +43,9 @@ class ProcessStates:
         """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, given the addresses of state
         servers.
 
-        If a state server does not answer, it may be slow, or its machine may be gone. A rank whose
-        state server does not answer is UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
+        A state server that does not answer may be slow, or the machine of the state server may be
+        gone. A rank whose state server does not answer is UNKNOWN at first, and GONE after
+        `MAX_UNANSWERED` questions.
         """
         answers = self._ask(addresses, self._seconds) if addresses else {}
         self._unanswered = {

@@ -38,8 +38,8 @@ class Connection:
     """
 
     def __init__(self, store: Store) -> None:
-        """Connect to the process that keeps `store`. If a signal has stopped this process, the
-        constructor never returns.
+        """Connect to the process that keeps `store`. If a signal has stopped the process that keeps
+        `store`, the constructor never returns.
         """
         self.host = "127.0.0.1"
         self._idle: _Idle | None = None

@@ -25,12 +25,13 @@ class Witness:
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
     ) -> None:
-        """Create a witness that has not read the beat of any rank.
+        """Create a witness that has not yet heard of any rank.
 
         Args:
-            rank: the rank that reads beats. In a large group, it reads only the beats of the next
-                `MAX_WATCHED` ranks that have not left, and of ranks for which it waits. Each rank
-                is therefore watched by the ranks before it, although no rank reads all beats.
+            rank: the rank that reads beats, which are counts that other ranks increase in the
+                store. In a large group, it reads only the beats of the next `MAX_WATCHED` ranks
+                that have not left, and of ranks for which it waits. Each rank is therefore watched
+                by the ranks before it, although no rank reads all beats.
             names: the name of each rank in errors.
             interval: the seconds between two reads.
             grace: the seconds for which a rank may be silent although its operating system says
@@ -51,7 +52,9 @@ class Witness:
         self._reads_since_failure = 0
 
     def watch(self, waits: Iterable[frozenset[int]]) -> list[int]:
-        """Return the ranks whose beats must be read, given the peers of each running wait."""
+        """Return the ranks whose beats this rank reads next, given the peers of each running wait.
+        A rank increases its beat, a count in the store, at intervals.
+        """
         ranks = len(self._names)
         ahead = ((self._rank + step) % ranks for step in range(1, ranks))
         present = (peer for peer in ahead if self.watches_all or self.beats.get(peer) != LEFT)
@@ -75,7 +78,7 @@ class Witness:
             self._heard_since_failure |= changed
 
     def pause(self) -> None:
-        """Reset the silence of all ranks to 0, because this rank stops reading beats."""
+        """Forget for how long other ranks have been silent, because this rank stops reading."""
         self._unchanged.clear()
         self._raised.clear()
 

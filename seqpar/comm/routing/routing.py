@@ -122,10 +122,10 @@ class Nodes:
         return mates.index(rank) * self.nics // len(mates)
 
     def proxy(self, rank: int, nic: int) -> int:
-        """Return the rank through which a rank of the same node uses a NIC.
+        """Return the rank that relays messages of `rank` through a NIC of the same node.
 
         The result is `rank` itself if `rank` uses this NIC. If several ranks share each NIC, the
-        n-th user of one NIC reaches a different NIC through the n-th user of the different NIC.
+        n-th user of a NIC relays the messages of the n-th user of every other NIC.
         """
         mates = self.mates(rank)
         sharing = len(mates) // self.nics
@@ -172,7 +172,7 @@ def divided(
 
 
 class Described(NamedTuple):
-    """A message as its sender and its receiver describe it, in the sender's order."""
+    """A message between this rank and a peer, described by its size and dtype."""
 
     peer: int
     elements: int
@@ -184,7 +184,9 @@ Ends = tuple[list[Described], list[Described]]
 
 
 class PieceLocation(NamedTuple):
-    """Where a piece is sent from or received into: the elements start … stop − 1 of a tensor."""
+    """The elements start … stop − 1 of a tensor, from which a piece of a message is sent, or into
+    which it is received.
+    """
 
     # Which list contains the tensor: SENT and RECEIVED are this rank's own messages, HELD are the
     # pieces that it relays.

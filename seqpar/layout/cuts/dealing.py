@@ -38,7 +38,7 @@ class DealtBefore(NamedTuple):
 
     @property
     def turn(self) -> Ints:
-        """The rank that gets the token at each index."""
+        """The rank that gets the token at each of the indices of the pack."""
         return self.offset // self.part
 
 

@@ -320,9 +320,9 @@ def slices_between(
 ) -> Slices:
     """Return the slices of a mask between the queries of one rank and the keys of another rank.
 
-    The slices are cached in the two geometries. By default, keys are sent, and the block of keys
-    has only the keys to which some query attends. With `queries_travel`, queries are sent, and the
-    block of queries has only the queries that attend to some key.
+    The slices are cached in the two geometries. By default, keys are sent, and the result has only
+    the keys to which some query attends. With `queries_travel`, queries are sent, and the result
+    has only the queries that attend to some key.
     """
     queries_travel = queries_travel and q_rank != k_rank
 

@@ -126,8 +126,8 @@ class ReachedRows(NamedTuple):
 
 
 class AttentionSide(NamedTuple):
-    """The queries or the keys of all ranks, and which of them form pairs with rows of the asking
-    rank.
+    """The queries or the keys of all ranks, and which of them form pairs with rows of one rank, the
+    asking rank.
 
     If the asking rank's rows are queries, the rows of the other ranks are keys. If they are keys,
     the rows of the other ranks are queries.
@@ -139,12 +139,12 @@ class AttentionSide(NamedTuple):
 
     @classmethod
     def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the keys of all ranks, to be compared with the queries of the asking rank."""
+        """Return the keys of all ranks, as the side to which the queries of one rank attend."""
         return cls(keys, *Reach.both(queries, keys, mask))
 
     @classmethod
     def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the queries of all ranks, to be compared with the keys of the asking rank."""
+        """Return the queries of all ranks, as the side that attends to the keys of one rank."""
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:

@@ -29,10 +29,11 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 
 
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges of query rows at the gaps between clusters. Each range must lie within a run.
+    """Cut ranges of query rows at each gap between spans that is wider than the range's band.
 
-    `widths` is hi − lo of each range's band. Returns three arrays with an entry for each cluster:
-    the index of its range, its start, and its stop. Empty ranges have no cluster.
+    Each range must lie within a run, which is all tokens of a document on one rank. `widths` is hi
+    − lo of each range's band. Returns three arrays with an entry for each piece of a range: the
+    index of the range, the piece's start, and the piece's stop. An empty range has no piece.
     """
     # Ranges with a gap wider than their band are cut together, at all gaps that are wider than the
     # narrowest of their bands.

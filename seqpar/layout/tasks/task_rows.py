@@ -225,7 +225,7 @@ class ServerRows(NamedTuple):
 
 
 class TaskRows:
-    """All rows that are sent for the tasks of a batch."""
+    """The query rows and key rows that ranks send to each other for the tasks of a batch."""
 
     def __init__(
         self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int

@@ -22,7 +22,9 @@ from seqpar.linear.scanning import as_table
 
 
 class Ends(TableHolder):
-    """The heads and tails of documents that are on one rank, in one pass."""
+    """The heads and tails of documents on one rank, in one pass. The head of a document is the
+    first span that the pass reaches, and the tail is the last span.
+    """
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
         chain = Chain.of(routes, backward)

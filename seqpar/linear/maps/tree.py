@@ -37,8 +37,9 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
-    """Windows that arrive at a rank in one step. A step has one `Arrivals` for complete windows,
-    and one for all other windows.
+    """Windows that arrive at a rank in one step. A window is a range of spans with the combined map
+    of these spans. A step has one `Arrivals` for complete windows, which begin at the start of a
+    document, and one for all other windows.
     """
 
     stations: Tensor  # (arrivals,): the slots of the spans at which they arrive
@@ -60,7 +61,7 @@ class Step(NamedTuple):
 
 
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
-    """Yield the number of each step, and the spans of `rank` whose windows are sent in the step.
+    """Yield the number of each step, and the spans of `rank` from which maps are sent in the step.
 
     Spans are ascending indices in the chain. In step d, the windows of the first 2ᵈ spans of a
     document are complete.
@@ -91,7 +92,7 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
-    """Return the windows that arrive at the spans `reached`.
+    """Return which windows arrive at the spans `reached`, and from which ranks.
 
     The window that arrives at a span was sent by the rank of the span that is `apart` spans earlier
     in the chain.
@@ -229,8 +230,8 @@ class _Doubled:
             left.index_copy_(0, arrivals.maps, passed)
 
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
-        """Extend the window before each span by the incomplete window that has arrived for this
-        span.
+        """Combine the map of the window before each span with the map of the incomplete window that
+        has arrived for this span.
 
         For spans whose windows are sent in a later step, write the maps of the extended windows to
         `packed`.
