@@ -298,8 +298,8 @@ class Costs:
     def token_capacity(
         self, checkpointing: str = "none", ranks: int | None = None, stage: int = 3
     ) -> int:
-        """Return the number of tokens whose activations fit into a device's memory beside
-        parameters.
+        """Return the number of tokens whose activations fit into the memory that parameters leave
+        free on a device.
         """
         free = self.cluster.device.memory - self.parameter_bytes(ranks, stage)
         return max(0, int(free // sum(self.activation_bytes_per_token(checkpointing))))

@@ -101,6 +101,7 @@ class Torus:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes."""
         return prod(self.shape)
 
     def links(self, source: int, target: int) -> Iterator[tuple[int, int, int]]:
@@ -215,6 +216,7 @@ class Device:
 
     @property
     def itemsize(self) -> int:
+        """The bytes of an element of `dtype`."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -223,6 +225,7 @@ class Device:
         return self.matmul_rate * self.matmul_share
 
     def as_dict(self) -> dict[str, object]:
+        """Return the fields as plain numbers, for JSON."""
         return asdict(self) | {"attention": self.attention.as_dict()}
 
     @classmethod

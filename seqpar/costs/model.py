@@ -200,11 +200,13 @@ class Model:
         return self.hidden * (width * (3 if self.gated else 2) + layer.experts)
 
     def layer_parameters(self, layer: Layer) -> int:
+        """Return the number of parameters that a layer stores."""
         norms = 2 * self.hidden
         return self.attention_weights(layer) + self.ffn_weights(layer, stored=True) + norms
 
     @cached_property
     def parameters(self) -> int:
+        """The number of parameters."""
         layers = sum(n * self.layer_parameters(layer) for layer, n in self.counts.items())
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return layers + embeddings + self.hidden

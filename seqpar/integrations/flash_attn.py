@@ -206,7 +206,7 @@ def _check(q: Tensor, dims: int, shape: str) -> None:
 
 @outside_graphs
 def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
-    """Raise a ValueError unless the boundaries are those of the layout."""
+    """Raise a ValueError if `cu_seqlens` differs from the boundaries of the layout's documents."""
     read: WeakValueDictionary[tuple[int, int], Tensor]
     read = layout.geometry.derived(("cu_seqlens read",), WeakValueDictionary)
     key = None

@@ -29,8 +29,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class LogProbabilities(NamedTuple):
-    """The log-probability of the label and the entropy, for each token. The dtype is fp32, or fp64
-    if `hidden` is fp64.
+    """The log-probability of each token's label, and the entropy of each token. The dtype is fp32,
+    or fp64 if `hidden` is fp64.
     """
 
     log_probability: Tensor  # the label's log-probability, with the labels' shape
@@ -221,7 +221,8 @@ class _Statistics(NamedTuple):
     expected_logit: Tensor  # Σ softmax(z)·z; zeros unless it is wanted
 
     def over_ranks(self, shared: dict[str, Tensor], comm: Comm) -> _Statistics:
-        """Return the statistics of all ranks' words, from those of this rank's words.
+        """Return the statistics over the words of all ranks. The object itself has the statistics
+        over the words of this rank.
 
         `shared` maps names to tensors that must be equal on all ranks. If a tensor differs between
         ranks for a token, the token's statistics are NaN.

@@ -122,7 +122,9 @@ def window(evidence: Evidence, first: Finding) -> str | None:
 
 
 def attention(evidence: Evidence, first: Finding) -> str | None:
-    """All tokens differ except the first token of each document, whose query sees only one key."""
+    """All tokens differ except the first token of each document. The query of the first token
+    attends to a single key.
+    """
     differing = _by_row(evidence, first)
     alone = _positions_in_documents(evidence) == 0
     others = ~alone & ~_ignored(evidence)

@@ -238,7 +238,8 @@ class Recording:
         return found
 
     def labels(self) -> list[Part]:
-        """Return each rank's labels as a part whose columns are the label and the loss of a token.
+        """Return a part for each rank, which has the label and the loss of each of the rank's
+        tokens as its columns.
 
         A rank has a part if it called `cross_entropy` exactly once with its local tokens.
         """
@@ -446,7 +447,9 @@ def _numbers_of_rows(x: _Sequences, rows: list[Ints | None], used: set[int]) -> 
 
 
 def pack_rows(recording: Recording) -> None:
-    """Put the real tokens of all rows into one row without padding, as some libraries do."""
+    """Put the tokens of all rows into one row, and leave out padding. Some libraries pack batches
+    like this.
+    """
     real = ~recording.padding.ravel()
     packed = np.where(real, np.cumsum(real) - 1, -1)
     starts = np.searchsorted(

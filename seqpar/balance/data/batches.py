@@ -197,8 +197,8 @@ class Batches:
         return self._steps[1]
 
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
-        """Yield `make(documents)` for each remaining step. Workers, if any, compute it in
-        advance.
+        """Yield the result of `make(documents)` for each remaining step. If there are worker
+        processes, they compute the results in advance.
         """
         epoch, steps = self.epoch, self._of_epoch()
         # This is the case if there are no documents, or if the loaded state is at the end of an

@@ -29,7 +29,9 @@ def contiguous(batch: DocumentBatch) -> Pieces:
 
 
 def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
-    """Cut every document into 2P chunks, as usual in context parallelism, and predict the ranks."""
+    """Cut every document into 2P chunks, of which each of the P ranks holds two, as usual in
+    context parallelism.
+    """
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
     if ranks == 1:  # one span per document, instead of two adjacent spans
         documents = np.arange(batch.lengths.size)

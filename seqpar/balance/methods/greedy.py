@@ -169,8 +169,8 @@ def _owners(sizes: Ints) -> Ints:
 
 
 def wlb(batch: DocumentBatch) -> Pieces:
-    """Place documents, longest first. Each is placed on the rank with the least work among those
-    with room.
+    """Place documents, the longest first. Each document is placed on the rank that has the least
+    work among the ranks with room for the document.
 
     Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training"
     (2025), section 4. Only documents longer than a rank's capacity are cut. Unlike in the paper, no
@@ -195,7 +195,8 @@ def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
 
 
 def power_of_two(batch: DocumentBatch) -> Pieces:
-    """Place documents, longest first. Each is placed on the block of ranks with the least load.
+    """Place documents, the longest first. Each document is placed on the block of ranks with the
+    least load.
 
     A block has a power of two of consecutive ranks, and begins at a multiple of its size. Megatron
     Core's dynamic context parallelism (`default_dynamic_cp`) uses the same blocks, because

@@ -99,7 +99,8 @@ def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
 def _symmetric(
     batch: DocumentBatch, documents: Ints, ranks: Ints, tokens: Floats, unit: int
 ) -> Pieces:
-    """Cut each document into shares, half from its front and half from its back.
+    """Cut each document into shares. Half of a share is taken from the front of the document, and
+    the other half from its back.
 
     Share i has `tokens[i]` tokens. The shares of a document are consecutive in the arrays, and add
     up to the document's length. Each share is rounded to a multiple of `unit`, and the last share

@@ -123,8 +123,8 @@ class DocumentBatch:
 
     @property
     def room(self) -> int:
-        """The capacity of all ranks together, in tokens. Offloading leaves up to one token per rank
-        unused.
+        """The number of tokens that all ranks can hold together. With offloading, up to one token
+        of each rank's capacity is not used.
         """
         return (self.capacity - (self.offloading is not None)) * self.ranks
 
@@ -136,8 +136,8 @@ class DocumentBatch:
 
     @cached_property
     def weights(self) -> Floats:
-        """(documents,) the seconds that a whole document adds to a rank. Methods balance these
-        seconds.
+        """The seconds (documents,) that each whole document adds to a rank. The methods for placing
+        documents balance the sums of these seconds.
         """
         return self.attention.sum(0) + self.linear * (not self.remap)
 
@@ -187,7 +187,9 @@ class DocumentBatch:
         return self.by_length(np.arange(self.lengths.size))
 
     def by_length(self, documents: Ints) -> Ints:
-        """Sort documents, longest first. Documents of equal length keep their order."""
+        """Return documents sorted by length, the longest first. Documents of equal length keep
+        their order.
+        """
         return documents[np.argsort(-self.lengths[documents], kind="stable")]
 
     @property

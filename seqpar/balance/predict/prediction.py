@@ -61,7 +61,7 @@ def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
 
 
 def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
-    """Return (2, n) seconds of attention on each piece, forward and backward."""
+    """Return (2, n): the seconds of attention on each piece in forward, and in backward."""
     costs, starts, stops = batch.costs, pieces.starts, pieces.stops
     alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
     if any(layer.kind != "softmax" for layer in costs.model.counts):
@@ -164,9 +164,10 @@ def seconds_of(
 def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Return each share's bytes, and two arrays (ranks,) of the seconds of messages.
+    """Return the bytes that each share sends, and two arrays (ranks,) of seconds.
 
-    The first array is for messages that work can hide, and the second one for all other messages.
+    The first array has the seconds of messages that computation can hide, and the second array has
+    the seconds of all other messages.
     """
     row = float(costs.kv_bytes(1))
     moved = np.zeros(shares.ranks.size)

@@ -60,7 +60,9 @@ class _Own:
         self._running: dict[int, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
 
     def start(self, address: tuple[str, int], name: str, size: int) -> None:
-        """Start those of the `size` ranks that belong to this process."""
+        """Start the ranks of a group of `size` ranks that this process of the launcher must
+        start.
+        """
         for rank in (rank for rank in self._ranks if rank < size):
             device = "cpu"
             if self._device == "cuda":  # a launcher can hide all but one GPU from each process

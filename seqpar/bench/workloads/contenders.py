@@ -170,7 +170,9 @@ def _plainly(
 
 
 def torch_context_parallel(batch: PackedBatch, device: torch.device) -> Peer:
-    """The contender torch context parallel, which chooses the tokens of each rank itself."""
+    """Return the contender "torch context parallel". torch itself chooses the tokens of each
+    rank.
+    """
     _, ranks = plain.rank_of_all()
     if batch.tokens % (2 * ranks):
         raise ValueError(f"it needs {2 * ranks} equal chunks, got {batch.tokens} tokens")

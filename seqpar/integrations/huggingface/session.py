@@ -114,6 +114,7 @@ class LayerReport:
 
     @property
     def bytes(self) -> int:
+        """The bytes that this rank sent for the layer, in both passes."""
         return self.forward_bytes + self.backward_bytes
 
 

@@ -73,7 +73,9 @@ class _Local(dispatch_mode()):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class _Checked:
-    """A module of the user, with those modules inside it whose results are replayed."""
+    """A module of the user that is checked, and the modules inside it that do not run in the check,
+    but return recorded results.
+    """
 
     name: str
     module: nn.Module

@@ -413,7 +413,7 @@ class ServerConnection:
         return TaskCall(self._channel.stream_stream(path)(timeout=MAX_CALL_SECONDS))
 
     async def _end(self, call: TaskCall) -> None:
-        """Wait until the server has ended a call whose result has arrived."""
+        """Wait until the server ends a call, after the result of the call has arrived."""
         with suppress(Exception):
             async with asyncio.timeout(self._silence_seconds):
                 await call.read()

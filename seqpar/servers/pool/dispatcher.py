@@ -231,8 +231,8 @@ class Dispatcher:
         await self.servers.close()
 
     def _turn(self) -> None:
-        """Process the inbox, the local worker's results and expired deadlines, and then send
-        work.
+        """Process new work, results of the local worker and expired deadlines. Afterwards, send
+        work to servers.
         """
         if self.inbox.ended is not None:
             self._ended.set()

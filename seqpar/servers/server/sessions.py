@@ -79,11 +79,11 @@ class Sessions:
         return iter(list(self._sessions.values()))
 
     def begin(self, name: str, certificate: bytes) -> Session:
-        """Begin a session, whose call the current asyncio task answers.
+        """Begin a session for the gRPC call that the current asyncio task answers.
 
-        Raises a FullError if there are too many sessions. A name that already has sessions can
-        begin another one only if enough sessions stay free: afterwards, at least as many sessions
-        must be free as this name has.
+        Raises a FullError if there are too many sessions. If a name has sessions already, it can
+        begin another session only if enough sessions stay free. Afterwards, the number of free
+        sessions must be at least the number of sessions of this name.
         """
         own, most = self._of(name), self._limits.clients
         free = most - len(self) - 1

@@ -104,7 +104,9 @@ class ThreadsByName:
                 self.start()
 
     def waiting(self, clients: Iterable[Client]) -> dict[str, Client]:
-        """Return the first of these clients for each name that no thread serves."""
+        """Return, for each name that no thread serves, the first client with this name among
+        `clients`.
+        """
         firsts: dict[str, Client] = {}
         for client in clients:
             if client.name not in self.served:

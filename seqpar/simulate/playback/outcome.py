@@ -80,6 +80,7 @@ class Outcome:
 
     @cached_property
     def trace(self) -> Trace:
+        """The trace of the whole step, from time 0, of the ranks that were simulated."""
         trace = Trace()
         trace.events = [*chain.from_iterable(self._events.values())]
         return trace

@@ -129,7 +129,9 @@ class ActiveJobs:
             self._after(max(0.0, left) / pace, partial(self._end_next, group, group.version))
 
     def _end_next(self, group: JobGroup, version: int) -> None:
-        """End the jobs whose work is done, unless a later timer has replaced this timer."""
+        """End the jobs of a group whose work is done. If `version` is not the group's current
+        version, a later timer has replaced this one, and nothing is done.
+        """
         if group.version != version:
             return
         group.progress, group.since = group.next_end, self._env.now

@@ -117,7 +117,8 @@ class DividedCosts:
         return count * ((ranks - 1) * cluster.inside.latency + nbytes / cluster.inside.rate)
 
     def sharded_seconds(self, parameters: float, passes: int) -> float:
-        """Return the seconds for gathering or reducing parameters, as NCCL's rings do.
+        """Return the seconds in which NCCL's rings gather parameters, or reduce their gradients,
+        `passes` times.
 
         Each parameter is sent over the ports inside a node, and is sent once over the NICs into
         each of the other nodes. `parameters` is the number of parameters on one tensor rank.

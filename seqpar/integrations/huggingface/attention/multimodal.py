@@ -24,7 +24,9 @@ _FEATURES = {
 
 
 def _text_of(model: Any) -> Any:
-    """Return the text model inside a model, or None if the model has no other parts than text."""
+    """Return the text model inside a model for text and images or sound. Return None if the model
+    is only for text.
+    """
     config = model.config
     text_config = config.get_text_config()
     if text_config is config or getattr(config, "is_encoder_decoder", False):

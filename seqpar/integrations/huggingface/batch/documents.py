@@ -27,8 +27,8 @@ class BatchDocuments(NamedTuple):
     packed: bool = False
 
     def by_rows(self) -> BatchDocuments:
-        """Return the same tokens with one document per row; rows without tokens are empty
-        documents.
+        """Return the documents for a model that treats each row of the batch as one document. A row
+        without tokens is an empty document.
         """
         counts = np.bincount(self.kept // self.columns, minlength=self.rows)
         return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))

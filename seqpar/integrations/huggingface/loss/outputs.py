@@ -99,8 +99,8 @@ class _Cleared(torch.autograd.Function):
 
 
 def clear_padding(outputs: Any) -> Any:
-    """Return marked outputs with zeros in the rows of the layout's padding. These rows get no
-    gradient.
+    """Return the outputs with zeros in the rows that belong to padding of the layout. Backward
+    passes no gradient through these rows.
     """
     cleared: dict[int, Tensor] = {}
 

@@ -185,7 +185,9 @@ def _calculates(x: ast.AST) -> bool:
 
 
 def _calls(function: ast.expr, owner: nn.Module, models: list[nn.Module]) -> bool:
-    """Return whether an expression in a method of `owner` is one of `models`, or super()."""
+    """Return whether an expression in a method of the class `owner` stands for one of the modules
+    `models`, or is a call of super().
+    """
     called = ast.unparse(function).removesuffix(".forward")
     this, _, path = called.partition(".")
     try:
@@ -272,7 +274,9 @@ def check_forward(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def named_in(module: nn.Module) -> set[str]:
-    """Return the names of globals that a forward reads. Globals of its decorators are left out."""
+    """Return the names of the global variables that the forward of a module reads. Global variables
+    that only decorators read are left out.
+    """
     function = inspect.unwrap(type(module).forward)
     return set(function.__code__.co_names) if isinstance(function, FunctionType) else set()
 
