@@ -28,8 +28,6 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """The kernels for one generation of GPUs, in the order of preference."""
-
     gpus: str  # the architectures
     # "cuDNN", "aten" (FlashAttention-2 in ATen), "triton", or keys of `PACKAGES`. Users choose a
     # backend with `use_backend`, where "aten" means the first two of these.

@@ -357,8 +357,6 @@ class BackwardRows(NamedTuple):
 
 
 class HeadDims(NamedTuple):
-    """The dtype of q, k and v, the head dim of q and k, and the head dim of v."""
-
     dtype: torch.dtype
     dim: int
     value_dim: int

@@ -94,10 +94,12 @@ class Partial(WaitingResults):
     Attention over further keys can be merged into the object. A row without keys has out 0 and lse
     −inf.
 
-    On CUDA, fp32 results are stored until one Triton kernel merges several of them. The bits are
-    the same as if the results were merged one by one. In all other cases, and if `rank_invariant`
-    is True, each result is merged immediately, except for a first result that has all rows. Such a
-    first result is stored until a second result arrives.
+    A Triton kernel merges results if they are on CUDA, the sums are in fp32, and `rank_invariant`
+    is False. Results are stored until the kernel merges several of them. The bits are the same as
+    if the results were merged one by one.
+
+    In all other cases, torch merges each result immediately. An exception is a first result that
+    has all rows. It is stored until a second result arrives.
     """
 
     # 12 bytes suffice for six results in half precision, or for the sums in fp32 and four such
@@ -108,12 +110,12 @@ class Partial(WaitingResults):
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, rank_invariant: bool = False
     ) -> None:
-        """Prepare an object for out (B, T, Hq, Dv) and lse (B, T, Hq) on the device of `like`.
+        """Make a partial without keys. No tensors are allocated yet.
 
         Args:
             shape: (B, T, Hq, Dv).
             dtype: the dtype of out.
-            like: any tensor on the device.
+            like: any tensor on the device of out and lse.
             rank_invariant: whether the bits of a merged row must not depend on the rows around it.
         """
         super().__init__(shape, dtype, like, by_kernel=not rank_invariant)

@@ -145,7 +145,6 @@ class KeyStrategy(Strategy):
     def _key_buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
     ) -> MessageBuffers:
-        """Return the memory in which keys arrive, if heads are sent in `groups` groups."""
         steps, ahead = self.plan(call, comm.is_routed).steps, self.ahead(call.ranks)
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
         rows = batch * -(-kv_heads // groups)  # rows of a token in the largest group

@@ -66,7 +66,7 @@ class HeadTile(NamedTuple):
     kv_heads: slice
 
     def rows_of(self, x: Tensor, rows: slice) -> Tensor:
-        """Copy `rows` of x (B, T, H, …) for this object's batch entries and heads.
+        """Copy rows of x (B, T, H, …), for the batch entries and heads of this object.
 
         The copy is (b, n, h, …), and in memory it is ordered by heads. A view cannot be used,
         because its strides and alignment would depend on the number of ranks.
@@ -328,9 +328,8 @@ class Pool:
 
 
 def _rows_of(block: SumBlock, places: Rows) -> Tensor:
-    """Return the rows of `block` at the indices `places`.
-
-    The indices are counted from row 0 of the sum, not from the first row of the block.
+    """Return the rows of a block at the indices `places`. Index 0 is the first row of the whole
+    sum.
     """
     where = places.local(block.rows.device)
     if isinstance(where, slice):
