@@ -45,8 +45,6 @@ class ConvolutionTensors(NamedTuple):
 
 
 class ConvolutionArguments(NamedTuple):
-    """The arguments of a call of the operator, except for the tensors with gradients."""
-
     layout: Tensor  # a geometry's handle
     room: Count  # the number of rows to receive
     strategy: str  # the key of a BoundStrategy
