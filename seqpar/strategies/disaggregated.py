@@ -222,10 +222,10 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Return the tasks of the default plan, which balances the work with the costs of an H100.
+    """Return the tasks of the default plan. Every rank makes the same plan, without messages.
 
-    Every rank makes the same plan, without messages. A plan with the costs of an H100 also balances
-    the work of other devices.
+    The plan estimates times with the costs of an H100. The plan also balances the work of GPUs with
+    different costs.
     """
     s = call.shape
     heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # in a mesh, a rank may have no heads
