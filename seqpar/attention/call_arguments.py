@@ -40,8 +40,6 @@ class Option(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A value that an operator takes as one of its arguments."""
-
     name: str
     kind: Any
     option: Option | None

@@ -199,7 +199,6 @@ class BoundModule(nn.Module, Generic[S]):
         return self._preparation(described, options)
 
     def _preparation(self, described: dict[str, Any], options: dict[str, Any]) -> Preparation:
-        """Return a `Preparation` with the fields `described`, for calls with the given options."""
         raise NotImplementedError
 
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object) -> Any:
@@ -289,7 +288,4 @@ def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object
 
 
 def is_meta(q: object) -> bool:
-    """Return whether an operand is a meta tensor, which has no data. A call of meta tensors sends
-    nothing.
-    """
     return isinstance(q, Tensor) and q.device.type == "meta"

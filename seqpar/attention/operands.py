@@ -92,11 +92,11 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
-    """Multiply q by a scale that needs a gradient. Return q and the scale that remains for q·k.
+    """Return q and the scale of q·k, after some scales that are tensors were multiplied with q.
 
     Two kinds of scales are multiplied with q, so that autograd computes their gradient: a tensor
     that requires a gradient, and a tensor (Hq,) with one scale per head. The product is rounded
-    once, to q's dtype, and the remaining scale is 1. All other scales are returned unchanged.
+    once, to q's dtype, and the returned scale is 1. All other scales are returned unchanged.
     """
     if not isinstance(scale, Tensor):
         return q, scale

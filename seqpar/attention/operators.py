@@ -206,7 +206,7 @@ def refuse_double_backward(ctx: object, *_: object) -> None:
 def refuse_transforms(operator: str) -> None:
     """Make an operator raise an error under the transforms of torch.func.
 
-    Without the error, the operator would return gradients of zero.
+    Without the error, the operator would return zeros under these transforms.
     """
     set_transform_refusal(operator, _refuse_transform)
 
@@ -229,8 +229,6 @@ def refuse_tangents(**tensors: Tensor | None) -> None:
 
 
 class Resolved(Protocol):
-    """What strategies read of a call in addition to its tensors. All checks have passed."""
-
     @property
     def layout(self) -> Geometry: ...
 
@@ -258,8 +256,6 @@ class Saved(NamedTuple):
 
 
 class CallContext(FunctionCtx):
-    """The attributes that forward sets, and backward reads."""
-
     saved_tensors: tuple[Tensor | None, ...]
     save_for_backward: Callable[..., None]  # torch's type does not allow None
     settings: Sequence[object]
@@ -371,7 +367,6 @@ class CallOperator(ABC, Generic[T, A, C]):
     # What all kinds of calls share.
 
     def registered(self) -> Self:
-        """Register both operators with torch."""
         forward, backward = f"seqpar::{self.name}", f"seqpar::{self.name}_backward"
         operands = ", ".join(x.schema for x in fields_of(self.tensors))
         gradients = ", ".join(f"Tensor? gradient_{i}" for i in range(self.outs))

@@ -54,8 +54,6 @@ class SilentComm(Comm):
 
 
 class RehearsableCall(Protocol):
-    """What a rehearsal reads of a resolved call."""
-
     @property
     def rank(self) -> int: ...
 
@@ -75,8 +73,6 @@ class RehearsableCall(Protocol):
 
 
 class Rehearsing(Protocol):
-    """A strategy whose calls can be rehearsed."""
-
     @property
     def rehearses(self) -> bool: ...
 

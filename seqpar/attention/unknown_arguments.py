@@ -77,7 +77,6 @@ def unknown_argument(others: Mapping[str, object], known: list[str]) -> TypeErro
 
 
 def unknown_option(name: str, strategy: str, options: list[str], call: list[str]) -> TypeError:
-    """Return the error for an option `name` that a module does not have."""
     text = f"{name} is not an option of {strategy!r}, which has {', '.join(options)}"
     if name in call:
         return TypeError(f"{text}; {name} is an argument of a call")
