@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -19,7 +20,7 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.profile import machine
 from seqpar.layout.layout import Layout
 from seqpar.simulate.recording.program import Compute, Operators
-from seqpar.simulate.recording.recording import record
+from seqpar.simulate.recording.recording import ProgramRecorder, RecordingComm, recorded
 from seqpar.strategies.registry import make_attention
 
 MEASURE_SECONDS = 60.0  # the default limit for rank 0 to measure its machine
@@ -116,7 +117,11 @@ def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
         out = attn(q, k, v, layout, causal=True)
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
-    (program,) = record(step, ranks, only=[ranks - 1], ordered=False)
+    recorder = ProgramRecorder(ordered=False, counts=True)
+    recorder.dry_run = None  # the measured step does not run the code of kernels either
+    recording = RecordingComm(recorder, ranks - 1, ranks, False)
+    recording.shape = (ranks,)
+    program = recorded(partial(step, recording), recorder)
     works = [x.work for x in program.each() if isinstance(x, Compute)]
     operators = sum(x.calls for x in works if isinstance(x, Operators))
     comm = Comm(f"alone{next(_names)}", ranks - 1, ranks)

@@ -188,7 +188,10 @@ def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
 def _loss_in(outputs: Any) -> Any:
     if isinstance(outputs, Mapping):
         return outputs.get("loss")
-    return outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    if isinstance(outputs, tuple | list):
+        losses = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad and not x.dim()]
+        return next(iter(losses), None)
+    return outputs
 
 
 def _is_integer(x: object) -> bool:

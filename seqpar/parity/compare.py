@@ -110,7 +110,7 @@ def _place_both(a: Recording, b: Recording) -> None:
     row before they are compared.
     """
     known = [x for x in (a, b) if len(x.ranks) == 1 or x.content["order"] != "unknown"]
-    first = known[0] if known else a
+    first = min(known, key=lambda x: len(x.groups), default=a)
     second = b if first is a else a
     place_tokens(first, None)
     separate_whole_rows(second, first)

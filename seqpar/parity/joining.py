@@ -362,6 +362,8 @@ def _place_in_packed_row(
             at += rows[numbers[-1]].size
         recording.copies |= bool(used & set(numbers))
         used |= set(numbers)
+        if not numbers:  # this group has no tokens
+            continue
         places = np.concatenate([rows[n] for n in numbers])
         for rank in group:
             rank.places = np.where(rank.places < 0, -1, places[rank.places])
@@ -457,6 +459,8 @@ def pack_rows(recording: Recording) -> None:
     )
     for rank in recording.ranks:
         rank.places = np.where(rank.places < 0, -1, packed[rank.places])
+    # A row without real tokens has no place of its own.
+    starts = np.unique(starts[starts < real.sum()])
     recording.shape, recording.row_starts = (1, int(real.sum())), starts
     recording.notes.append(f"{recording.name}: rows were put into one, without padding")
 

@@ -70,6 +70,9 @@ def layout_of_queries(
         cu = np.arange(documents + 1) * (tokens // documents)
     else:
         cu = parse_cu_seqlens(cu_seqlens)
+        if q.dim() not in (3, 4) or q.shape[-3] != cu[-1]:
+            expected = f"the {cu[-1]} tokens of cu_seqlens, (…, {cu[-1]}, Hq, D)"
+            raise ValueError(f"q must have {expected}, got {tuple(q.shape)}")
     lengths, kv_lengths = np.diff(cu), kv_layout.geometry.lengths
     if lengths.size != documents:
         expected = f"one entry more than kv_layout's {documents} documents"

@@ -347,9 +347,7 @@ class SequenceParallel(EnabledModel):
         Raises a ValueError if the loss depends on a trainable tensor that is not the model's.
         """
         with self.comm.telling_errors():
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                expected = "a tensor (), this rank's part of the loss"
-                raise ValueError(f"loss must be {expected}, got {shape_of(loss)}")
+            _check_loss(loss, "a tensor (), this rank's part of the loss")
             return self._gradients.total(loss)
 
     def total_of_whole_batch(self, loss: Tensor) -> Tensor:
@@ -359,6 +357,7 @@ class SequenceParallel(EnabledModel):
         `outputs.aux_loss`.
         """
         with self.comm.telling_errors():
+            _check_loss(loss, "a tensor (), the loss of the whole batch")
             return self._gradients.total(loss / self.comm.size, of_whole_batch=True)
 
     def average_gradients(self) -> None:
@@ -735,6 +734,11 @@ def check_not_compiled(model: nn.Module) -> None:
     if is_compiled(model):
         how = "enable the model first, and compile it then"
         raise ValueError(f"model must not be compiled before it is enabled: {how}")
+
+
+def _check_loss(loss: object, expected: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"loss must be {expected}, got {shape_of(loss)}")
 
 
 def _has_cache(kwargs: Mapping[str, Any]) -> bool:

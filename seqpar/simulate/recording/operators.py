@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         self._counts = counts
         self._on_cpu = on_cpu
         self._costs = counts  # whether the cost of operators is counted in addition to memory
+        self._thread = threading.get_ident()
         self.peak = 0
         self._held = 0
         self._bytes = self._new_bytes = self._calls = 0  # since the last flush
@@ -147,6 +149,9 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
     @contextmanager
     def memory_only(self) -> Iterator[None]:
         """Count the memory of the operators in this context, but not their cost."""
+        if threading.get_ident() != self._thread:
+            yield  # operators in other threads are not counted at all
+            return
         self._costs, before = False, self._costs
         try:
             yield

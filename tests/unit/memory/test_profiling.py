@@ -64,6 +64,20 @@ def test_the_loss_may_be_the_first_of_a_tuple():
     assert len(found.timeline) > found.backward_begins + 5
 
 
+class ModelWithLogitsFirst(ModelWithTuple):
+    def forward(self, ids):
+        loss, hidden = super().forward(ids)
+        return hidden, loss
+
+
+def test_the_loss_of_a_tuple_is_the_tensor_without_dimensions():
+    first, second = (
+        profile(x(), {"ids": torch.arange(2000) % 50})
+        for x in (ModelWithTuple, ModelWithLogitsFirst)
+    )
+    assert first.peak_bytes == second.peak_bytes
+
+
 def test_the_bytes_per_token_are_those_by_which_the_peak_grows():
     few, many = (profile(Model(), {"ids": torch.zeros(n, dtype=torch.long)}) for n in (1000, 3000))
     growth = (many.peak_bytes - few.peak_bytes) / 2000

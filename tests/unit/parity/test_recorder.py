@@ -312,6 +312,19 @@ def test_replicas_may_hold_rows_in_any_order(tmp_path, monkeypatch):
         parity.compare(tmp_path / "one", step(tmp_path / "twice", model(), ids=IDS[[0, 0]]))
 
 
+def test_rows_of_padding_alone_are_left_out(tmp_path):
+    """A difference is still told by its document, which ends with the row."""
+    ids, tokens = nn.functional.pad(IDS, (0, 0, 0, 1)), torch.tensor([*range(6)])
+    at = torch.stack([tokens, tokens, torch.full_like(tokens, -1)])
+    labels = ids.masked_fill(at < 0, -100)
+    step(tmp_path / "rows", model(), ids=ids, labels=labels, tokens=at)
+    other = model()
+    with torch.no_grad():
+        other.blocks[0].up.weight[0] += 1
+    report = parity.compare(tmp_path / "rows", step(tmp_path / "one", other, ids=IDS.view(1, 12)))
+    assert report.first.name == "blocks.0.up.weight"
+
+
 def test_replicas_may_pack_rows_of_any_lengths(tmp_path, monkeypatch):
     """Each of two groups packs rows of the batch into one row, so their rows have other lengths."""
     ids = torch.arange(18).view(3, 6) % 7

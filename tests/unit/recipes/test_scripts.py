@@ -69,5 +69,22 @@ def test_an_incomplete_checkpoint_is_not_resumed(tmp_path, defined):
         (tmp_path / name / ".metadata").touch()
     (tmp_path / "step-11").mkdir()
     assert defined["last_checkpoint"](tmp_path).name == "step-10"
+    (tmp_path / "step-12-best").mkdir()
+    (tmp_path / "step-12-best" / ".metadata").touch()  # a copy that a user has made
+    assert defined["last_checkpoint"](tmp_path).name == "step-10"
     with pytest.raises(SystemExit, match=r"--resume: .* has no checkpoint"):
         defined["last_checkpoint"](tmp_path / "step-11")
+
+
+def test_checkpoints_of_an_earlier_run_are_not_overwritten(tmp_path, defined):
+    check, folder = defined["check"], tmp_path / "saved"
+    options = SimpleNamespace(save=folder, save_every=1, resume=False)
+    check(options)
+    (folder / "step-5").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"--save: .*saved has checkpoints; add --resume, or save"):
+        check(options)
+    options.resume = True
+    check(options)
+    options.save_every = 0
+    with pytest.raises(SystemExit, match="--save-every must be at least 1, got 0"):
+        check(options)

@@ -174,6 +174,17 @@ def test_refusals_name_the_argument(changes, message, check_ranks):
     virtual(3, refused)
 
 
+@pytest.mark.parametrize("cu_seqlens", [[0, 2, 4, 5], [0, 2, 4, 7]])
+@pytest.mark.parametrize("deterministic", [True, "ranks"])
+def test_each_query_needs_a_document(cu_seqlens, deterministic):
+    def refused(comm):
+        attn = module("ring", comm, deterministic=deterministic)
+        with pytest.raises(ValueError, match=f"q must have the {cu_seqlens[-1]} tokens of cu_seq"):
+            attn.decode(Q, K, K, EVEN, cu_seqlens=cu_seqlens)
+
+    virtual(3, refused)
+
+
 def test_ranks_with_other_queries_are_told():
     def refused(comm):
         attn = module("ring", comm, check_ranks=True)

@@ -62,7 +62,11 @@ def losses_of(
         if routers is None:
             raise ValueError(_unknown_router_loss(model))
         logits = outputs.get("router_logits", call.router_logits)
+        if logits is None:
+            reason = "its router loss is made of them, on the tokens of all ranks"
+            raise ValueError(f"model must return router_logits beside aux_loss: {reason}")
         found["aux_loss"] = total(routers.share(logits, call.sharding.main, comm))
+        call.router_logits = None  # frees the logits before backward
         if "loss" in found:
             found["loss"] = found["loss"] + routers.coefficient * found["aux_loss"]
     return found
@@ -70,7 +74,7 @@ def losses_of(
 
 def keep_router_logits(model: Any, args: Any, outputs: Any) -> None:
     """Keep the router logits of a call, as a forward hook of the model without its head."""
-    if current.call is not None:
+    if current.call is not None and isinstance(outputs, Mapping):
         current.call.router_logits = outputs.get("router_logits")
 
 

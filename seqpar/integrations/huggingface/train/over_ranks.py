@@ -39,6 +39,7 @@ class OverRanks:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sp = session_in(self.model)
+        self._keep_router_logits(self._sp)
         # For a few models, such as GPT-2, transformers also counts the first label of each row.
         shifts = TRAINER.read(self, "_loss_shifts_labels")
         self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
@@ -59,11 +60,12 @@ class OverRanks:
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
-    def _keep_router_logits(self) -> None:
-        """Keep the router logits of each call, which TRL's fused head does not return."""
-        if getattr(self, "aux_loss_enabled", False):
-            hook = self._sp.inner.base_model.register_forward_hook(keep_router_logits)
-            self._sp.undo_on_disable(hook)
+    @staticmethod
+    def _keep_router_logits(sp: SequenceParallel) -> None:
+        """Keep the router logits of each call of a model, which TRL's fused head does not
+        return.
+        """
+        sp.undo_on_disable(sp.inner.base_model.register_forward_hook(keep_router_logits))
 
     def _check_sizes(self) -> None:
         """Raise a ValueError if the trainer's `ParallelismConfig` lets other ranks share a sequence

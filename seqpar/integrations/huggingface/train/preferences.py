@@ -20,12 +20,13 @@ class OverRanksPreferences(OverRanks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._keep_router_logits()
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module):
             if self._sp.has_attention_of_ranks(reference) and not sessions_of(reference):
                 # TRL loaded the reference model with seqpar's attention.
                 self._sp.enable_alike(reference)
+            for sp in sessions_of(reference):
+                self._keep_router_logits(sp)
             self.ref_model = self._whole(reference)
         elif hasattr(self, "ref_model") and not getattr(self, "precompute_ref_logps", True):
             how = "give a ref_model, or set precompute_ref_log_probs"

@@ -24,10 +24,6 @@ class OverRanksSFT(OverRanks):
     router_aux_loss_coef: float
     current_gradient_accumulation_steps: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._keep_router_logits()
-
     def _set_signature_columns_if_needed(self) -> None:
         # TRL's method, which does not call the one of OverRanks.
         super()._set_signature_columns_if_needed()

@@ -1,6 +1,7 @@
 """The simulated memory of ranks on CPUs, compared with the memory that torch allocates."""
 
 from itertools import accumulate
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from seqpar import Layout, make_attention, simulate
 from seqpar.core.torch_private import cpu_attention, cpu_attention_backward
+from seqpar.simulate.recording.operators import Operations
 from seqpar.softmax.backends.aten import backward_buffer_bytes, forward_buffer_bytes
 from tests.support.same_bits import torch_threads
 
@@ -102,3 +104,21 @@ def test_a_message_is_held_until_its_exchange_has_ended():
     for ordered in (True, False):
         program = simulate.record(step, 2, only=[0], ordered=ordered)[0]
         assert program.peak_bytes == 2 * 4000
+
+
+def test_a_thread_that_ends_later_does_not_stop_the_count_of_operators():
+    """Threads that compute tiles inherit the hooks of a recording."""
+    operations, entered, leave = Operations(lambda action: None, True, True), Event(), Event()
+
+    def compute_a_tile():
+        with operations.memory_only():
+            entered.set()
+            leave.wait(10)
+
+    thread = Thread(target=compute_a_tile)
+    with operations.memory_only():
+        thread.start()
+        assert entered.wait(10)
+    leave.set()
+    thread.join()
+    assert operations._costs
