@@ -287,8 +287,9 @@ def test_the_guide_counts_the_families_of_the_tables():
     assert of_text == len(refused()) + len(REFUSED_IN_CALLS)
     assert of_images == len(images.REFUSED) + len(images.REFUSED_IN_CALLS)
     words_of = " ".join(guide.split())
-    assert f"also the router loss for {len(ROUTERS)} families." in words_of
-    assert f" {len(exact())} text families are exact, and {len(images.EXACT)} with" in words_of
+    assert f"For {len(ROUTERS)} families, the tests also compare the router loss." in words_of
+    exactly = f"for {len(exact())} text families, and for {len(images.EXACT)} families with images"
+    assert exactly in words_of
 
 
 @pytest.mark.parametrize(("family", "ranks"), on_ranks(exact()))
