@@ -46,4 +46,4 @@ def test_there_are_commands_to_read():
 
 def test_the_time_to_drain_is_told():
     drain, words = ServerDeadlines().drain, " ".join(PAGE.split())
-    assert f"for {drain:g} s at most" in words and f"{drain:g} s more" in words
+    assert f"for at most {drain:g} s" in words and f"{drain:g} s more" in words
