@@ -117,8 +117,8 @@ def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
         out = attn(q, k, v, layout, causal=True)
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
-    recorder = ProgramRecorder(ordered=False, counts=True)
-    recorder.dry_run = None  # the measured step does not run the code of kernels either
+    # The measured step does not run the code of kernels either.
+    recorder = ProgramRecorder(ordered=False, counts=True, in_kernels=False)
     recording = RecordingComm(recorder, ranks - 1, ranks, False)
     recording.shape = (ranks,)
     program = recorded(partial(step, recording), recorder)

@@ -213,11 +213,9 @@ def test_other_objects_are_refused():
         accelerate.sequence_mesh(transformers.LlamaConfig())
 
 
-def record_a_step(folder, model, batch, averages=None, **where):
+def record_a_step(folder, model, batch, **where):
     with parity.record(folder, model, **where):
         model(**batch, use_cache=False).loss.backward()
-        if averages is not None:
-            averages()
 
 
 def recorded_on_rank(group, folder):

@@ -116,13 +116,15 @@ def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
 class ProgramRecorder:
     """A `seqpar.core.hooks.Recorder` that makes a program of the events of a rank's code."""
 
-    def __init__(self, ordered: bool, counts: bool) -> None:
+    def __init__(self, ordered: bool, counts: bool, in_kernels: bool = True) -> None:
+        """With `in_kernels=False`, the memory within attention's kernels is not counted."""
         self.program = Program(ordered=ordered)
         # Ranks on gloo are taken to be on CPUs. On the meta device, attention runs the code for
         # CPUs. The memory of this code is counted only for CPUs, because GPUs use other kernels.
         on_cpu = not ordered
         self.operations = Operations(lambda x: self.program.actions.append(x), counts, on_cpu)
-        self.dry_run = self.operations.memory_only if counts and on_cpu else None
+        counts_kernels = counts and on_cpu and in_kernels
+        self.dry_run = self.operations.memory_only if counts_kernels else None
         self._label, self._posted, self._computes = "", count(), count()
 
     def add(self, action: Action) -> None:
