@@ -80,7 +80,7 @@ def _settings(
     ]
     if call.shape.dtype == torch.float32:
         switches.append(torch.backends.cuda.matmul.fp32_precision)
-    device = call.device
+    device = next(x.device for x in tensors if x is not None)
     # A stream waits in its first pass for the tables that the device copies on other streams.
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
     return comm.is_routed, *switches, stream, *forms
