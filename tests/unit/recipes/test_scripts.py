@@ -78,7 +78,7 @@ def test_an_incomplete_checkpoint_is_not_resumed(tmp_path, defined):
 
 def test_checkpoints_of_an_earlier_run_are_not_overwritten(tmp_path, defined):
     check, folder = defined["check"], tmp_path / "saved"
-    options = SimpleNamespace(save=folder, save_every=1, resume=False)
+    options = SimpleNamespace(save=folder, save_every=1, resume=False, clip=1.0)
     check(options)
     (folder / "step-5").mkdir(parents=True)
     with pytest.raises(SystemExit, match=r"--save: .*saved has checkpoints; add --resume, or save"):
@@ -87,4 +87,7 @@ def test_checkpoints_of_an_earlier_run_are_not_overwritten(tmp_path, defined):
     check(options)
     options.save_every = 0
     with pytest.raises(SystemExit, match="--save-every must be at least 1, got 0"):
+        check(options)
+    options.save_every, options.clip = 1, 0.0
+    with pytest.raises(SystemExit, match=r"--clip must be above 0 \(inf does not clip\), got 0.0"):
         check(options)
