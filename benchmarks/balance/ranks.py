@@ -102,7 +102,7 @@ def check(network: Network, lengths: list[int], texts: dict[str, str]) -> None:
 def table(rows: list[Row]) -> str:
     """Return a table of measured over predicted seconds, and of methods over auto."""
     head = ["ranks", "longest document", "documents", "time", "auto, ms"]
-    head += [f"{method}, of predicted" for method in METHODS]
+    head += [f"{method}, measured / predicted" for method in METHODS]
     head += [f"{method} / auto" for method in METHODS[1:]]
     lines = []
     for row in rows:
