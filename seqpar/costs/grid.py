@@ -121,11 +121,12 @@ def slice_tasks(slices: Slices) -> Tasks:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Seconds of calls of softmax attention, by query rows and average keys per row.
+    """A table of the measured seconds of softmax attention, for calls of different sizes.
 
-    A *node* is a measured number of rows or of keys. Between nodes, the seconds are interpolated
-    linearly in both numbers. Above the last node, the seconds are proportional to the number. Below
-    the first node, they are constant.
+    The size of a call is two numbers: its number of query rows, and the average number of keys per
+    row. Between measured sizes, the seconds are interpolated linearly in both numbers. If a number
+    is above its largest measured value, the seconds are proportional to this number. If a number is
+    below its smallest measured value, the seconds are those of the smallest measured value.
     """
 
     rows: Floats  # (n,) the measured numbers of query rows of a call
@@ -261,9 +262,11 @@ def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> Ints:
 
 
 def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floats) -> Floats:
-    """Interpolate a table at points (x, y).
+    """Interpolate a table at points (x, y). `x_nodes` and `y_nodes` are the coordinates of the
+    table's rows and columns, in ascending order.
 
-    Values are constant below the first node, and proportional above the last node.
+    Below the first coordinate, the value is that at the first coordinate. Above the last
+    coordinate, the value is proportional to x or y.
     """
     x_in, y_in = (np.clip(v, nodes[0], nodes[-1]) for v, nodes in ((x, x_nodes), (y, y_nodes)))
     (i, u), (j, v) = _cell(x_nodes, x_in), _cell(y_nodes, y_in)

@@ -3,8 +3,8 @@
 The whole batch of a run is (rows, tokens). The *place* of a token is its index in the flattened
 batch, and −1 is the place of padding. Each rank has recorded only its local tokens, so
 `place_tokens` finds their places: from the argument `layout` or `tokens` of `record`, or by
-comparing token ids. A *group* is the ranks that share each sequence. A *part* is what one rank
-recorded of one output.
+comparing token ids. A *group* is the ranks among which each sequence is divided, so that each of
+these ranks holds some tokens of the sequence. A *part* is what one rank recorded of one output.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ _PARTS = 10  # `answer_of` waits in this number of intervals
 
 
 class Connection:
-    """The methods of a store that heartbeats use. They raise a RuntimeError when the store is gone.
+    """A connection to a store, with the four methods that heartbeats call.
+
+    The methods raise a RuntimeError if the process that keeps the store is gone.
 
     Attributes:
         host: the address of this machine as the store sees it. Other ranks can reach this machine

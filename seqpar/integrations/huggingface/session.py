@@ -418,7 +418,8 @@ class SequenceParallel(EnabledModel):
         softmax attention.
 
         Args:
-            layers: names of layers, or their indices in the order of the report.
+            layers: the layers to change, as names or as indices. Names and indices are those of the
+                list `report().layers`.
             feature_map: a function applied to q and k.
             log_decay: the option of `LASP2Attention`.
         """

@@ -150,12 +150,13 @@ class Mask:
 
 @dataclass(eq=False)
 class Slices:
-    """The slices between a block of query rows and a block of key rows.
+    """Which queries of one block attend to which keys of another block, as a list of slices.
 
-    If different ranks hold the queries and the keys, one block is sent, and the receiver computes
-    with the block that it holds. The sent block has only rows that belong to some visible pair. The
-    block that is not sent has all rows of the receiver. If one rank holds both blocks, both blocks
-    have all rows of this rank.
+    A *slice* is a range of query rows and a range of key rows of one document, with a band of
+    positions (see the module's docstring). If different ranks hold the queries and the keys, one
+    block is sent, and the receiver computes with the block that it holds. The sent block has only
+    rows that belong to some visible pair. The block that is not sent has all rows of the receiver.
+    If one rank holds both blocks, both blocks have all rows of this rank.
     """
 
     q_rows: Ints  # (n, 2): the range of query rows of each slice

@@ -10,7 +10,8 @@
 * A *payload* is the bytes of a request's tensors. Payloads and results are sent in gRPC messages.
   With NIXL, the sender writes payloads and results into an *arena* instead, which is a block of the
   receiver's memory.
-* A call *rests* between two tasks: the call stays open, and neither side sends anything.
+* A *task call* is a gRPC call that sends one task after another. Between two tasks, it *rests*: it
+  stays open, and neither the pool nor the server sends anything in it.
 """
 
 from __future__ import annotations

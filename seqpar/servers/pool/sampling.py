@@ -97,13 +97,16 @@ def _terms(part: Request) -> list[float]:
 
 
 def _random_walk(part: Request) -> float:
-    """Return an upper bound of √Σp², or 1 if the bound is below 1.
+    """Return an upper bound of √Σp² for all keys, or 1 if the bound is below 1.
 
-    The sum runs over all queries, and p is the probability that a query gives to one key. Because p
-    is at most 1, p² is at most p, and √Σp² is at most √Σp. This function returns the largest √Σp of
-    all keys. It computes Σp by a backward pass in which all elements of dout are 1, because dv is
-    then Σp. Results that are sums over keys do not need this bound, because the probabilities of
-    one query add up to 1.
+    A row of dk or dv is a sum over queries, in which each query's term is multiplied by p, the
+    probability that the query gives to this key. The rounding errors of the terms add up like a
+    random walk, so the error of the sum grows with √Σp². Because p is at most 1, p² is at most p,
+    and √Σp² is at most √Σp. This function returns the largest √Σp of all keys. It computes Σp by a
+    backward pass in which all elements of dout are 1, because dv is then Σp.
+
+    A row of out or dq is a sum over keys. The probabilities of one query add up to 1, so √Σp² is at
+    most 1, and this function is not needed.
     """
     assert part.output is not None
     ones = replace(part.output, dout=torch.ones_like(part.output.dout), prepared=None)

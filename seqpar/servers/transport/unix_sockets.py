@@ -111,12 +111,13 @@ def fault_of_socket(path: str, file: int | None = None) -> str | None:
 
 
 class PinnedSocket:
-    """A checked Unix socket to which a client connects. A process of this user or of root listens
-    at it.
+    """A server's Unix socket, which stays the same while a client connects to it.
 
-    `target` names the open file of the socket, not its path. Only one process ever listens at the
-    file of a socket, so a channel to `target` reaches the checked process or no process, even if
-    another process makes a new file at the path. To reach a later server, make a new PinnedSocket.
+    The constructor checks that a process of this user or of root listens at the socket. It opens
+    the file of the socket, and `target` is an address that refers to this open file. If another
+    process later makes a new socket at the path, `target` still refers to the old file. No second
+    process can ever listen at the old file, so a channel to `target` reaches the checked process or
+    no process. To reach a later server at the path, make a new PinnedSocket.
     """
 
     def __init__(self, path: str) -> None:

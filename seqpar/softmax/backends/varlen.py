@@ -107,7 +107,8 @@ class VarlenCall:
 
     Attributes:
         queries, keys: the rows of all segments, in the order of the segments.
-        query_key: a key that is equal for calls with the same query rows.
+        query_key: the ranges of query rows as bytes. Calls with the same query rows have equal
+            bytes, so that dictionaries can be indexed by them.
         dense: the number of query rows and the number of key rows of each segment if the call is
             dense, or None. In a dense call, all segments have the same two numbers, which are
             multiples of 128. The segments have full masks, or they have causal masks and as many

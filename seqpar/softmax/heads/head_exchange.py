@@ -240,10 +240,12 @@ class HeadPlan:
 
 
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
-    """Return a call in which each mesh row of `size` ranks is a single rank with all of its tokens.
+    """Return the call that computes attention after heads have been exchanged.
 
-    The result has no slopes and no max logits. It is stored with the layouts, and must not keep the
-    tensors of a call alive.
+    After the exchange, a rank has some heads of all tokens in its mesh row of `size` ranks. In the
+    layouts of the returned call, each mesh row is therefore a single rank. The returned call has no
+    slopes and no max logits. It is stored with the layouts, and must not keep the tensors of a call
+    alive.
     """
     return replace(call, max_logits=None).altered(
         rank=rank // size,

@@ -8,8 +8,9 @@ On CPUs, a backend call computes one tile for one batch entry and for one KV hea
 heads, on one torch thread. The operands of the call always have the same shapes, strides, alignment
 and slices. The bits of the result therefore depend neither on the number of heads of a rank nor on
 the number of threads. On CUDA and in Triton's interpreter, a backend call computes all heads of one
-tile, because each Triton program computes a single head. Merging and sinks use operations whose
-bits do not depend on where an element is in a tensor.
+tile. The bits still do not depend on the number of heads, because each head is computed by a
+separate Triton program. Merging and sinks use operations whose bits do not depend on where an
+element is in a tensor.
 
 Letters of shapes: B is the batch, n the number of rows of a tile, m the number of keys to which the
 tile attends, H the number of heads, and D the head dim.

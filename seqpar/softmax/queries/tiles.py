@@ -25,7 +25,10 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Tiles:
-    """The tiles of all ranks, on a mesh whose ranks are numbered along its rows.
+    """The work of all ranks of a mesh, and the rows that they send to each other for this work.
+
+    Each rank computes one *tile*: attention of the queries of all ranks in its mesh row to the keys
+    of all ranks in its mesh column. Ranks are numbered along the rows of the mesh.
 
     The object has only weak references to the layouts. Plans that are stored with the layouts refer
     to this object, and must not keep the layouts alive.

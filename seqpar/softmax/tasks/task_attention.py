@@ -424,8 +424,8 @@ def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Split results (n, B, Hq·(Dv + 1)) into the views out (B, n, Hq, Dv) and lse (B, n, Hq).
 
-    In memory, a row contains out of all heads, followed by lse of all heads. In this order, out is
-    aligned for kernels.
+    In memory, each row begins with the elements of out, for all heads. The elements of lse follow,
+    also for all heads. In this order, out is aligned for kernels.
     """
     sizes = [results.shape[2] - heads, heads]
     out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)
