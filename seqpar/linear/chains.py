@@ -54,8 +54,8 @@ class Hop(NamedTuple):
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
-    """Return the messages of states that a rank sends or receives, sorted by depth, then by source,
-    then by target.
+    """Return the messages of states (hops) that a rank sends or receives, sorted by depth, then by
+    the sending rank, then by the receiving rank.
 
     The routes store these hops. The sender and the receiver of a hop have the links of the hop in
     the same order. With `ends=False`, links that begin or end at the end of a document are left

@@ -60,11 +60,12 @@ class SpanStates:
 
 
 class StatePoints(NamedTuple):
-    """The sources or the stations of a rank, sorted by document, then by position.
+    """The positions at which a rank has states (sources) or needs sums of states (stations), sorted
+    by document, then by position.
 
-    `slots` has the slot of each source or station. In a tensor of states (n, B, Hkv, D, Dv), the
-    states of spans come first, in the order of the spans. The states at the ends of documents
-    follow.
+    `slots` has, for each of these positions, the index of its state in a tensor of states (n, B,
+    Hkv, D, Dv). In this tensor, the states of spans come first, in the order of the spans. The
+    states at the ends of documents follow.
     """
 
     documents: Ints
@@ -82,10 +83,12 @@ class HeldSpans(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """The states that one rank sends to the stations of another rank.
+    """The states that one rank sends to another rank.
 
-    Sources form a *group* if the next station of the receiving rank is the same for all of them.
-    The sender combines the states of a group into one state, and sends this state.
+    A *source* is a position at which the sender has a state, and a *station* is a position at which
+    the receiver needs a sum of states. Sources form a *group* if the receiver has no station
+    between them, so that all of them have the same next station. The sender combines the states of
+    a group into one state, and sends this state.
     """
 
     members: Ints  # the slots of the sources
@@ -113,7 +116,8 @@ class StateSums(NamedTuple):
 
 
 class StateRoutes:
-    """The sources and stations of all ranks in a layout. The layout stores this object.
+    """Where each rank of a layout has states (sources), and where it needs sums of states
+    (stations). The layout stores this object.
 
     Without `causal`, each state of a document is sent to all stations of the document, and all
     positions count as 0. The argument `backward` of the methods says whether the pass is a

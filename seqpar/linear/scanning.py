@@ -167,13 +167,14 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 
 
 class ScannedStates:
-    """An exchange that sends states from span to span. `wait` returns the sums of states at a
-    rank's stations.
+    """An exchange that sends states from span to span. `wait` returns the sums of states that a
+    rank needs.
 
     If there are messages between ranks, a thread runs the exchange, so that the rank can compute
     while the thread waits for states. On a GPU, the thread uses a separate stream. On gloo, the
     thread is necessary, because gloo reports the arrival of a message only to a thread that waits
-    for the message. A subclass decides how a sum changes from one station to the next station.
+    for the message. A subclass decides how a sum changes from one position to the next position at
+    which a rank needs it.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:

@@ -33,9 +33,9 @@ class Cell(NamedTuple):
     rate: float  # the work of a pair
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return what remains of the cell if a part is moved away, as up to two cells. One cell has
-        the rows before the part. The other cell has the rows of the part, and the keys after those
-        of the part.
+        """Return what remains of this cell if a part of its attention is moved to another server.
+        The remaining attention is up to two cells. One cell has the rows before the part. The other
+        cell has the rows of the part, and the keys after those of the part.
         """
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
@@ -113,8 +113,8 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
 
     The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. Because of
     rounding, the number can miss this limit by up to half a pair for each row in which the mask
-    hides some keys. The number of rows before the part is a multiple of `tile`. If the cell is cut
-    there, the number of tiles does not increase.
+    hides some keys. A kernel computes `tile` rows together. The number of rows before the part is a
+    multiple of `tile`, so that the kernels do no additional work for rows at the cut.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:

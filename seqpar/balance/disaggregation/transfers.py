@@ -130,7 +130,7 @@ class ServerLoads:
             self._limits = [limit * late for limit in self._limits]
 
     def _move(self) -> int | None:
-        """Move parts of cells until no server has more work than its limit.
+        """Move attention between servers until no server has more work than its limit.
 
         If a server cannot give work away, although other servers also have too much work, the
         method stops and returns this server. Otherwise it returns None.

@@ -44,8 +44,8 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Move tokens of cut documents so that the ranks that share a document take about the same
     time.
 
-    No rank exceeds its capacity, and no share becomes smaller than a tile. Whole documents stay on
-    their ranks.
+    No rank exceeds its capacity, and no rank's part of a document becomes smaller than
+    `MIN_SHARE_TOKENS` tokens. Whole documents stay on their ranks.
     """
     # With a symmetric cut, a rank has equal numbers of tokens from the front and from the back of a
     # document. A token of the front and its mirror image in the back together have the same work
@@ -104,7 +104,8 @@ def _symmetric(
 
     Share i has `tokens[i]` tokens. The shares of a document are consecutive in the arrays, and add
     up to the document's length. Each share is rounded to a multiple of `unit`, and the last share
-    gets the remainder. A remainder of less than a tile is added to the previous share.
+    gets the remainder. A remainder of fewer than `MIN_SHARE_TOKENS` tokens is added to the previous
+    share.
     """
     ends = np.cumsum(tokens)
     last = np.flatnonzero(np.diff(documents, append=-1))

@@ -125,9 +125,9 @@ class _Wait:
 class Heartbeat:
     """The heartbeat of one rank in one group. It finds the rank at fault when a wait fails.
 
-    If the process that keeps the store hangs, a call to the store may never return. After the first
-    beat, the store is therefore called only by the heartbeat's thread and by `accuse`, which limits
-    how long it waits.
+    If the process that keeps the store hangs, a call to the store may never return. After the
+    constructor has returned, the store is therefore called only by the heartbeat's thread and by
+    `accuse`, which limits how long it waits.
     """
 
     def __init__(

@@ -321,9 +321,10 @@ def slices_between(
 ) -> Slices:
     """Return the slices of a mask between the queries of one rank and the keys of another rank.
 
-    The slices are cached in the two geometries. By default, keys are sent, and the result has only
-    the keys to which some query attends. With `queries_travel`, queries are sent, and the result
-    has only the queries that attend to some key.
+    A slice is a range of query rows and a range of key rows of one document, with a band of
+    positions. The slices are cached in the two geometries. By default, keys are sent, and the
+    result has only the keys to which some query attends. With `queries_travel`, queries are sent,
+    and the result has only the queries that attend to some key.
     """
     queries_travel = queries_travel and q_rank != k_rank
 
@@ -428,10 +429,10 @@ def _middle(lengths: Ints) -> Ints:
 
 def _row(start: Ints, stop: Ints) -> int:
     """Return the query row at which a slice is cut, so that its two halves have about the same
-    number of pairs.
+    number of (query, key) pairs.
 
     The arguments are the ranges of keys from `key_intervals`. In long slices, the row is a multiple
-    of the tile size.
+    of the number of rows that kernels compute together.
     """
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]

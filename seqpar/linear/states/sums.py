@@ -156,11 +156,11 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 
 
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
-    """Return the steps that add the sums at all earlier stations of a document to the sum at each
-    station.
+    """Return the steps that add to each sum of a document all earlier sums of this document.
 
-    Step i adds to each station the sum at the station that is 2ⁱ stations earlier in the document.
-    A document with n stations needs ⌈log₂ n⌉ steps.
+    A sum belongs to a *station*, a position of the document at which a rank needs the sum. Step i
+    adds to each station's sum the sum of the station that is 2ⁱ stations earlier. A document with n
+    stations needs ⌈log₂ n⌉ steps.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

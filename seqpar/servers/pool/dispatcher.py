@@ -427,7 +427,7 @@ class Dispatcher:
         self._unsent_steps = waiting
 
     def _leave_servers(self, work: PendingWork) -> bool:
-        """Handle a task that no ready server can compute.
+        """Handle a task that none of the ready servers can compute.
 
         With the option `home`, this process computes the task. Without `home`, the task fails if
         too many attempts have failed. If fewer attempts have failed, this method returns False, and

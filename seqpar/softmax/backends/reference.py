@@ -1,4 +1,5 @@
-"""The backend "reference": attention over slices in plain PyTorch.
+"""The backend "reference": attention in plain PyTorch, over the slices of a mask
+(`layout/masks/mask.py`).
 
 This backend computes all float dtypes and options. All other backends are tested against it. Some
 backends call it for slices that they cannot compute.

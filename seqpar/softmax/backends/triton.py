@@ -1,9 +1,10 @@
-"""The backend "triton": attention over slices with our own Triton kernels.
+"""The backend "triton": attention over the slices of a mask (`layout/masks/mask.py`), with our own
+Triton kernels.
 
 The kernels are in `seqpar.kernels.flash_attention`. They run on CUDA, for bf16, fp16 and fp32. On
 CPUs they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests. A *launch* is one start
-of a kernel, with a table of the tiles that the kernel computes. The tables, and their copies on the
-device, are made once per layout and mask, and are stored with the slices.
+of a kernel, with a table of the tiles (ranges of rows) that the kernel computes. The tables, and
+their copies on the device, are made once per layout and mask, and are stored with the slices.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ class VarlenWork(NamedTuple):
 
 
 def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
-    """Return the calls that compute the slices, which are built once and stored with the slices.
+    """Return the kernel calls that compute attention over the slices. The calls are built once and
+    stored with the slices.
 
     With `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls
     are needed. Such calls can be used only in forward, because in backward two segments would add

@@ -82,8 +82,10 @@ class KeyStep:
 
 
 class LazySlices(Sequence[Slices]):
-    """The slices of this rank's queries over its own keys, and over the keys of each step.
+    """Which of this rank's queries attend to which keys: slices over the rank's own keys, then
+    slices over the keys of each step.
 
+    A slice is a range of query rows and a range of key rows with a band (`layout/masks/mask.py`).
     The slices over the keys that arrive in a step are built when the rank computes the step. During
     that time, the messages of later steps are being sent.
     """
@@ -108,7 +110,8 @@ class LazySlices(Sequence[Slices]):
 
 
 class KeyPlan:
-    """All steps of one rank: the keys that are sent in each step, and the slices that are computed.
+    """All steps of one rank: the keys that are sent in each step, and the slices of queries and
+    keys whose attention is computed.
 
     The number of rows in each message is computed when the plan is made. The indices of the rows
     are computed when the step's exchange is posted. The slices are built when the step is computed.
@@ -162,7 +165,7 @@ class KeyPlan:
 
 
 class KeyTables:
-    """The rows that a rank sends, and the slices that a rank computes.
+    """The rows that a rank sends, and the slices of queries and keys whose attention it computes.
 
     The rows and slices are computed when they are first needed. References to layouts are weak,
     because a layout stores its plans, and a plan must not keep its layout alive.

@@ -369,10 +369,11 @@ def _add_gradients(
 def _serve(
     q: Tensor, blocks: list[tuple[Tensor, Tensor]], stage: TaskStage, call: ResolvedCall
 ) -> Tensor:
-    """Compute the results (n, B, Hq·(Dv + 1)) of the foreign queries of a stage.
+    """Compute attention of the queries that arrived from other ranks in one stage. Returns the
+    results (n, B, Hq·(Dv + 1)).
 
-    `blocks` are this rank's k and v, and the foreign k and v. The results are in the accumulator's
-    dtype.
+    `blocks` are this rank's k and v, and the k and v that arrived from other ranks. The results are
+    in the accumulator's dtype.
     """
     batch, rows, heads, _ = q.shape
     shape = rows, batch, heads * (blocks[0][1].shape[3] + 1)
@@ -392,7 +393,8 @@ def _serve_backward(
     stage: TaskStage,
     call: ResolvedCall,
 ) -> Tensor:
-    """Return dq (n, B, Hq, D) of a stage's foreign queries, and add to dk and dv in `blocks`.
+    """Return dq (n, B, Hq, D) of the foreign queries of one stage, which other ranks have sent, and
+    add to dk and dv in `blocks`.
 
     Args:
         output: the output of this rank's own queries.
