@@ -137,8 +137,8 @@ def again(question: Question) -> str:
     return f"<p>This page: <code>python -m seqpar explore{escape(options)}</code></p>"
 
 
-def svg(height: float, body: str, label: str, width: float = WIDTH) -> str:
-    box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}"'
+def svg(height: float, body: str, label: str) -> str:
+    box = f'viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(label)}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{body}</svg>'
 
 

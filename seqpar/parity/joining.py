@@ -159,23 +159,23 @@ class Recording:
             whole[part.places] = part.values
         return whole
 
-    def joined_input(self, name: str, forward: int = 0) -> Ints | None:
-        """Return an integer input as (rows, tokens), or None if no rank got it."""
+    def joined_input(self, name: str) -> Ints | None:
+        """Return an integer input of the first forward as (rows, tokens), or None without it."""
         whole, seen = np.full(self.tokens, MISSING), False
         for rank in reversed(self.ranks):
-            x = rank.rows_of(name, forward)
+            x = rank.rows_of(name, 0)
             if x is not None:
                 seen, places = True, rank.places.ravel()
                 whole[places[places >= 0]] = x.ravel()[places >= 0]
         return whole.reshape(self.shape) if seen else None
 
-    def joined_rows(self, name: str, forward: int = 0) -> Floats | None:
+    def joined_rows(self, name: str) -> Floats | None:
         """Return (rows · tokens, columns): the summaries of each token of an input that has
         features. Return None if there is no such input.
         """
         parts = []
         for rank in self.ranks:
-            x = rank.input(name, forward)
+            x = rank.input(name, 0)
             if x is None or x.dtype != np.float64 or x.shape[:2] != rank.places.shape:
                 return None
             parts.append(Part(rank.number, rank.places.ravel(), x.reshape(-1, x.shape[-1])))

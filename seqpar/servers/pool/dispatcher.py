@@ -518,9 +518,10 @@ class StragglerDetector:
     _KEPT_TASKS = 256
     _MIN_TASKS = 20  # no task is late before the detector has seen this many tasks
     _MIN_SECONDS = 0.02  # a shorter task is never late
+    _FACTOR = 1.5  # a late task takes so many times the quantile of earlier tasks
 
-    def __init__(self, quantile: float, factor: float = 1.5) -> None:
-        self._quantile, self._factor = quantile, factor
+    def __init__(self, quantile: float) -> None:
+        self._quantile = quantile
         self._tasks: deque[tuple[int, float]] = deque()  # pairs (work, pace), the oldest first
         self._sorted_work: list[int] = []
         self._sorted_pace: list[float] = []
@@ -539,7 +540,7 @@ class StragglerDetector:
         if len(self._tasks) < self._MIN_TASKS or seconds < self._MIN_SECONDS:
             return False
         usual = self._sorted_pace[int(self._quantile * (len(self._sorted_pace) - 1))]
-        return seconds > self._factor * usual * (work + self._constant())
+        return seconds > self._FACTOR * usual * (work + self._constant())
 
     def _constant(self) -> int:
         return 1 + self._sorted_work[len(self._sorted_work) // 2]

@@ -286,12 +286,12 @@ def _backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def forward_buffer_bytes(q: Tensor, k: Tensor, threads: int = 1) -> int:
-    """Return how many bytes of buffers ATen's CPU kernel allocates during forward.
+def forward_buffer_bytes(q: Tensor, k: Tensor) -> int:
+    """Return how many bytes of buffers ATen's CPU kernel allocates in one thread during forward.
 
-    q is (B, Hq, n, D), and k is (B, Hkv, m, D). Each thread stores the scores of a block, the
-    result of the block, and two numbers per query. In half precision, each thread also stores a
-    copy of the scores in half precision.
+    q is (B, Hq, n, D), and k is (B, Hkv, m, D). A thread stores the scores of a block, the result
+    of the block, and two numbers per query. In half precision, a thread also stores a copy of the
+    scores in half precision.
 
     Two kinds of buffers are not counted: buffers of oneDNN for products in half precision, and
     copies of k and v that the kernel packs for matrix units.
@@ -300,22 +300,22 @@ def forward_buffer_bytes(q: Tensor, k: Tensor, threads: int = 1) -> int:
     width = 2 + q.shape[3]
     itemsize = accumulator_dtype(q.dtype).itemsize
     half = scores * q.itemsize if q.dtype in _HALF else 0
-    return threads * ((scores + rows * width) * itemsize + half)
+    return (scores + rows * width) * itemsize + half
 
 
-def backward_buffer_bytes(dout: Tensor, q: Tensor, k: Tensor, threads: int = 1) -> int:
-    """Return how many bytes of buffers ATen's CPU kernel allocates during backward.
+def backward_buffer_bytes(dout: Tensor, q: Tensor, k: Tensor) -> int:
+    """Return how many bytes of buffers ATen's CPU kernel allocates in one thread during backward.
 
-    dout is (B, n, Hq, D), q is (B, Hq, n, D), and k is (B, Hkv, m, D). Each thread stores the
+    dout is (B, n, Hq, D), q is (B, Hq, n, D), and k is (B, Hkv, m, D). A thread stores the
     scores of a block, the gradients of these scores, and one number per query. In half precision,
-    each thread also stores copies of the scores and gradients in half precision. If dout is not
+    a thread also stores copies of the scores and gradients in half precision. If dout is not
     contiguous, the kernel copies dout.
     """
     rows, scores = _block(q, k)
     itemsize = accumulator_dtype(q.dtype).itemsize
     half = 2 * scores * q.itemsize if q.dtype in _HALF else 0
     copied = 0 if dout.transpose(1, 2).is_contiguous() else dout.nbytes
-    return threads * ((2 * scores + rows) * itemsize + half) + copied
+    return (2 * scores + rows) * itemsize + half + copied
 
 
 def _block(q: Tensor, k: Tensor) -> tuple[int, int]:

@@ -82,9 +82,7 @@ class WaitingResults:
         """Whether results are stored until the Triton kernel sums them."""
         return self._by_kernel and self._may_wait
 
-    def make_room(
-        self, rows: int, dtype: torch.dtype, columns: int = 0, heads: slice | None = None
-    ) -> None:
+    def make_room(self, rows: int, dtype: torch.dtype, columns: int = 0) -> None:
         """Sum the stored results if one more result would exceed the memory limit.
 
         Backends call this method before a kernel allocates the new result.
@@ -93,14 +91,12 @@ class WaitingResults:
             rows: the number of rows of the new result.
             dtype: the dtype of the new result.
             columns: the head dim that the kernel allocates, if it is larger than D.
-            heads: the heads of the new result, or None for all heads.
         """
         if not self._waiting:
             return
         if self._by_kernel:
             batch, _, count, width = self._shape
-            count = count if heads is None else heads.stop - heads.start
-            if self._fits(batch * rows * count * max(columns, width) * dtype.itemsize, heads):
+            if self._fits(batch * rows * count * max(columns, width) * dtype.itemsize, None):
                 return
         self._sum_up()
 
