@@ -122,8 +122,8 @@ class Layout:
         kernels and send messages of the same sizes. Only the contents of their tables differ. A
         CUDA graph that was captured with one layout can therefore compute the other layout
         (`load_tables`). Messages are as large as for a single document with all tokens, and GPUs
-        use our Triton kernels. Only ring, all_gather, ulysses and usp accept such a layout, with
-        the masks that `causal` and `window_size` make.
+        use our Triton kernels. Only ring, all_gather, ulysses, and usp over ring or all_gather
+        accept such a layout, with the masks that `causal` and `window_size` make.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if most_documents is None:

@@ -69,7 +69,7 @@ class Strategy:
         Raise a ValueError if the strategy does not support it.
         """
         expected = f"deterministic must be True or False with {self.name!r}"
-        raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
+        raise ValueError(f'{expected}, got "ranks", which ring, all_gather, ulysses and usp take')
 
     def check(self, call: ResolvedCall) -> None:
         """Raise a ValueError that names an option if the strategy cannot compute the call."""
