@@ -44,8 +44,8 @@ Ranges = list[Range]
 
 @outside_graphs
 def causal(cu_seqlens: CuSeqlens, window: int | None = None) -> Ranges:
-    """Return a causal mask. A query attends to itself and to all keys before it, or to the last
-    `window`.
+    """Return a causal mask. A query attends to itself and to all keys before it, or to itself and
+    to the `window` keys before it.
     """
     low = None if window is None else -as_int("window", window, 0)
     return [(i, 0, n, 0, n, low, 0) for i, n in _documents(cu_seqlens)]
