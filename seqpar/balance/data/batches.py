@@ -1,4 +1,6 @@
-"""The batches of a training run. Worker processes plan them and read their documents in advance."""
+"""The batches of a training run. Worker processes plan the batches and read the documents in
+advance.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,10 @@ class Batches:
     can therefore be resumed with a different number of ranks or a different planner, without losing
     or repeating a document.
 
-    Iteration yields the plans of the remaining steps of the epoch, and `read` also reads their
-    documents. Afterwards, the position is the start of the next epoch, even if no step remained.
-    Iteration and `read` prepare steps in advance in separate processes.
+    Iteration yields the plans of the steps that remain in the epoch. `read` also reads the
+    documents of these steps. When an iteration has ended, `epoch` and `step` are the start of the
+    next epoch, even if no step remained. Iteration and `read` prepare steps in advance in separate
+    processes.
 
     Args:
         lengths: (documents,) integers. The number of tokens of each document of the dataset. Empty
@@ -131,8 +134,8 @@ class Batches:
 
         `label_tokens` (documents,) is the number of labels of each document. The label of a
         document's first token must not be counted, because no token predicts it. The argument is
-        required if documents have labels of −100. The sum over the documents of a step is passed to
-        `collate`.
+        required if documents have labels of −100. The number of labels in a step, which is the sum
+        over the documents of the step, is passed to `collate`.
         """
         counts = None if label_tokens is None else self._label_counts(label_tokens)
         prepared = getattr(self._planner.prepare, "rank", rank)

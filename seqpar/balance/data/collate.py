@@ -41,7 +41,7 @@ def collate(
 
     * "input_ids" and "position_ids", (T_local,) int64;
     * "labels", (T_local,) int64: the next token of the document, or −100 at the document's end. If
-      documents have "labels", one for each token, these are shifted in the same way;
+      documents have "labels", one for each token, "labels" is the label of the next token instead;
     * "layout": the `seqpar.Layout` to give to attention;
     * "documents": (n,) int64, the indices of the documents of which the rank has tokens;
     * "loss_weight": 1 divided by the number of labels in the step, on all ranks and in all

@@ -38,7 +38,8 @@ def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
     """Return the attention that each rank computes for its queries, as cells: spans of query rows
     of one document, with the keys that they can attend to.
 
-    The keys of a document's prefix form separate cells.
+    If the mask has prefixes, to which all queries of a document attend, the keys of a prefix form
+    separate cells.
     """
     servers, documents, starts, stops = queries.all_spans()
     first, length = np.zeros_like(documents), keys.lengths[documents]
@@ -128,8 +129,8 @@ def covered(ranges: Intervals, start: float, stop: float) -> float:
 
 
 class KeyPlacement:
-    """The keys that each server holds, and the keys that it receives from other servers if every
-    server computes the work of its own queries.
+    """The keys that each server holds, and the keys that each server receives, if every server
+    computes the attention of its own queries.
 
     `counts` (documents,) is the number of servers that have keys of each document.
     """

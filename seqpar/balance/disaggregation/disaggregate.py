@@ -7,8 +7,8 @@ This implementation differs from the paper in three points:
 * Overloaded servers give work away until no server has more than (1 + tolerance) times the mean
   work. The paper fills underloaded servers, which can leave too much work on overloaded servers.
 * A task can contain only some of the keys to which its queries attend.
-* A key counts once for a server, even if several of the server's tasks need it. It does not count
-  if the server holds the key.
+* The bytes of a key are counted once for a server, even if several tasks of the server need the
+  key. They are not counted if the server holds the key.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LIMIT_ROUNDS = 4  # rounds in which `_even` corrects the limits of servers
 
 
 class Stage(NamedTuple):
-    """The attention of one batch, for example of one pipeline stage. The same servers compute
-    several stages at the same time.
+    """A batch whose attention is computed by servers, for example the batch of one pipeline stage.
+    The same servers can compute several of these batches at the same time.
 
     Attributes:
         layout: which rank owns which queries.
@@ -69,10 +69,13 @@ def disaggregate(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> TaskRectangles:
-    """Return tasks that give all ranks about equal work, and for which few bytes are sent.
+    """Cut attention into tasks that give all ranks about equal work, and for which few bytes are
+    sent.
 
-    This is only a plan: no attention is computed and nothing is sent. The same arguments give the
-    same tasks on every rank. Raises a ValueError that names a wrong argument.
+    A task is a span of query rows and a span of keys of one document, and the rank that computes
+    their attention. The result is only a plan: no attention is computed and nothing is sent. The
+    same arguments give the same tasks on every rank. Raises a ValueError that names a wrong
+    argument.
 
     Args:
         layout: which rank owns which queries, and needs their results.

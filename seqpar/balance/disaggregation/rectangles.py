@@ -33,9 +33,10 @@ class Cell(NamedTuple):
     rate: float  # the work of a pair
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return what remains of this cell if a part of its attention is moved to another server.
-        The remaining attention is up to two cells. One cell has the rows before the part. The other
-        cell has the rows of the part, and the keys after those of the part.
+        """Return what remains of this cell if a part of its attention is moved to another server. A
+        cell is a span of query rows and a span of keys. The remaining attention is up to two cells.
+        The first cell has the query rows before the part. The second cell has the query rows of the
+        part, and the keys after the keys of the part.
         """
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
@@ -109,7 +110,8 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
 
 
 def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> CellPart | None:
-    """Return the part with about `pairs` pairs that costs the fewest bytes, or None if none exists.
+    """Return the part of a cell with about `pairs` (query, key) pairs that costs the fewest bytes
+    to move. Return None if there is no such part.
 
     The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. Because of
     rounding, the number can miss this limit by up to half a pair for each row in which the mask

@@ -44,14 +44,14 @@ class RowBytes(NamedTuple):
         itemsize: int = 2,
         backward: float = 2.5,
     ) -> RowBytes:
-        """Return the bytes that `DisaggregatedAttention` sends, as if both passes took the same
-        time.
+        """Return the bytes that `DisaggregatedAttention` sends with a row, as one number for
+        forward and backward.
 
-        `backward` is the time of a backward pass divided by the time of a forward pass. The bytes
-        of a pass are multiplied by the mean time of both passes and divided by the time of this
-        pass, and the larger of the two results is returned. If a plan with a `price` uses these
-        bytes, neither pass waits for messages. Results are sent in fp32, or in fp64 if the operands
-        are fp64.
+        `backward` is the time of a backward pass divided by the time of a forward pass. A shorter
+        pass has less time to hide its bytes. The bytes of each pass are therefore multiplied by the
+        mean time of the two passes, and divided by the time of the pass. The larger of the two
+        results is returned, so that a plan with a `price` makes neither pass wait for messages.
+        Results are sent in fp32, or in fp64 if the operands are fp64.
         """
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize

@@ -44,7 +44,8 @@ class GreedyAssigner:
         self._add(pieces)
 
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
-        """Place the given documents, in this order, each on the ranks with the least load.
+        """Place the given documents one after another, each on the ranks that have the least load
+        so far.
 
         `sizes` is the number of ranks for each document, by default 1. If the ranks with the least
         load have no room for a document, the document is placed on the ranks with the fewest
@@ -250,7 +251,7 @@ def partition(weights: Floats, ranks: int) -> list[Ints]:
     """Partition items into `ranks` sets of nearly equal weight. Returns the heaviest set first.
 
     Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). The method takes P·log P
-    steps per document, so it is slow for many ranks P.
+    steps per item for P ranks, so it is slow for many ranks.
     """
     empty: list[list[int]] = [[] for _ in range(ranks)]
     heap: list[tuple[float, int, Floats, list[list[int]]]] = []

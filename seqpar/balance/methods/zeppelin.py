@@ -47,14 +47,17 @@ def place(batch: DocumentBatch) -> Pieces:
 def partition(
     batch: DocumentBatch, documents: Ints, row: Ints, had: Floats, zone: float, capacity: int
 ) -> tuple[Ints, Ints]:
-    """Partition each row's documents, longest first, among its buckets (Algorithms 1 and 2).
+    """Place the documents of each row in the buckets of the row (Algorithms 1 and 2).
 
-    On the upper level, the only row is the cluster, and its buckets are the nodes. On the lower
-    level, each row is a node, and its buckets are the node's ranks.
+    This function is called twice. In the first call, there is one row, the cluster, and its buckets
+    are the nodes. In the second call, each node is a row, and the buckets of the row are the node's
+    ranks.
 
-    A document of at least `zone` tokens is cut over several buckets, as many as its work would
-    fill. A shorter document is placed whole in the bucket with the least work. `had` (2, rows,
-    width) contains the work and the number of tokens that were placed in each bucket before.
+    A document of at least `zone` tokens is cut over several buckets. The number of these buckets is
+    the work of the document divided by the mean work of a bucket, rounded up. A shorter document is
+    placed whole in the bucket with the least work. If a bucket would get more than `capacity`
+    tokens, the longest documents are cut over all buckets of their row. `had` (2, rows, width)
+    contains the work and the number of tokens that were placed in each bucket before.
 
     Returns the number of buckets of each document, and the indices of these buckets among the
     buckets of all rows.

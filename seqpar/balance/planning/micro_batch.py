@@ -28,7 +28,7 @@ class MicroBatch:
         tokens: (ranks,) the number of tokens that each rank holds.
         bytes: (ranks,) the bytes that each rank sends in forward and backward of all layers.
         offload: (ranks,) the fraction of each rank's activations that must be copied to host memory
-            so that its tokens fit. Pass this number to `seqpar.offload`.
+            so that the rank's tokens fit. Each rank passes its own fraction to `seqpar.offload`.
     """
 
     documents: Ints

@@ -112,8 +112,8 @@ def plan(
             `Costs.token_capacity` computes it.
         method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
             "power_of_two"; "auto" uses the method with the least predicted seconds, and refines its
-            result. It also tries smaller capacities, so that a larger capacity never makes a step
-            slower.
+            result. "auto" also tries smaller capacities, so that a larger capacity never makes a
+            step slower.
         offload: a number from 0 to 1. The largest fraction of a rank's activations that is copied
             to host memory. If it is above 0, ranks can hold more tokens than their capacity, as
             long as computation hides the copies (ByteScale). Pass `MicroBatch.offload` of the plan
@@ -255,7 +255,7 @@ class _Fastest:
 
 
 def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
-    """Find the plan of "auto".
+    """Find the plan of the method "auto", which is the fastest plan of several methods.
 
     The methods are heuristics, which can find a faster plan with a smaller capacity. "auto"
     therefore also tries a half of the capacity, a quarter, and so on. Doubling the capacity then

@@ -131,7 +131,8 @@ class Plan:
 
         A rank's time is divided among its documents according to their (query, key) pairs and
         tokens. The `MAX_COLOURS` longest documents have colours, and all shorter documents are
-        grey. At most `MAX_RANKS_DRAWN` ranks are drawn. A dotted line shows the bound.
+        grey. At most `MAX_RANKS_DRAWN` ranks are drawn. A dotted line shows `bound`, the lower
+        bound on the seconds of any plan.
         """
         path = as_path("path", path)
         from matplotlib.figure import Figure

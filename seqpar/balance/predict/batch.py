@@ -35,8 +35,8 @@ class Offloading:
     B_d2h and B_h2d are the bandwidths of copies to the host and back.
 
     With `seqpar.offload(r)` around the model, a fraction 1 − r of each layer's activations stays on
-    the device. The rest of two layers is on the device too, because it is being copied to the host
-    or back.
+    the device. In two layers, the other fraction r is also on the device, because it is being
+    copied to the host or back.
     """
 
     most: float  # largest fraction of a rank's activations to offload, from 0 to 1
@@ -61,8 +61,9 @@ class Offloading:
         """Return the fractions of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
 
         l is the number of layers. r is the largest fraction of activations, up to `most`, that can
-        be copied to the host during the forward pass. Copying back during backward then takes no
-        additional time either, because a backward pass takes longer than a forward pass.
+        be copied to the host during the forward pass. Copying this fraction back during the
+        backward pass takes no additional time, because a backward pass takes longer than a forward
+        pass.
         """
         return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
@@ -225,11 +226,11 @@ class DocumentBatch:
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:
-        """For each kind of link, the least number of tokens of a document per rank with which
-        computation hides the messages of a ring.
+        """The least number of tokens of one document that a rank must hold so that computation
+        hides the messages of a ring. There is one number for each kind of link.
 
-        The number is infinite if the model has no softmax layers, or if computation and messages do
-        not overlap.
+        The ranks that hold one document form a ring, as in `RingAttention`. The number is infinite
+        if the model has no softmax layers, or if computation and messages do not overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))

@@ -1,4 +1,4 @@
-"""Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
+"""Predict the seconds, tokens and bytes of ranks that hold spans of documents.
 
 The prediction assumes that a rank receives keys directly from the ranks that hold them, as in
 `RingAttention`. Messages of a document are sent during the work on this document, so only the time
@@ -104,9 +104,10 @@ def keys_and_work(
 ) -> tuple[KeyCounts, KeyCounts, Floats]:
     """Return the fields `seen`, `sent` and `work` of `DocumentShares`.
 
-    Piece i belongs to share `share[i]`. The queries of share j end before position `ends[j]`. The
-    keys of piece i are sent to `readers[i]` ranks. `reached[i]` says whether a query of a different
-    rank has keys of piece i in its window.
+    A piece is one span of a document that a rank holds. A share is all pieces of one document that
+    a rank holds. Piece i belongs to share `share[i]`. The queries of share j end before position
+    `ends[j]`. The keys of piece i are sent to `readers[i]` ranks. `reached[i]` says whether a query
+    of a different rank has keys of piece i in its window.
     """
 
     def total(values: Floats | Ints) -> Floats:
@@ -130,7 +131,8 @@ def share_ends(share: Ints, pieces: Pieces, count: int) -> Ints:
 def seconds_of(
     batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict the seconds, tokens and bytes of ranks that hold these shares.
+    """Predict the seconds, tokens and bytes of each rank, from the shares of documents that ranks
+    hold.
 
     `tokens` (ranks,) is the number of all tokens on each rank. `local` (2, ranks) is the seconds of
     attention, forward and backward, of documents that are not in `shares`.
@@ -164,7 +166,8 @@ def seconds_of(
 def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the bytes that each share sends, and two arrays (ranks,) of seconds.
+    """Return the bytes that are sent for each share, a rank's part of a document, and two arrays
+    (ranks,) of seconds.
 
     The first array has the seconds of messages that computation can hide, and the second array has
     the seconds of all other messages.

@@ -27,12 +27,13 @@ from seqpar.layout.layout import Layout
 
 @outside_graphs
 def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
-    """Return the layout with equal numbers of tokens to which `layout` can be moved in the least
-    time.
+    """Return a layout in which all ranks have equal numbers of tokens, and to which `layout` can be
+    moved in the least time.
 
-    Each of the P ranks has ⌊T/P⌋ or ⌈T/P⌉ tokens. `layout.remap(x, to=token_balanced(layout,
-    cluster), group)` moves as few tokens as possible, and as many of them as possible inside nodes.
-    A rank that sends tokens keeps its first tokens. `cluster` can be the name of a preset.
+    Each of the P ranks has ⌊T/P⌋ or ⌈T/P⌉ of the T tokens. `layout.remap(x,
+    to=token_balanced(layout, cluster), group)` moves as few tokens as possible, and as many of them
+    as possible inside nodes. A rank that sends tokens keeps its first tokens. `cluster` can be the
+    name of a preset.
 
     Raises a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
     """
