@@ -139,11 +139,14 @@ class _Measured:
 def judge(
     workload: Workload, answers: list[CheckSums], one: Row | None
 ) -> tuple[Check, str | None]:
-    """Return a contender's errors, computed from the sums of all ranks, and a text that describes
-    what is wrong, if anything is.
+    """Return the errors of a contender, and a text that says which errors are too large, or None.
 
-    `one` is the row of the contender "one device". The errors are compared with the errors in this
-    row. If `one` is None, the contender itself is "one device", and is compared with PyTorch.
+    A contender is a strategy, another library, or the kernel on one device. Each element of
+    `answers` is the answer of one rank: the sums of the squared errors of the rank's results.
+
+    `one` is the row of the contender "one device" in the results file. The errors are compared with
+    the errors in this row. If `one` is None, the contender itself is "one device", and its errors
+    are compared with the errors of PyTorch.
     """
     errors, sizes = oracle.add([answer["errors"] for answer in answers])
     eager, _ = oracle.add([answer["eager"] for answer in answers])

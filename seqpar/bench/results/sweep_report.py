@@ -35,6 +35,9 @@ FILE_WIDTH = 150  # the width, in characters, of a table that is not printed to 
 def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
     """Return the figures of a point, or None if the point failed. Unknown figures are None.
 
+    A point is a strategy or a library that computes one batch on P ranks. Each point is timed in
+    several rounds.
+
     `area()` returns the area of the mask. It is called only for measured points, because it can
     take too long for batches that are too large to measure.
 
@@ -42,15 +45,16 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
       rounds;
     * tokens_per_second: the tokens of all ranks per second; tflops_per_device: the FLOP/s of a
       device, where FLOPs follow from the mask's area;
-    * of_ideal: the one-device kernel's time for 1/P of the work, divided by `seconds`;
+    * of_ideal: the time of the kernel on one device for 1/P of the work, divided by `seconds`;
     * exposed_seconds: the seconds of communication that computation does not hide. Exposed seconds
       are measured in a separate step, which is not timed. exposed_share: exposed_seconds divided by
       the seconds of that step; exposed: exposed_seconds divided by the seconds of communication
       without computation;
     * bytes: the bytes sent by the rank that sends the most; memory: the peak bytes of memory on a
       rank, operands included;
-    * error: the largest RMS error divided by the RMS of the expected tensor; of_one_device: the
-      largest ratio to the error of the one-device kernel.
+    * error: the RMS error of a result divided by the RMS of the expected result, for the result
+      with the largest ratio; of_one_device: the error of a result divided by the error of the
+      kernel on one device, for the result with the largest ratio.
     """
     if row["failed"] is not None or not row["seconds"] or row["costs"] is None:
         return None

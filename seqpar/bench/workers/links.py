@@ -50,11 +50,13 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(comm: Comm, device: torch.device) -> list[RankPair]:
-    """Measure the messages between all pairs of ranks. Returns the pairs in which this rank is the
-    lower rank.
+    """Measure messages between all pairs of ranks, and return the measurements of this rank.
 
-    All pairs of a round exchange messages at the same time, so that they share links like the ranks
-    of a strategy.
+    Of the two ranks in a pair, the rank with the lower number returns the measurement of the pair.
+
+    The pairs are measured in rounds (`rounds`). In a round, each rank is in at most one pair, and
+    all pairs exchange messages at the same time. The pairs therefore share the links of a machine,
+    as ranks do when they compute attention.
     """
     measured: list[RankPair] = []
     for pairs in rounds(comm.size):

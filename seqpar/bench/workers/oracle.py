@@ -1,8 +1,8 @@
 """Random operands, and attention in fp64 on these operands, for comparison with results.
 
 If a batch has at most 2,048 tokens, all results are compared, and each rank compares some of the
-heads. For a larger batch, only some rows of `out` are compared. In addition, all results of a
-smaller batch of the same kind are compared.
+heads. For a larger batch, only some rows of `out` are compared. In addition, all results of a batch
+of the same kind with at most 2,048 tokens are compared.
 """
 
 from __future__ import annotations

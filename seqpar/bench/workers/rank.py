@@ -1,4 +1,5 @@
-"""One rank of a sweep. It checks contenders, times them and measures their costs.
+"""One rank of a sweep, which checks the results of contenders, times their steps and measures their
+costs. A *contender* is a strategy, another library, or the kernel on one device.
 
 `ranks.py` starts this file as a process: `-m seqpar.bench.workers.rank`.
 """

@@ -1,8 +1,9 @@
-"""Start and supervise the processes of ranks. The *driver* sends requests, and ranks answer.
+"""Start and supervise the processes of ranks.
 
-The driver starts ranks as separate processes. If the sweep was started by a launcher such as
-torchrun, each process of the launcher starts some of the ranks. If a rank crashes, hangs or runs
-out of memory, the driver reports the reason, and all ranks restart.
+The *driver* is the process that runs the sweep. It starts ranks as separate processes, sends them
+requests, and reads their answers. If the sweep was started by a launcher such as torchrun, each
+process of the launcher starts some of the ranks. If a rank crashes, hangs or runs out of memory,
+the driver reports the reason, and all ranks restart.
 """
 
 from __future__ import annotations

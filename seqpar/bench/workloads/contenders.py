@@ -1,8 +1,9 @@
 """The contenders on a workload: one device, our strategies, and other libraries.
 
-A contender of another library calls the function that the library documents, on tensors (T_local,
-H, D), on all ranks of the process group. The sweep reports what the library refuses and where it
-fails.
+A *contender* computes a workload, so that it can be compared with other contenders. For another
+library, the contender calls the function that the library documents, on tensors (T_local, H, D), on
+all ranks of the process group. If the library refuses a workload or fails, the sweep reports the
+error.
 """
 
 from __future__ import annotations
