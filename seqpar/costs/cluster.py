@@ -38,9 +38,9 @@ class Cluster:
         nics: the number of NICs per node, which the devices of the node share. It can be 0 if there
             is only one node.
         device: the speed and memory of each device.
-        inside: the link between two devices of a node, one for each device.
-        between: the link between two nodes, one for each NIC.
-        host: the link between a device and the memory of its host, one for each device.
+        inside: the link of each device to the other devices of its node.
+        between: the link of each NIC to other nodes.
+        host: the link of each device to the memory of its host.
         overlaps: whether devices can send messages while they compute. If False, a core is busy
             while it sends or receives, so computation never hides communication.
         fabric: a `FatTree` or a `Torus`, whose links are shared by the messages of several nodes.

@@ -85,8 +85,9 @@ class Costs:
         """Return the seconds (owners,) of one softmax layer, if one call computes all tasks of an
         owner.
 
-        An owner is, for example, a rank. `owner` (n,) contains the index of each task's owner. By
-        default, all tasks have the same owner.
+        A task is a number of query rows that attend to a number of keys. An owner is, for example,
+        a rank. `owner` (n,) contains the index of each task's owner. By default, all tasks have the
+        same owner.
         """
         check_type("tasks", tasks, Tasks)
         backward, heads = as_bool("backward", backward), self._heads(heads)
@@ -104,7 +105,7 @@ class Costs:
         return np.where(tokens > 0, call + self._recurrent_work(tokens, backward), 0.0)
 
     def span_work(self, starts: ArrayLike, stops: ArrayLike, backward: bool = False) -> Floats:
-        """Return the seconds (n,) that each span adds to a rank in the attention of all layers.
+        """Return (n,): for each span, the seconds of its queries in the attention of all layers.
 
         A span has the positions start … stop − 1 of a document. The mask is causal, with a window
         in layers that have one. Linear layers are included. The constant cost of calls

@@ -52,16 +52,20 @@ FLASH_ATTENTION_4_BACKWARD_TO_FORWARD = 2.5 * 742 / 672
 def published_grid(
     rate: float = H100_FLOPS_PER_SECOND, to_forward: float = BACKWARD_TO_FORWARD_SECONDS
 ) -> Grid:
-    """Return the published seconds of an H100 as a grid, scaled to `rate` FLOP/s for large calls.
+    """Return a grid made from four published times of an H100, scaled to `rate` FLOP/s for large
+    calls.
 
-    `to_forward` is the seconds of backward divided by the seconds of forward.
+    A grid is a table of the seconds of attention calls of different sizes. `to_forward` is the
+    seconds of backward divided by the seconds of forward.
 
     The four published times are points of the grid. The times at all other points are computed from
     three constants: the seconds per call, per row and per (query, key) pair. These constants
     reproduce the four published times with an error of at most 0.5%. A kernel divides the rows of
     each head into tiles. If a call has fewer tiles than the GPU has multiprocessors, it is assumed
-    to take as long as a call with one tile for each multiprocessor. `edge` is 0, because the times
-    include the cut tiles of a causal call. A window adds half a tile of keys per row.
+    to take as long as a call with one tile for each multiprocessor. The mask of a causal call hides
+    a part of some tiles, and the kernel computes these tiles as a whole. The published times
+    include this additional work, so the grid's `edge`, which would add it, is 0. A window adds half
+    a tile of keys per row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
     seen = (rows + 1) / 2  # the average number of keys per row

@@ -36,9 +36,11 @@ def seconds(sample: Sample) -> Floats:
 def fit_grid(profile: Profile) -> Grid:
     """Return the grid of the times of softmax attention in a profile.
 
-    The grid's `call` is the time that is saved if a task is added to a call instead of being a
-    separate call. The grid's `edge` is a multiple of 16 keys, for which the grid predicts the times
-    of the causal samples with the smallest squared errors.
+    A grid is a table of the seconds of attention calls of different sizes. The grid's `call` is the
+    constant time of a call: the time that is saved if one call computes two documents that would
+    otherwise need two calls. The grid's `edge` is the number of keys that are added to each row of
+    a causal call. It is the multiple of 16 for which the grid predicts the times of the causal
+    samples with the smallest squared errors.
     """
     samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]

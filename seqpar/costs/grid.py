@@ -1,8 +1,9 @@
 """Grid: measured seconds of softmax attention, with interpolation between the measurements.
 
-A *task* is a slice of a mask, or a span of a document with all keys to which the span attends. The
-time of a task depends on the number of its query rows and on the average number of keys per row.
-Between measured points, the time is nearly bilinear in these two numbers, as in DistCA's profiler.
+A *task* is a number of query rows with the keys to which they attend, such as a span of a document
+and all keys before the end of the span. The time of a task depends on the number of its query rows
+and on the average number of keys per row. Between measured points, the time is nearly bilinear in
+these two numbers, as in DistCA's profiler.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def as_amounts(name: str, values: ArrayLike) -> Floats:
 @dataclass(frozen=True, eq=False)
 class Tasks:
     """The sizes of n tasks of softmax attention. All arrays have the same shape (n,).
+
+    A task is a number of query rows with the keys to which they attend.
 
     Attributes:
         rows: (n,). The number of query rows.
@@ -73,9 +76,9 @@ class Tasks:
 
     @property
     def cut_rows(self) -> Floats:
-        """The number of query rows of each task that attend to only some of the task's keys.
+        """For each task, the number of query rows that attend to only some of the task's keys.
 
-        The task is assumed to be causal: each row attends to one more key than the row before it.
+        Tasks are assumed to be causal: each row attends to one more key than the row before it.
         """
         unseen = self.rows * self.keys - self.pairs
         cut = np.minimum((1 + np.sqrt(1 + 8 * unseen)) / 2, self.rows)
@@ -210,9 +213,9 @@ class Grid:
         """Return the seconds (owners,) of one call per owner, which computes all tasks of the
         owner.
 
-        `owner` (n,) is the index of each task's owner. By default, all tasks have the same owner.
-        The time of a call is the sum of the work of its tasks, but at least the time of its longest
-        task in a separate call.
+        An owner is, for example, a rank. `owner` (n,) is the index of each task's owner. By
+        default, all tasks have the same owner. The time of a call is the sum of the work of its
+        tasks, but at least the time of its longest task in a separate call.
         """
         index = owners_of(owner, tasks.rows, owners)
         work = self.work(tasks, heads, head_dim, backward).ravel()
@@ -226,9 +229,10 @@ class Grid:
         """Return the numbers of rows (n,) with which tasks are looked up in the grid, and the
         factor by which the seconds from the grid are multiplied.
 
-        Rows are rounded up to whole tiles. The factor corrects for the head dim. If the grid is
-        `fused`, a task with fewer heads than the grid is looked up with fewer rows. Otherwise, the
-        factor also corrects for the number of heads.
+        Rows are rounded up to a multiple of `tile`, the number of rows that a kernel computes
+        together. The factor corrects for the head dim. If `fused` is True, the kernel divides heads
+        and rows among multiprocessors, so a task with fewer heads than the measured calls is looked
+        up with fewer rows. If `fused` is False, the factor also corrects for the number of heads.
         """
         rows = np.ceil(tasks.rows / self.tile) * self.tile
         scale = head_dim / self.head_dim
@@ -265,8 +269,8 @@ def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floa
     """Interpolate a table at points (x, y). `x_nodes` and `y_nodes` are the coordinates of the
     table's rows and columns, in ascending order.
 
-    Below the first coordinate, the value is that at the first coordinate. Above the last
-    coordinate, the value is proportional to x or y.
+    If x or y is below the first coordinate, the value is the value at the first coordinate. If x or
+    y is above the last coordinate, the value is proportional to it.
     """
     x_in, y_in = (np.clip(v, nodes[0], nodes[-1]) for v, nodes in ((x, x_nodes), (y, y_nodes)))
     (i, u), (j, v) = _cell(x_nodes, x_in), _cell(y_nodes, y_in)

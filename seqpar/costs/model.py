@@ -263,7 +263,7 @@ class _Config:
         return default
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these attributes that the configuration has as a number, or the
+        """Return the first attribute in `names` that is a number in the configuration, or the
         default.
 
         Raises a ValueError if the number is below 1. If the default is 0, the number can also be 0.

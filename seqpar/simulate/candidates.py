@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
 def candidates(
     cluster: Cluster, ranks: int, strategies: Sequence[str] = STRATEGIES
 ) -> list[Candidate]:
-    """Return these strategies, each with all shapes of its mesh that are tried. The simplest
+    """Return the given strategies, each with all shapes of its mesh that are tried. The simplest
     strategy comes first.
 
     All ranks in one row of a USP mesh are in the same node. A row of a "mesh" is at most about as

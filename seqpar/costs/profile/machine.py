@@ -29,8 +29,8 @@ _end = ContextVar("end", default=math.inf)  # the monotonic time at which profil
 def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
     """Return the shapes of softmax attention to time.
 
-    These are all pairs of a number of rows and a number of keys, each with a full mask and with a
-    window, and a few causal calls.
+    There are two calls for each pair of a number of rows and a number of keys: one with a full
+    mask, and one with a window. In addition, there are a few causal calls.
     """
     pairs = [(rows, keys) for rows in row_nodes for keys in key_nodes]
     full = [Shape("full", rows, keys) for rows, keys in pairs]

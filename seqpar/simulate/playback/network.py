@@ -72,8 +72,8 @@ class Hardware:
         """Return a message's latency, the seconds for sending its bytes, and the ports, NICs, links
         or cores that it uses.
 
-        If `played_end` is "source", only those of the sender are returned. If it is "target", only
-        those of the receiver are returned.
+        If `played_end` is "source", only the ports, NICs, links and cores of the sender are
+        returned. If `played_end` is "target", only those of the receiver are returned.
         """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
@@ -159,13 +159,14 @@ class Network:
     On gloo, a rank has one connection to each peer, and sends its messages to this peer one after
     another. When the rank posts a receive, gloo sends a notice to the peer on the same connection,
     after all earlier messages. Two exchanges in opposite directions therefore alternate, unless the
-    receive was posted first. A sender is done when the remaining bytes are in the connection's
-    buffer.
+    receive was posted first. A sender can continue as soon as the bytes that are not sent yet fit
+    into the connection's buffer.
 
-    A rank whose program is not simulated has a stand-in, a rank whose program is simulated
-    (`stand_ins.py`). The rank begins its exchange number n when the stand-in begins exchange number
-    n of the stand-in's program. If the program of only one end of a message is simulated, the
-    message uses only the resources of this end.
+    A rank's program is the list of its computations, messages and waits. A rank whose program is
+    not simulated has a stand-in, which is a rank whose program is simulated (`stand_ins.py`). The
+    rank begins its exchange number n when the stand-in begins exchange number n of the stand-in's
+    program. If the program of only one end of a message is simulated, the message uses only the
+    resources of this end.
     """
 
     def __init__(

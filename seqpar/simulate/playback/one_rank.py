@@ -12,7 +12,7 @@ from seqpar.simulate.recording.program import Begin, Compute, Copy, End, Post, P
 
 def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
     """Return the seconds of a rank's program, if each peer posts a message at the same time as the
-    rank.
+    rank. A program is the list of a rank's computations, messages and waits.
 
     The programs of the peers are not needed, so the prediction is fast even for thousands of ranks.
     The time of waiting for slower ranks is not included, and messages of different nodes do not

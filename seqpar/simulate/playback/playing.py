@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 def play(
     programs: Sequence[Program], cluster: Cluster | str, *, pricing: Pricing | None = None
 ) -> Outcome:
-    """Return the times at which ranks compute, send and wait, if a cluster runs these programs.
+    """Return the times at which ranks compute, send and wait, if a cluster runs the given programs.
+
+    A program is the list of one rank's computations, messages and waits.
 
     Args:
         programs: one program per rank, in order, as `record` returns them. A cluster of cores that
@@ -42,8 +44,8 @@ def play(
     A message starts when both ends have posted it. If the programs were recorded with `ordered`,
     the exchanges of a communicator run one after another, as on NCCL. Otherwise, only messages from
     the same sender to the same receiver run one after another, as on gloo. Computations and
-    messages that use the same link, NIC or core at the same time get equal fractions of it. Posting
-    takes no time. Equal arguments give equal outcomes.
+    messages that use the same link, NIC or core at the same time get equal fractions of this
+    resource. Posting takes no time. Equal arguments give equal outcomes.
 
     Raises:
         ValueError: if `pricing` omits a `Compute`; if there are more ranks than devices; if the two

@@ -1,10 +1,14 @@
 """Simulate only some ranks of a large group in which all ranks have the same work.
 
 If each rank of a group sends messages to all other ranks, the number of messages grows with the
-square of the number of ranks. If all ranks also have the same work, programs are recorded and
-played for the ranks of some nodes only. Each rank of the remaining nodes has a *stand-in*: the rank
-with the same index in the nearest of the played nodes. A rank is assumed to do the same as its
-stand-in, at the same times.
+square of the number of ranks, and simulating all of them takes too long. If all ranks also have the
+same work, only the ranks of some nodes are simulated. Each rank of the remaining nodes has a
+*stand-in*: the rank with the same index in the nearest simulated node. A rank is assumed to do the
+same as its stand-in, at the same times.
+
+A *program* is the list of one rank's computations, messages and waits. To simulate a rank is to
+*record* its program, by running its code on tensors without data, and to *play* the program, which
+gives the times of its actions.
 """
 
 from __future__ import annotations

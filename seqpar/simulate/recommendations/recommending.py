@@ -55,11 +55,11 @@ def recommend(
     ranks.
 
     A *way* is one strategy with one layout and one division. Before a way is simulated, a lower
-    bound on its time is computed from the programs of one rank, and then of a few ranks. If the
-    computation or the messages of one of these ranks take longer than the fastest step so far, the
-    way is not simulated (`excluded`). Without divisions, a way is excluded only if its bound
-    exceeds the fastest step by more than the error of the simulation. With servers, the bound is
-    the time of the matrix products on the trainer with the most tokens.
+    bound on its time is computed from the computations and messages of one rank, and then of a few
+    ranks. If the computation or the messages of one of these ranks take longer than the fastest
+    step so far, the way is not simulated (`excluded`). Without divisions, a way is excluded only if
+    its bound exceeds the fastest step by more than the error of the simulation. With servers, the
+    bound is the time of the matrix products on the trainer with the most tokens.
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits. With servers, activations are recomputed. Ways that still do not

@@ -163,8 +163,9 @@ class Search:
 def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
     """Yield two lower bounds on the seconds of a training step with one configuration.
 
-    The first bound is computed from the program of the rank that probably computes longest. The
-    second bound is computed from the programs of a few ranks that probably compute long, and takes
+    A program is the list of one rank's computations, messages and waits. The first bound is
+    computed from the program of the rank that probably computes longest. The second bound is
+    computed from the programs of a few ranks that probably compute long, and computing it takes
     more time. A bound is 0 if the strategy refuses the layout.
     """
     if way.servers:

@@ -1,4 +1,4 @@
-"""Lists the ways to train (`Recommendation`) in one group, in a division, or with servers."""
+"""List the ways to train (`Recommendation`) in one group, in a division, or with servers."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ class End:
 
 @dataclass(slots=True)
 class Serve:
-    """The rank runs several programs.
+    """An action in which the rank runs several programs. A program is a list of actions, such as
+    computations and messages.
 
     Each of the programs waits for one exchange, which the rank has posted earlier. The programs run
     one after another, in the order in which their exchanges end.

@@ -247,7 +247,7 @@ class DividedCosts:
 
 
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
-    """Return a cluster with `nodes` nodes of `devices` devices, which have `nics` NICs per node.
+    """Return a cluster with `nodes` nodes, each with `devices` devices and `nics` NICs.
 
     `nics` can be a fraction. The number of NICs is rounded to an integer, and the rate of a NIC is
     scaled so that the total rate stays the same.

@@ -148,7 +148,8 @@ record_attention_once = lru_cache(maxsize=4)(record_attention)
 
 
 def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
-    """Return the number of consecutive ranks whose programs differ only in their peers.
+    """Return the number of consecutive ranks whose programs differ only in the peers of their
+    messages. A program is the list of one rank's computations, messages and waits.
 
     Ranks that exchange heads compute the same tokens for different heads. With Ulysses, all ranks
     exchange heads. With USP, the ranks in one row of the mesh do. The programs of these ranks are
@@ -170,8 +171,9 @@ def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
     """Return the program of `rank`, made from the recorded program of the rank `recorded`.
 
     The ranks are divided into groups of `length` consecutive ranks with equal programs
-    (`ranks_alike`), and both ranks are in the same group. In the copy of the program, each peer of
-    the rank `recorded` is replaced by the peer of `rank` in the same group as this peer.
+    (`ranks_alike`). `rank` and `recorded` are in the same group. The result is a copy of the
+    recorded program, in which each peer is replaced: the new peer is the peer of `rank` that is in
+    the same group as the old peer.
     """
     if rank == recorded:
         return program

@@ -103,18 +103,19 @@ def step(
 ) -> Step:
     """Simulate a training step of a model on one packed batch.
 
-    One layer of each kind is recorded and played: its causal attention and linear modules, forward
-    and backward. All ranks begin the layer at the same time. The time of the layer is multiplied by
-    the number of such layers. Linear layers run `RecurrentAttention` of the model's kind.
+    One layer of each kind is simulated: its causal attention and linear modules, forward and
+    backward. All ranks begin the layer at the same time. The time of the layer is multiplied by the
+    number of such layers. Linear layers run `RecurrentAttention` of the model's kind.
 
-    In groups of more than 128 ranks with the same work, most strategies are recorded and played on
-    a few nodes only, which represent all nodes (`simulate.playback.stand_ins`).
+    In groups of more than 128 ranks with the same work, most strategies are simulated on a few
+    nodes only, which represent all nodes (`simulate.playback.stand_ins`).
 
     With `servers`, the ranks of the layout are trainers, which hold whole documents, and `servers`
     further devices compute softmax attention for the trainers. A trainer divides its documents into
     two parts of similar length, called nano-batches, and alternates between the two. A trainer with
     a single document has one nano-batch. Because consecutive layers overlap, two consecutive layers
-    are also played, and each further layer is assumed to add as much time as the second layer.
+    are also simulated together, and each further layer is assumed to add as much time as the second
+    layer.
 
     Args:
         strategy: the strategy of softmax attention, as in `make_attention`.
@@ -281,8 +282,8 @@ def head_seconds(costs: Costs, tokens: float) -> float:
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
     """Return the seconds or bytes of `count` layers, given the seconds or bytes of one layer.
 
-    If `two`, the value of two consecutive layers, is given, each layer after the first one adds
-    `two` − `one`. Without `two`, each layer adds `one`.
+    `one` is the value of one layer. `two` is the value of two consecutive layers: if it is given,
+    each layer after the first one adds `two` − `one`. If `two` is None, each layer adds `one`.
     """
     return count * one if two is None else one + (count - 1) * (two - one)
 
@@ -370,8 +371,8 @@ class _LayerSimulator:
 def _exchange_parameters(
     programs: Mapping[int, Program], ranks: int, nbytes: int, passes: int
 ) -> None:
-    """Add an exchange with all other ranks to each program. The exchange begins at the start of the
-    program, and ends at its end.
+    """Add an exchange with all other ranks to the program of each rank. The exchange begins at the
+    start of the program, and ends at the end of the program.
 
     `nbytes` bytes are divided into equal shards, one for each rank. A message has the bytes of
     `passes` shards.
