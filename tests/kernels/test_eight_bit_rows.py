@@ -42,7 +42,7 @@ from tests.tools.aot import TARGETS
 TYPES = {"first": "*bf16", "second": "*bf16", "index": "*i64", "message": "*i8"}
 kernels = flash_encode_rows, flash_decode_rows
 for name, target in TARGETS.items():
-    for kernel, dim, limit in itertools.product(kernels, (64, 256), (127, 448)):
+    for kernel, (dim, limit) in itertools.product(kernels, ((64, 127), (256, 448))):
         known = {"LIMIT": limit, "D": dim, "BLOCK_D": dim, "DV": dim, "BLOCK_DV": dim}
         known |= {"WIDTH": 2 * dim + 8, "TILE_ROWS": 4096 // dim}
         known |= {"INDEXED": True, "k_d": 1, "v_d": 1}
@@ -219,5 +219,5 @@ def test_they_compile_without_a_gpu():
     command = [sys.executable, "-c", COMPILE]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     found = [line.split() for line in ran.stdout.splitlines()]
-    assert len(found) == 8 * len(TARGETS), ran.stderr
+    assert len(found) == 4 * len(TARGETS), ran.stderr
     assert all(line[2:] == ["0", "True"] for line in found), found

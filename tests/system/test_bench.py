@@ -10,7 +10,7 @@ import pytest
 
 from seqpar.bench.workers.ranks import PointError, RankProcesses
 from seqpar.comm.launch import place
-from tests.support.commands import fork_commands
+from tests.support.commands import TORCHRUN, fork_commands
 from tests.support.faults import LIMIT
 from tests.support.sweeps import options
 
@@ -57,8 +57,9 @@ def test_an_interrupted_sweep_goes_on_and_is_whole(tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-def test_a_sweep_under_torchrun(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_a_sweep_under_torchrun(tmp_path, monkeypatch):
+    fork_commands(monkeypatch)
+    launcher = (*TORCHRUN, "--nproc-per-node=2")
     words = ["--folder", str(tmp_path), "--rounds", "2", "--json", "--strategies", "ring"]
     run = command(*words, launcher=launcher)
     text, errors = run.communicate(timeout=6 * LIMIT)

@@ -6,7 +6,6 @@ import bisect
 import dataclasses
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,16 +24,6 @@ from tests.support.servers import running
 ROOT = Path(__file__).parents[2]
 HANG = 850  # seconds after which a training hangs, on a busy machine too
 pytestmark = pytest.mark.timeout(900)
-
-
-def demo(folder, *arguments):
-    """Run `train_lm` in `folder`, on this tree's seqpar wherever that is installed."""
-    command = [sys.executable, str(ROOT / "examples/train_lm.py"), *arguments]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": path}, "timeout": HANG}
-    return subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
-    )
 
 
 @pytest.fixture
@@ -63,12 +52,12 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_train_as_one_does(text, tmp_path):
-    """As a user starts it, by torchrun and without. Others fork their processes."""
+def test_two_processes_train_as_one_does(text, forked, tmp_path):
+    """CI also runs this example as a user starts it."""
     training = ("--attention=ulysses", "--layout=striped", "--steps=3", "--seq-len=100")
-    done = demo(tmp_path, "--compare", *training, f"--text={text}", f"--out={tmp_path}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ulysses, 2 processes: 3 steps, loss \d", done.stdout, re.MULTILINE)
+    code, shown = forked("train_lm", "--compare", *training, f"--text={text}", f"--out={tmp_path}")
+    assert code == 0, shown
+    assert re.search(r"^ulysses, 2 processes: 3 steps, loss \d", shown, re.MULTILINE)
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 

@@ -162,18 +162,14 @@ def test_the_wheel_has_sources_types_and_index_metadata(release):
 
 
 @pytest.mark.exhaustive
-def test_the_wheel_works_in_a_new_environment(installed, tmp_path):
-    """The program and the module say what is here, and the first example computes on two ranks."""
+def test_the_wheel_works_in_a_new_environment(installed):
+    """The program and the module say what is here."""
     for command in (["seqpar"], ["python", "-W", "error", "-m", "seqpar"]):
         found = json.loads(run(installed / command[0], *command[1:], "info", "--json"))
         assert found["versions"]["seqpar"] == seqpar.__version__
         assert found["builds"]["commit of seqpar"] == "not a checkout"
     where = run(installed / "python", "-c", "import seqpar.kernels as x; print(x.__file__)")
     assert Path(where).is_relative_to(installed.parent)
-    shutil.copy(ROOT / "examples/quickstart.py", tmp_path)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    said = run(installed / "python", *launch, "quickstart.py", cwd=tmp_path)
-    assert said.count("512 of 1024 tokens, error") == 2
 
 
 @pytest.mark.exhaustive

@@ -19,7 +19,7 @@ def test_no_client_reaches_another_clients_session(number):
     assert fuzz_sequence(7, number, hostile=200) > 250
 
 
-@pytest.mark.parametrize("number", exhaustive_seeds(0, 7))
+@pytest.mark.parametrize("number", exhaustive_seeds(0, 2))
 def test_longer_sequences(number):
     fuzz_sequence(8, number)
 
