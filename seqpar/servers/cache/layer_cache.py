@@ -48,6 +48,9 @@ Source = Callable[[int, int], object]
 class RecomputedRows:
     """The rows of a segment that this process computes again instead of keeping a copy.
 
+    A row is the key and the value of one token, and a segment is a range of rows that one server
+    stores.
+
     The class has the same methods as `Pages`, which keeps all rows. `RecomputedRows` keeps only the
     rows of the last `write`, and drops these rows in `settle`.
     """
@@ -179,12 +182,14 @@ class SegmentServers:
 
 
 class Segment:
-    """A range of consecutive rows of a layer, stored by one server.
+    """A range of consecutive rows of a layer, stored by one server. A row is the key and the value
+    of one token.
 
-    `write` and `truncate` change the rows in this process. `begin` sends a step to the server, and
-    `finish` returns the result of the step. While the server has not answered a step, this process
-    assumes that the server has no rows. If the step fails, this process therefore sends all rows
-    again, and never relies on rows that the server may have lost.
+    `write` and `truncate` change the rows in this process. A step is a request to the server, which
+    carries queries and the rows that the server does not have. `begin` sends a step, and `finish`
+    returns attention of the step's queries over the rows. While the server has not answered a step,
+    this process assumes that the server has no rows. If the step fails, this process therefore
+    sends all rows again, and never relies on rows that the server may have lost.
     """
 
     def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
@@ -232,7 +237,8 @@ class Segment:
         self._servers.forget(begun.held.number)
 
     def begin(self, query: Query) -> BegunStep | None:
-        """Send a step with the rows that the server does not have.
+        """Send the server a step: the queries, and the rows of the segment that the server does not
+        have.
 
         If no server stores the segment, or the missing rows do not fit into one message, this
         method returns None and sends nothing. In these cases, `finish` sends the rows.
@@ -243,7 +249,8 @@ class Segment:
         return self._ask(held, self.length, query)
 
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
-        """Return out and lse of a step, in fp32 or, for fp64 queries, in fp64.
+        """Return out and lse of the step that `begin` has sent. They are in fp32 or, for fp64
+        queries, in fp64.
 
         If `begun` is None or the server did not answer the step, this process sends the missing
         rows to a server, and the server computes the step. If no server can compute the step, this

@@ -173,7 +173,10 @@ class ServerCache:
     def attend(
         self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Store the step's keys and values, and return attention of its queries over all keys.
+        """Store the keys and values of a step's new tokens, and return attention of their queries.
+
+        A step is a decoding step, which begins with `extend`. The queries attend to the keys of all
+        tokens, including the new tokens.
 
         After an error other than a ValueError, call `truncate` and `extend` to repeat the step.
 
@@ -189,7 +192,7 @@ class ServerCache:
 
         Returns:
             out (T, Hq, Dv) or (B, T, Hq, Dv), in q's dtype. With `return_lse`, it returns (out,
-            lse): lse is (T, Hq) or (B, T, Hq), in fp32 or, for fp64 queries, in fp64. It is
+            lse): lse is (T, Hq) or (B, T, Hq), in fp32 or, for fp64 queries, in fp64. lse is
             computed over the keys only, without the sinks.
         """
         return self.post(layer, q, k, v, **options).result()

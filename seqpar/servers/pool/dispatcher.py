@@ -135,8 +135,8 @@ class StepLostError(Exception):
 
 
 class Dispatcher:
-    """Sends the work of a pool to servers. It runs in the event loop; other threads submit the
-    work.
+    """Sends the tasks and decoding steps of a pool to servers. It runs in the event loop, and other
+    threads submit tasks and steps.
 
     A decoding step can be computed only by the server that stores the step's cache. If this server
     loses the cache, the future of the step raises a StepLostError. The thread that waits for the
@@ -507,7 +507,7 @@ class StragglerDetector:
     """A detector of tasks that take more than `factor` times as long as a quantile of the last 256
     tasks.
 
-    Tasks of different sizes are compared by their pace:
+    Tasks of different sizes are compared by their pace, in which `work` is the cost of a task:
 
         pace = seconds / (work + 1 + median work)
 

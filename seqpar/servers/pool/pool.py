@@ -32,7 +32,8 @@ class _OnlyRank(Comm):
 
 
 class ServerPool:
-    """Attention servers that compute tasks for this process. Make a pool with `connect`.
+    """Attention servers that compute tasks for this process. A task is a part of an attention call.
+    Make a pool with `connect`.
 
     Servers can die, hang, slow down, leave and join at any time. If a server does not compute a
     task, the pool sends the task to another server. If no server can compute the task, this process

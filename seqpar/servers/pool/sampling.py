@@ -31,9 +31,9 @@ def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) 
     pass, `rows` consecutive query rows of dq and `rows` consecutive key rows of dk and dv are
     compared. `seed` chooses the rows.
 
-    A kernel that computes only some rows of a task can add up the terms in a different order. The
-    element that the server has computed and the element that this process has computed can
-    therefore differ by
+    Each element of a result is a sum of terms. A kernel that computes only some rows of a task can
+    add up the terms in a different order. The element that the server has computed and the element
+    that this process has computed can therefore differ by
 
         16·((ε + (√n + s)·ε')·m + ε'·t)
 
@@ -84,9 +84,10 @@ def _terms(part: Request) -> list[float]:
     """Return, for each result of a request, a bound of the terms that the result adds up. The terms
     are taken before they are multiplied by probabilities.
 
-    The error of a dot product is at most about ε' times the product of the lengths of the two
-    vectors. For a score, this product is |scale|·|q|·|k|. For the gradient of a probability, the
-    bound is |dout|·|v| + |delta|.
+    A bound of the terms is needed because the rounding error of a sum depends on the size of its
+    terms. ε' is the machine epsilon of the dtype of sums. The error of a dot product is at most
+    about ε' times the product of the lengths of the two vectors. For a score, this product is
+    |scale|·|q|·|k|. For the gradient of a probability, the bound is |dout|·|v| + |delta|.
     """
     v, output = _longest_row(part.v), part.output
     if output is None:

@@ -89,7 +89,8 @@ class Caches:
         return sum(map(len, self._caches.values()))
 
     def admit(self, client: Client, task: Task, step: Step, buffers: Sequence[Buffer]) -> CacheStep:
-        """Accept a step whose header and payload were checked, and reserve memory for its rows.
+        """Accept a decoding step whose header and payload were checked, and reserve memory for its
+        rows.
 
         If an error is raised, no cache has changed.
 

@@ -344,8 +344,8 @@ class Service:
     ) -> None:
         """Answer one task after another, until the client ends the call.
 
-        This is faster than a new call for each task, because a new call waits until gRPC has passed
-        all earlier calls of all clients to the server.
+        One call for many tasks is faster than a new call for each task, because a new call waits
+        until gRPC has passed all earlier calls of all clients to the server.
         """
         # Empty while a task is answered, so that the data of the request can be freed.
         requests = [version.read_request(raw)]
@@ -452,9 +452,9 @@ class Service:
         return incoming.parts
 
     async def _next_chunk(self, name: str, context: Context) -> bytes:
-        """Read the next message of a call. The call reads during a turn, of which each name has
-        only a few at a time. If no message arrives, the turn ends, and the call waits for another
-        turn.
+        """Read the next message of a call. A call may read only while it holds a turn. All calls of
+        clients with one name share a few turns. If no message arrives in time, the call returns its
+        turn, and waits for the message without a turn.
         """
         async with self._turns.turn(name):
             chunk = asyncio.ensure_future(context.read())

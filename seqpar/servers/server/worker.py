@@ -247,8 +247,8 @@ class Worker:
         return self._threads[long].waiting(able)
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
-        """Return whether a job can begin now. With `long`, the threads for long jobs are meant, and
-        otherwise the threads for short jobs.
+        """Return whether a job can begin now in a thread for long jobs or, if `long` is False, in a
+        thread for short jobs.
 
         A decoding step waits while an earlier step of the same client is being computed.
         """
@@ -256,7 +256,8 @@ class Worker:
         return (job.cost > self._long) == long and not ordered
 
     def _take(self, long: bool) -> list[ComputeJob]:
-        """Take the jobs of the next turn from the queues.
+        """Take the jobs of the next turn from the queues. A turn is one call, which computes one
+        job or several jobs.
 
         If clients with several names are active, a turn has a single job, so that no client waits
         for more than one job of each other name. If only one name is active, a turn has several

@@ -118,7 +118,9 @@ def check_tables(
 ) -> None:
     """Check the tables of a task, or raise a RequestError.
 
-    Each slice must lie within the rows of q and k, and positions must ascend within each slice.
+    The tables are the slices of a mask, and the positions of queries and keys. A slice is a range
+    of query rows and a range of key rows, between which attention is computed. Each slice must lie
+    within the rows of q and k, and positions must ascend within each slice.
 
     Slices can overlap, so a small request could cause any amount of work. The number of pairs of a
     query row and a key row, summed over the slices, is therefore limited to twice the number of all

@@ -105,8 +105,9 @@ class Request:
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the task in the order in which they are sent.
 
-        Three tables come first: an int64 table (n, 6) of the q rows, k rows and band of each slice,
-        and the int32 positions of queries and of keys.
+        Three tables come first: an int64 table (n, 6) of slices, the int32 positions of queries,
+        and the int32 positions of keys. A slice is a range of query rows, a range of key rows, and
+        two limits of the difference between the positions of a key and a query.
         """
         tensors = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
         if self.output is not None:
