@@ -271,6 +271,7 @@ def distances(reference: Floats, values: Floats) -> Floats:
 
 def _errors(reference: Floats, parts: list[Part]) -> tuple[Floats, Ints]:
     """Return two arrays (tokens,): the relative error of each token, and the rank with this error.
+    `parts` contains what each rank recorded of one output.
 
     An error is relative to the token's norm in the reference, or to the median norm of the tokens
     if the median is larger. If several ranks hold a token, its error is the largest of their
@@ -390,7 +391,8 @@ def _of_labels(evidence: Evidence) -> list[Finding]:
 
 
 def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
-    """Compare the losses of the batch, and the numbers by which the runs divided them.
+    """Compare the losses of the batch in two runs, and the numbers by which the runs divided the
+    losses.
 
     A run does not say whether the loss of the batch is the sum or the mean of the ranks' losses.
     The loss of each run therefore has several possible values. If a value of the first run agrees
@@ -429,7 +431,8 @@ def _totals(losses: list[float], run: Recording) -> list[float]:
 
     * the mean of the losses;
     * the sum of the losses, divided by the number of copies of a token;
-    * the second value, divided by the number of groups of ranks that share rows.
+    * the sum of the losses, divided by the number of copies and by the number of groups. Each
+      sequence is divided among the ranks of one group.
     """
     mean, total = sum(losses) / len(losses), sum(losses) / run.copies_of_tokens
     return [mean, total, total / len(run.groups)]

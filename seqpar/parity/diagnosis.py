@@ -248,7 +248,7 @@ def border(evidence: Evidence, first: Finding) -> str | None:
 
 
 def label_shift(evidence: Evidence, first: Finding) -> str | None:
-    """Labels differ only where the next token of the sequence is not the rank's next token.
+    """Labels differ only at tokens whose next token is on a different rank.
 
     If only the numbers of labels are known, the number of labels that are missing in the second run
     must be at most the number of such tokens.
@@ -520,8 +520,9 @@ def _borders(evidence: Evidence) -> Bools:
 def _from_a_border(evidence: Evidence, differing: Bools) -> int | None:
     """Return the first rank border if the tokens from this border on differ, or None.
 
-    The token at the border must differ, each later rank must have a token that differs, and all
-    tokens before the border must agree.
+    A rank border is a position whose token is on a different rank than the previous token. The
+    token at the border must differ, each later rank must have a token that differs, and all tokens
+    before the border must agree.
     """
     borders, by_row = _borders(evidence), differing.reshape(evidence.shape)
     rank_of = evidence.b.rank_of

@@ -82,6 +82,9 @@ class Rank:
 class Recording:
     """All ranks of a recording, with their tokens in order.
 
+    A group is the ranks among which each sequence is divided. A place is the index of a token in
+    the whole batch.
+
     Attributes:
         shape: (rows, tokens) of the whole batch.
         copies: whether several groups hold the same rows, or all ranks of a group hold the same
@@ -128,8 +131,8 @@ class Recording:
         return {key: x for rank in self.ranks for key, x in rank.outputs.items()}
 
     def parts(self, key: Key, kind: str = "summary") -> list[Part]:
-        """Return the parts of an output, one for each rank, or an empty list if its rows are not
-        tokens.
+        """Return what each rank recorded of one output, or an empty list if the rows of the output
+        are not tokens.
 
         `kind` is "summary", "gradient" for summaries of the output's gradient, or "full" for all
         features.
@@ -147,8 +150,8 @@ class Recording:
         return [_without_padding(part) for part in found]
 
     def joined(self, parts: list[Part]) -> Floats:
-        """Return (rows · tokens, columns): the values of each token of the whole batch, from the
-        parts of all ranks.
+        """Return (rows · tokens, columns): the values of each token of the whole batch. `parts`
+        contains what each rank recorded of one output.
 
         The values are NaN for a token that no rank has. If several ranks have a token, the values
         are those of the first of these ranks.
@@ -238,10 +241,10 @@ class Recording:
         return found
 
     def labels(self) -> list[Part]:
-        """Return a part for each rank, which has the label and the loss of each of the rank's
-        tokens as its columns.
+        """Return, for each rank, the labels and the losses of its tokens, as the two columns of a
+        `Part`.
 
-        A rank has a part if it called `cross_entropy` exactly once with its local tokens.
+        A rank is left out unless it called `cross_entropy` exactly once with its local tokens.
         """
         found = []
         for rank in self.ranks:
@@ -283,10 +286,11 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
     """Find the position in the whole batch of each token of all ranks. The positions of the tokens
     of `reference` must be known.
 
-    Groups with different tokens hold different rows of the batch (data parallelism); the token ids
-    of `reference` show which rows a group holds. Groups with the same tokens hold copies of the
-    same rows (tensor parallelism). If the rows of `reference` were packed into one row, the row of
-    each group may consist of several of them.
+    A group is the ranks among which each sequence is divided. Groups with different tokens hold
+    different rows of the batch (data parallelism). The token ids of `reference` show which rows a
+    group holds. Groups with the same tokens hold copies of the same rows (tensor parallelism). If
+    the rows of `reference` were packed into one row, the row of each group may consist of several
+    of them.
     """
     ids = None if reference is None else reference.joined_ids
     sequences = [_place_in_group(recording, group, ids) for group in recording.groups]
@@ -427,8 +431,8 @@ def _place_in_group(recording: Recording, group: list[Rank], ids: Ints | None) -
 
 
 def _numbers_of_rows(x: _Sequences, rows: list[Ints | None], used: set[int]) -> list[int]:
-    """Return, for each row of a group, its index in the list `rows`. A row that is not in the list
-    is appended to the list.
+    """Return the index in the list `rows` of each row of a group of ranks. A row that is not in the
+    list is appended to the list.
 
     If a row of the group is equal to several entries of the list, an entry that no group holds yet
     is preferred.

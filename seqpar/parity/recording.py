@@ -82,8 +82,8 @@ def record(
             are stored instead of summaries.
 
     Yields:
-        The recorder. Call its method `loss` to state the loss if your code never calls `backward`
-        on it.
+        The recorder. If your code never calls `backward` on the loss, pass the loss to the
+        recorder's method `loss`.
 
     Raises:
         ValueError: if an argument is wrong, or if the folder exists.

@@ -59,7 +59,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def token_rows(x: Tensor, batch: Batch) -> Tensor | None:
-    """Return `x` as (rows, tokens, features), or None if no dimension of `x` is the tokens.
+    """Return `x` as (rows, tokens, features), or None if `x` has no dimension of tokens.
 
     Tokens can also be the first dimension, as in Megatron, or the dimension after the heads. A
     tensor with a single row, such as the cosines of RoPE, counts as the first row of the batch.
