@@ -86,7 +86,7 @@ def context_parallel(
             context, each buffer contains only this rank's tokens. After the context, each buffer
             has its old contents in the same memory again. Buffers must not require gradients.
         buffer_seq_dims: for each buffer, the dimension whose entries are the layout's tokens,
-            padding included.
+            including padding.
         no_restore_buffers: buffers that keep only this rank's tokens after the context too, so that
             the memory of the whole batch is freed.
         replicated_keys: key counts by which calls with replicated keys are recognised, such as

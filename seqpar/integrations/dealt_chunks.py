@@ -17,13 +17,13 @@ def layout_of_chunks(chunks: Ints, owners: Ints, ranks: int, cu_seqlens: Ints) -
     """Return the layout in which chunk i is on rank `owners[i % len(owners)]`.
 
     Args:
-        chunks: (number of chunks + 1,) integers. The index of each chunk's first token, then the
-            number of tokens.
+        chunks: (number of chunks + 1,) integers. Entry i is the index of the first token of chunk
+            i. The last entry is the number of all tokens.
         owners: a list of ranks. Entry i is the rank of chunk i. If there are more chunks than
             entries, the list is repeated from its start.
         ranks: the number of ranks.
-        cu_seqlens: (number of documents + 1,) integers. The index of each document's first token,
-            then the number of tokens.
+        cu_seqlens: (number of documents + 1,) integers. Entry i is the index of the first token of
+            document i. The last entry is the number of all tokens.
     """
     cuts = np.union1d(chunks, cu_seqlens)
     begins, ends = cuts[:-1], cuts[1:]

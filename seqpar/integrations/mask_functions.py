@@ -77,10 +77,13 @@ def ranges_of(
 def ranges_within(
     mask_function: Callable[..., Any], documents: Sequence[tuple[int, int, int]]
 ) -> Ranges:
-    """Return which pairs within the documents of a batch a mask function leaves visible, as ranges.
+    """Return the visible (query, key) pairs of a transformers mask function, as ranges for
+    `Mask.of_ranges`.
 
-    Each document is (row, start, stop). Columns between documents, such as padding, are left out.
-    Errors are as in `ranges_of`.
+    Only pairs within one of the given documents are returned.
+
+    Each document is (row, start, stop): the columns start … stop − 1 of a row of the batch. Columns
+    between documents, such as padding, are left out. Errors are as in `ranges_of`.
     """
     check_function("mask_function", mask_function)
     rows: dict[int, list[int]] = {}
@@ -174,7 +177,8 @@ def _padded(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _remapped(within: list[Area], closed: Closed, batch: int) -> list[Area]:
-    """Apply a mask function of positions to areas of columns.
+    """Return the areas that a mask function leaves visible, if the function is a function of
+    positions. An area is a rectangle of query columns and key columns.
 
     The areas are cut where the positions do not count up by one. In each of the cut areas, the
     function is evaluated at the positions of the area.

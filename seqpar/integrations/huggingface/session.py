@@ -363,11 +363,11 @@ class SequenceParallel(EnabledModel):
     def average_gradients(self) -> None:
         """Average the gradients of the model's parameters over the ranks of the group.
 
-        Call it on all ranks after backward, before gradients are clipped or unscaled and before the
-        optimizer's step. With gradient accumulation, call it once, after the last backward. Before
-        this call, each rank has a different gradient, and an optimizer's step raises a ValueError.
-        If DDP or FSDP wraps the model, the wrapper averages the gradients, and this method does
-        nothing.
+        Call this method on all ranks after backward, before gradients are clipped or unscaled and
+        before the optimizer's step. With gradient accumulation, call it once, after the last
+        backward. Before this call, each rank has a different gradient, and an optimizer's step
+        raises a ValueError. If DDP or FSDP wraps the model, the wrapper averages the gradients, and
+        this method does nothing.
 
         If a parameter has a gradient on some of the ranks only, for example in an expert, all ranks
         get the average, in which a missing gradient counts as 0. Each rank sends 2·(P − 1)/P times

@@ -156,7 +156,8 @@ def attend(
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention over all ranks: q, k, v (1, H, T_local, D) to (1, T_local, H, D).
+    """Compute a layer's attention over the keys of all ranks. The arguments are (1, H, T_local, D),
+    and the result is (1, T_local, H, D).
 
     Raises a ValueError that names the layer and the reason if the call cannot be computed.
     """

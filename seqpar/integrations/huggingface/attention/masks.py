@@ -61,13 +61,13 @@ def read_mask(
     documents: BatchDocuments | None = None,
     position_ids: Tensor | None = None,
 ) -> MaskShape:
-    """Return which keys a query attends to, according to a mask function of
-    `transformers.masking_utils`, apart from the separation of documents.
+    """Convert a mask function of `transformers.masking_utils` to a mask of seqpar. The separation
+    of documents is not part of the result.
 
-    If the function separates documents, these must be the documents that begin where this rank's
-    `position_ids` jump. If the `documents` of a whole batch are given, the function can be a union
-    of masks, such as a causal mask for text and a full mask within each image. Raises a ValueError
-    if the mask cannot be expressed.
+    If the function separates documents, its documents must begin where this rank's `position_ids`
+    jump. If the `documents` of a whole batch are given, the function can be a union of masks, such
+    as a causal mask for text and a full mask within each image. Raises a ValueError if the mask
+    cannot be expressed.
     """
     _check_documents(function, position_ids)
     try:

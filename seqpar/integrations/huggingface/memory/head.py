@@ -104,7 +104,7 @@ class ChunkedHead:
 
     def _checked(self, loss: Tensor, logits: Tensor) -> Tensor:
         """Return the loss if the model changed the probe as expected, and otherwise raise a
-        ValueError.
+        ValueError. The probe is a few known numbers that were returned in place of logits.
 
         If the comparison would have to wait for a GPU, only the first call raises the error. In
         later calls, the loss becomes NaN instead.
