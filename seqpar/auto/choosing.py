@@ -195,8 +195,8 @@ def choose(
 
 
 def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the ranks whose programs are recorded: the first rank, the last rank, and two ranks of
-    a node in the middle.
+    """Return the ranks whose computations and messages are recorded: the first rank, the last rank,
+    and two ranks of a node in the middle.
 
     For a small number of ranks, return None, which stands for all ranks.
     """

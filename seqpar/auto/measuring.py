@@ -67,7 +67,8 @@ def measured(
     comm: Comm,
     backward: bool,
 ) -> Choice:
-    """Measure close candidates on all ranks. Returns a choice that is sorted by the measured times.
+    """Measure the candidates whose predictions are close to the fastest prediction, on all ranks.
+    Return a choice that is sorted by the measured times.
 
     All ranks call this function together. `module` returns the module of a candidate, and `call`
     calls this module. Each round runs every candidate once. The time of a round is that of the

@@ -294,7 +294,8 @@ class AutoAttention(Attention):
     def _predicted(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> tuple[Hashable, Choice]:
-        """Return the key under which the call's measured choice is kept, and its prediction.
+        """Return the key under which the measured choice of a call is kept, and the predicted
+        choice.
 
         The key and the prediction depend only on arguments that are equal on all ranks. Layouts
         keep predictions but not measured choices. Ranks can free a layout at different times. If

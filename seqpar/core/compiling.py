@@ -43,9 +43,10 @@ def is_traced() -> bool:
 def outside_graphs(function: F, reason: str | None = None) -> F:
     """Mark a function at which torch.compile breaks the graph, or refuses with `fullgraph`.
 
-    Functions that `function` calls are not compiled either. With `fullgraph`, the error of
+    Functions that `function` calls are also not compiled. With `fullgraph`, the error of
     torch.compile states the `reason`, by default that the function cannot be traced.
-    `torch.compiler.disable` would import the compiler, which takes seconds. This function does not.
+    `torch.compiler.disable` would import the compiler, which takes seconds. This function does not
+    import the compiler.
     """
     if reason is None:
         where = "call it outside of the compiled function"

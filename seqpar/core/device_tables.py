@@ -1,9 +1,9 @@
 """Tables that the host builds, and their copies on devices.
 
-A copy from pageable memory makes the host wait for the device. All tables of a call are therefore
-copied together, from pinned memory. A *rehearsal* finds the tables before the call. The rehearsal
-runs the call's code on meta tensors. When the code requests a table, the rehearsal collects the
-table and does not copy it.
+A copy from pageable memory makes the host wait for the device. All tables of an attention call are
+therefore copied together, from pinned memory. A *rehearsal* finds the tables before an attention
+call. The rehearsal runs the code of the call on meta tensors. When the code requests a table, the
+rehearsal collects the table and does not copy it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
 
 
 def split_at(edges: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
-    """Split ascending ranges at ascending edges, the first of which is 0.
+    """Split ascending ranges into parts at ascending edges, the first of which is 0.
 
     Returns three arrays with one entry per part: the index of the last edge at or before the part,
     and the part's start and stop, counted from this edge. Empty ranges have no parts.

@@ -120,8 +120,8 @@ class Answer:
 def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answer:
     """Simulate the call of a question. No numbers are computed and no data is sent.
 
-    `check` is called before each rank is recorded and before the programs are played. It can raise
-    an error to stop. Raises a ValueError if the strategy cannot compute the call.
+    `check` is called several times during the simulation. It can raise an error to stop the
+    simulation. Raises a ValueError if the strategy cannot compute the call.
     """
     cluster, is_causal = question.on(), question.causal == "yes"
     cu_seqlens = np.cumsum([0, *question.documents()])

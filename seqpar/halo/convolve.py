@@ -92,7 +92,8 @@ def _consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) 
 
 
 def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[Tensor]:
-    """Return the windows of the edges, as one tensor for each token of a window.
+    """Return the windows of the edges, as one tensor for each token of a window. The window of a
+    row is the row and the `reach` tokens before it.
 
     The *edges* are the rows whose windows are not consecutive local rows. The result has the dtype
     in which sums are computed.
@@ -108,8 +109,8 @@ def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Ca
     """Post an exchange of the rows that ranks need from each other.
 
     The returned function waits until the rows of other ranks have arrived, and returns a tensor
-    (room, B, C) that begins with them. `room` is at least the number of rows that this rank
-    receives.
+    (room, B, C), whose first rows are the received rows. `room` is at least the number of rows that
+    this rank receives.
     """
     parts = x.index_select(0, halo.sent).split([count for _, count in halo.sends])
     received = x.new_empty((room, *x.shape[1:]))

@@ -41,11 +41,12 @@ def causal_conv1d(
     ranks that hold them.
 
     In forward, a rank sends each of its rows once to each rank that needs the row for one of the w
-    − 1 tokens after it. A row has C elements in x's dtype. In backward, a rank sends the gradients
-    of its sums to each rank that has one of the w − 1 tokens before them. With an activation, these
-    are in fp32 (fp64 for fp64), and otherwise in x's dtype. Each position at which a document is
-    cut between ranks costs w − 1 rows in either pass, if such positions are at least w − 1 tokens
-    apart. `seqpar.halo.functions.traffic` returns the messages of each rank.
+    − 1 tokens after it. A row has C elements in x's dtype. In backward, a rank sends the gradient
+    of the sum at a token to each other rank that has one of the w − 1 tokens before this token.
+    With an activation, gradients are sent in fp32 (fp64 for fp64), and otherwise in x's dtype. Each
+    position at which a document is cut between ranks costs w − 1 rows in either pass, if such
+    positions are at least w − 1 tokens apart. `seqpar.halo.functions.traffic` returns the messages
+    of each rank.
 
     Sums are computed in fp32 (fp64 for fp64), and rounded once. Backward keeps x and the received
     rows.
@@ -74,7 +75,8 @@ def causal_conv1d(
 
 
 def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = False) -> Tensor:
-    """Return the row of the token before each token of its document, or 0 before the first token.
+    """Return, for each token, the row of the previous token of its document, or 0 for the first
+    token.
 
     This is RWKV's shift. It does not change bits. Arguments, result, errors and bytes are as in a
     `causal_conv1d` of width 2 without an activation.

@@ -17,7 +17,8 @@ from seqpar.core.hooks import set_hooks
 
 @dataclass(frozen=True)
 class Exposure:
-    """The times of a step in several rounds; the properties are medians over rounds.
+    """The times of a step in several rounds. The properties of this class are medians over the
+    rounds.
 
     Attributes:
         rounds: three times per round, in seconds of the slowest rank: the unchanged step, the step
