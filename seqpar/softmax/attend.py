@@ -1,12 +1,13 @@
-"""Attention of some queries over some keys on one rank, forward and backward.
+"""Compute attention of some queries over some keys on one rank, forward and backward.
 
 Strategies decide which tensors are sent between ranks. To compute attention, all strategies call
 the three functions of this file: `attend`, `attend_blocks` and `attend_backward`.
 
-* A *block* is the keys and values that are computed together, for example those of one rank.
+* A *block* is the keys and values that are computed together, for example the keys and values of
+  one rank.
 * *Slices* (`seqpar.layout.masks.mask.Slices`) say which query rows attend to which key rows of a
   block.
-* A *partial* (out, lse) is the result of attention over some of the keys. Partials over disjoint
+* A *partial* is the result (out, lse) of attention over some of the keys. Partials over disjoint
   sets of keys can be merged in any grouping.
 * A *backend* is a module of `backends/` that computes one block. Users can force a backend with
   `use_backend`. By default, CPUs use `aten`, and GPUs use the first kernel of
@@ -51,9 +52,11 @@ ForwardBlocks = Callable[
 class Backend(Protocol):
     """The interface of a backend, which is a module or an object.
 
-    A module may have a function `prepared(q, v, slices, options)`, which returns an object with
-    this interface. The object computes blocks with these slices, for tensors like q and v. If the
-    module itself computes such blocks, the function returns None.
+    A backend computes attention of some queries over one block of keys and values. A module may
+    also have a function `prepared(q, v, slices, options)`. This function may return an object with
+    the interface of a backend, which is made for blocks with these slices and for tensors with the
+    shapes of q and v. The object is then used in place of the module. If the function returns None,
+    the module is used.
     """
 
     @property
@@ -164,13 +167,13 @@ def attend(
     options: CallOptions,
     max_logits: MaxLogits | None = None,
 ) -> None:
-    """Merge the attention of q over one block of keys and values into `partial`, in place.
+    """Compute attention of q over one block of keys and values, and merge it into `partial`.
 
     Args:
         q: (B, T, Hq, D).
         k, v: the block, (B, Tk, Hkv, D) and (B, Tk, Hkv, Dv).
         slices: which rows of q attend to which rows of k.
-        partial: attention of the same queries over earlier blocks.
+        partial: the attention of q over earlier blocks, which is changed in place.
         options: how scores are computed, and the name of the backend.
         max_logits: if given, an object that is updated with the largest scores in the slices.
     """
@@ -199,8 +202,9 @@ def attend_blocks(
     """Return the attention of q over blocks of keys and values that arrive one after another.
 
     If a single backend computes all blocks and has the function `forward_blocks`, the backend
-    receives the slices of all blocks at the start. It can finish a query directly after the last
-    block to which the query attends, so it need not store a partial for this query.
+    receives the slices of all blocks at the start. The backend can then compute the final result of
+    a query directly after the last block to which the query attends, so that no partial result of
+    this query is stored.
 
     Args:
         q: (B, T, Hq, D).
@@ -208,8 +212,9 @@ def attend_blocks(
         slices_of_blocks: the slices of q over each block, in the order of the blocks.
         options, max_logits: as in `attend`.
         sinks: (Hq,) or None.
-        into: two tensors to which out and lse are written, in the dtypes of these tensors. They may
-            be views of some heads of larger tensors. None makes new tensors.
+        into: two tensors to which out and lse are written, in the dtypes of these tensors. The two
+            tensors may be views of some heads of larger tensors. With None, the function makes new
+            tensors.
 
     Returns:
         out (B, T, Hq, Dv), in q's dtype unless `into` is given, and lse (B, T, Hq).
@@ -267,9 +272,9 @@ def _backend_of_all(
     k and v are the first block. All blocks have the same dtype and head dims. The result is also
     None if no block has slices to compute.
 
-    The function looks at the slices of later blocks only if the backend of the first slices has
-    `forward_blocks`. If it has none, this backend is returned, and the slices of later blocks are
-    not built.
+    If the backend of the first block has no function `forward_blocks`, this backend is returned at
+    once, so that the slices of later blocks need not be built. The slices of later blocks are read
+    only if the backend has this function.
     """
     nonempty: Iterator[Slices] = (x for x in slices_of_blocks.slices if x.are_computed)
     first = next(nonempty, None)

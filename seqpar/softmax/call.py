@@ -49,13 +49,12 @@ class CallArguments(NamedTuple):
 
     Attributes:
         layout, kv_layout: tensors that stand for the layouts (`seqpar.layout.handle`).
-        ranges: a tensor that stands for the ranges of `Mask.of_ranges`, or None. If the mask has
-            ranges, `causal`, `left`, `right` and `prefix_lens` have no effect.
+        ranges: a tensor that stands for the ranges of `Mask.of_ranges`, or None. If the tensor is
+            given, `causal`, `left`, `right` and `prefix_lens` have no effect.
         tokens, kv_tokens: the numbers of query tokens and key tokens with which this rank computes.
-            If the strategy merges ranks (`Strategy.merged_size`), they are the tokens of all ranks
-            that are merged with this rank. If not, they are the tokens of this rank.
-        strategy: the key of a `BoundStrategy`.
-    """
+            If the ranks of a mesh row exchange heads (`Strategy.merged_size`), this rank computes
+            with the tokens of all ranks of its mesh row. If not, it computes with its own tokens.
+        strategy: the key of a `BoundStrategy`, a strategy with its group."""
 
     layout: Tensor
     kv_layout: Tensor
@@ -83,14 +82,14 @@ class CallArguments(NamedTuple):
     ) -> CallArguments:
         """Make the arguments from the keyword arguments that a user gave to `Attention.forward`.
 
-        This function checks types, because torch's operator accepts only the right types. `to_call`
-        checks values.
+        This function checks the types of the arguments, because torch's operator accepts only the
+        right types. `to_call` checks the values.
 
         Args:
-            strategy: the key of a `BoundStrategy`.
+            strategy: the key of a `BoundStrategy`, a strategy with its group.
             layout: the layout of the queries.
             head_dim: D of q, from which the default softmax scale is computed.
-            merged: the ranks whose tokens this rank computes.
+            merged: the ranks with whose tokens this rank computes.
             deterministic: whether backward must have the same bits in each run.
             user: the keyword arguments.
         """
@@ -180,7 +179,7 @@ class CallArguments(NamedTuple):
     def agreed(self, has_sinks: bool, exact: bool) -> dict[str, object]:
         """Return the values that must be the same on all ranks, by argument name.
 
-        With `exact`, layouts are described by their contents, which takes longer. Without `exact`,
+        With `exact`, a layout is described by its contents, which takes longer. Without `exact`,
         two equal layouts that were made in different ways may have different descriptions.
         """
         ranges = None if self.ranges is None else mask_ranges.described(self.ranges, exact)
@@ -233,12 +232,12 @@ class CallChanges(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ResolvedCall:
-    """Everything about a call that a strategy reads, except its tensors (`Operands`).
+    """Everything that a strategy reads about a call, except the tensors of the call (`Operands`).
 
     Attributes:
         rank: this process's rank among the ranks of the layouts.
         shape: the dtype, batch, heads and head dims of the operands.
-        kept: the cached results of `once`.
+        kept: the cached results of the method `once`.
         max_logits: the object that collects the largest scores of a forward, or None if the user
             did not request them.
     """
@@ -259,8 +258,8 @@ class ResolvedCall:
         """Return the result of `build`, which runs once for all calls that differ only in their
         tensors.
 
-        The result is stored with the layouts. It must not refer to the layouts or to the call,
-        because such a cycle of references would keep the layouts alive.
+        The result is stored with the layouts of the call. The result must not refer to the layouts
+        or to the call, because this cycle of references would keep the layouts alive.
         """
         return self.kept(key, build)
 
@@ -306,7 +305,7 @@ class ResolvedCall:
         return [peer for peer in range(self.ranks) if peer != rank]
 
     def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
-        """Return the gradient of lse, or zeros if the call returned lse but its gradient is None.
+        """Return the gradient of lse, or zeros if the call returned lse but `dlse` is None.
 
         If a rank's loss does not use lse, autograd passes None on this rank. On the other ranks, it
         passes a tensor. With zeros in place of None, all ranks send the same messages.

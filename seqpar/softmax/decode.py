@@ -1,7 +1,8 @@
-"""Decoding: all ranks have the same queries, and each rank has some of the keys.
+"""Decoding: attention of queries that all ranks have, over keys that are distributed over ranks.
 
-`Attention.decode` calls `attend_to_cache`. Each rank computes attention of all queries over its own
-keys. After that, all ranks exchange their results (out, lse), and each rank merges these results.
+`Attention.decode` calls `attend_to_cache`. Each rank computes attention of all queries over the
+keys that it holds. After that, all ranks exchange their results (out, lse), and each rank merges
+the results of all ranks.
 
 Letters of shapes: B is the batch, T the number of query tokens, Tkv_local the number of this rank's
 keys, Hq and Hkv the numbers of query heads and KV heads, D the head dim of q and k, and Dv the head
@@ -41,11 +42,12 @@ def layout_of_queries(
     kv_layout: Layout,
     dealt: bool,
 ) -> Layout:
-    """Return a layout of the queries of a decode. The layout is cached with `kv_layout`.
+    """Return a layout of the queries of a call of `Attention.decode`. The layout is cached with
+    `kv_layout`.
 
     Without `dealt`, this rank holds all queries. With `dealt`, the documents that have queries are
-    distributed over the ranks in turn, and each rank holds the queries of its documents. Raises a
-    ValueError that names the argument if the arguments do not match each other.
+    distributed over the ranks in turn, and each rank holds the queries of its documents. If the
+    arguments do not match each other, the function raises a ValueError that names an argument.
 
     Args:
         comm: the ranks that hold the keys.
@@ -122,11 +124,12 @@ def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
 
 
 class _Decode(AttentionOperator):
-    """The operator of a decode, which all strategies share.
+    """The operator that computes calls of `Attention.decode` for all strategies.
 
-    Unlike `ATTENTION`, it is not registered as an operator of torch. On each rank, the layout of
-    queries says that this rank holds all queries. The layouts of the ranks are therefore different,
-    and ranks compare the lengths of documents in place of the layouts.
+    Unlike the operator `ATTENTION`, this operator is not registered with torch. In a decode, all
+    ranks have the same queries. On each rank, the layout of queries says that this rank holds all
+    queries. The layouts of two ranks are therefore different. To check that ranks make the same
+    call, ranks compare the lengths of documents in place of the layouts.
     """
 
     name = "decode"
@@ -164,12 +167,12 @@ def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) 
 def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
     """Attend to this rank's keys, exchange the results of all ranks, and merge them in rank order.
 
-    The fixed order gives the same bits on all ranks. The query heads that use the same KV head are
-    computed as rows of one head, so that each key is read only once for all of these query heads.
-    This saves time, because a decode with few queries spends most of its time on reading keys. With
-    one query of 8 heads over 16,384 keys of 2 KV heads, this function's attention took 2.0 ms on
-    one core, and SDPA with `enable_gqa` took 5.0 ms. With ALiBi, query heads are computed
-    separately, because each head has a different slope.
+    Because the order is the same on all ranks, all ranks have the same bits. The query heads that
+    use the same KV head are computed as rows of one head, so that each key is read only once for
+    all of these query heads. With few queries, reading keys takes most of the time. With one query
+    of 8 heads over 16,384 keys of 2 KV heads, the attention of this function took 2.0 ms on one
+    core, and SDPA with `enable_gqa` took 5.0 ms. With ALiBi, query heads are computed separately,
+    because each head has a different slope.
     """
     q, k, v, sinks = operands
     kv_heads = k.shape[2] if call.options.slopes is None else q.shape[2]

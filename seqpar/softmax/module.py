@@ -195,9 +195,9 @@ class Attention(BoundModule[Strategy]):
         Returns:
             out (T_local, Hq, Dv), with a leading batch dimension if q has one, in q's dtype. With
             `return_lse`, the result is (out, lse), where lse is (T_local, Hq) or (B, T_local, Hq)
-            in fp32 (fp64 for fp64). Both are differentiable. A row without keys has out 0 and lse
-            −inf. With `return_max_logits`, the last result is (Hq,) in lse's dtype, without a
-            gradient and the same on all ranks. It is −inf for a head without pairs.
+            in fp32 (fp64 for fp64). Both out and lse are differentiable. A row without keys has out
+            0 and lse −inf. With `return_max_logits`, the last result is (Hq,) in lse's dtype,
+            without a gradient and the same on all ranks. It is −inf for a head without pairs.
 
         Raises:
             ValueError: if the call is wrong or cannot be computed exactly. The error names the

@@ -1,8 +1,9 @@
 """Replay the steps of a strategy's forward or backward without running the strategy's code.
 
 A *pass* is a forward or a backward. The first pass with a combination of layout, mask, shapes,
-strides and options makes tables and copies them to the device. The second pass records its steps.
-From the third pass on, the recorded steps are replayed (`seqpar.core.recording`).
+strides and options makes tables and copies them to the device. The second pass with this
+combination records its steps. The third pass, and all later passes, replay the recorded steps
+(`seqpar.core.recording`).
 """
 
 from __future__ import annotations

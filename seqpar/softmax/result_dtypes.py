@@ -54,7 +54,7 @@ class ResultDtypes(NamedTuple):
 def result_dtypes(
     comm: Comm | None, call: ResolvedCall, backward: bool, chosen: torch.dtype | None = None
 ) -> ResultDtypes:
-    """Return the dtypes in which ranks send partial results, or gradients if `backward` is set.
+    """Return the dtypes in which ranks send partial results in forward, or gradients in backward.
 
     All ranks of `comm` get the same dtypes. Without `comm`, the function assumes that all ranks
     have the same kernels. `chosen` is a dtype that the user has chosen for all results, or None.
@@ -84,10 +84,10 @@ def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
     ranks compare their kernels in their first forward. No later forward or backward sends messages
     for the comparison.
 
-    Every forward calls this function, even if the user has chosen a dtype and the answer has no
-    effect. If only some forwards called it, the first comparison could be in a forward or backward
-    that a CUDA graph captures. A capture cannot contain the comparison, because the CPU reads its
-    result.
+    Every forward calls this function, even if the user has chosen a dtype and the result is not
+    used. If only some forwards called the function, the first comparison could be in a forward or
+    backward that a CUDA graph captures. A capture cannot contain the comparison, because the CPU
+    reads the result of the comparison.
     """
     dtype = call.shape.dtype
     # Our Triton kernels compute layouts with `most_documents`, and do not return half precision.
@@ -119,15 +119,18 @@ def is_one_call(slices: Slices, backward: bool) -> bool:
 
 
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
-    """Return whether `is_one_call` is known to be true for any two different ranks.
+    """Return True if, for any two ranks, one kernel call surely computes all results.
 
-    `is_one_call` takes the slices of one rank's queries over another rank's keys. If the answer is
-    already known, a rank need not build these slices to know the dtypes of results.
+    The results are those of one rank's queries over another rank's keys. If this function returns
+    False, `is_one_call` answers the question for two given ranks, but it needs the table of the
+    pairs of queries and keys. If this function returns True, a rank need not make this table to
+    know the dtypes of results.
 
     The result is True for a full mask, because all queries of a document attend to all keys of the
     document. The result is also True for a causal mask on contiguous and zigzag layouts. On these
-    layouts, let rank A have queries of a document, and rank B have keys of the document. All of the
-    queries that attend to any keys of rank B attend to the same adjacent keys of rank B.
+    layouts, suppose that rank A has queries of a document, and rank B has keys of the document.
+    Each query of rank A attends either to no key of rank B, or to the same range of keys of rank B
+    as all other queries that attend to some key.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

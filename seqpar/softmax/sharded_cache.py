@@ -35,10 +35,10 @@ from seqpar.softmax.module import Attention
 class CacheRows:
     """The tokens of each sequence on each rank, and the rows that store these tokens.
 
-    The tensors of a rank contain a range of rows for sequence 0, then a range for sequence 1, and
-    so on. The first rows of each range store tokens. The other rows of the range are free, so that
-    a sequence can grow without moving other sequences. N is the number of sequences, and P the
-    number of ranks.
+    The tensors of a rank contain a range of rows for each sequence, in the order of the sequences.
+    The first rows of each range store tokens. The other rows of the range are free, so that a
+    sequence can grow without moving other sequences. N is the number of sequences, and P the number
+    of ranks.
     """
 
     def __init__(self, layout: Layout, free_rows: int) -> None:
@@ -55,7 +55,7 @@ class CacheRows:
         self.capacities = self.held + free_rows
 
     def extend(self, owner: int, tokens: int, min_growth: int) -> None:
-        """Store `tokens` new tokens of each sequence on the rank `owner`.
+        """Assign rows on the rank `owner` to `tokens` new tokens of each sequence.
 
         If the rank has too few rows, each sequence gets free rows for at least an eighth of its
         tokens, and for at least `min_growth` tokens.
@@ -104,10 +104,11 @@ class CacheRows:
         return Layout.from_spans(spans, np.r_[0, self.lengths.cumsum()])
 
     def decode_layout(self, tokens: int, chunk: int | None = None) -> tuple[Layout, Ints]:
-        """Return a layout of the rows on all ranks, and the cu_seqlens of the queries of a step.
+        """Return a layout of the rows on all ranks, and the cu_seqlens of the queries of a decoding
+        step.
 
-        The queries are the last `tokens` tokens of each sequence. With `chunk`, the documents of
-        the layout are chunks of `chunk` tokens (`Layout.chunked`).
+        The queries are the last `tokens` tokens of each sequence. With `chunk`, each document of
+        the layout is a chunk of `chunk` tokens of a sequence (`Layout.chunked`).
         """
         layout = self._layout_of_rows()
         ends = layout.cu_seqlens[1::2]
@@ -120,10 +121,10 @@ class CacheRows:
         return layout, np.r_[0, counts.cumsum()]
 
     def _layout_of_rows(self) -> Layout:
-        """Return a layout of each rank's rows, up to the row of the rank's last token.
+        """Return a layout of the rows of each rank, up to the row of the rank's last token.
 
-        Sequence i is document 2i. The free rows after sequence i are document 2i + 1, which has no
-        queries.
+        The tokens of sequence i are document 2i of the layout. The free rows after sequence i are
+        document 2i + 1, which has no queries.
         """
         empty = (self.capacities - self.held)[:, :-1]  # without the free rows of the last sequence
         starts = np.cumsum(empty, 0) - empty
@@ -169,7 +170,7 @@ class CacheLayer:
 
         Args:
             held: (M,). The number of rows to copy for each of the M sequences that are kept.
-            capacities: (M,). The number of rows that each of these sequences has in the new memory.
+            capacities: (M,). The number of rows that each of the M sequences has in the new memory.
             sequences: the indices of the M sequences, in the new order. None keeps all sequences.
             dropped: (N,). The number of rows that are not copied at the start of each of the N old
                 sequences. None copies all rows.
@@ -324,8 +325,8 @@ class ShardedCache:
         """Drop the last tokens of each sequence, such as rejected proposals.
 
         Each sequence loses the same number of tokens, so that the longest sequence has `length`
-        tokens. If the cache has dropped tokens before a window, the tokens of the window must
-        remain.
+        tokens. If the cache has dropped old tokens because of `window`, at most `droppable` tokens
+        of each sequence can be dropped.
         """
         shortest = self.length - self.droppable
         length = as_int("length", length, shortest, self.length)
@@ -433,8 +434,9 @@ class ShardedCache:
     ) -> Tensor | tuple[Tensor, ...]:
         """Return attention of the step's queries over the k and v that `append` returned.
 
-        k and v may also be tensors that were computed row by row from what `append` returned, as
-        DeepSeek-V2 computes keys from latents. `attend` describes the options.
+        k and v may also be tensors that were computed row by row from the tensors that `append`
+        returned. DeepSeek-V2, for example, computes keys from latents. `attend` describes the
+        options.
         """
         self._check_options(chunk, options)
         build = lambda: self._rows.decode_layout(self._step_tokens, chunk)  # noqa: E731
@@ -457,10 +459,9 @@ class ShardedCache:
         return stored
 
     def _drop_old_tokens(self) -> None:
-        """Drop tokens before the window if the cache stores too many tokens.
+        """Drop old tokens if the longest sequence has more than 2 · (`window` + `SPARE`) tokens.
 
-        The cache keeps the last `window` + `SPARE` tokens of each sequence. Nothing is dropped
-        unless the longest sequence has more than twice as many tokens.
+        After this, the cache stores the last `window` + `SPARE` tokens of each sequence.
         """
         if self._window is None or self.length <= 2 * (self._window + SPARE):
             return

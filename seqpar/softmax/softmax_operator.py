@@ -1,13 +1,14 @@
 """The operator `seqpar::attention` and its backward.
 
 Each call of a module becomes a call of this operator. The operator checks the call, runs the
-strategy, and saves tensors for backward. Its results are out and lse, then the max logits if they
-were requested, then the *residuals*, which are the tensors that the strategy keeps for backward.
+strategy, and saves tensors for backward. The results of the operator are, in this order, out, lse,
+the max logits if they were requested, and the *residuals*, which are the tensors that the strategy
+keeps for backward.
 
-The file also counts FLOPs for torch's FlopCounterMode, for the (query, key) pairs that this rank
-computes. A multiplication with an addition counts as 2 FLOPs. Forward has two matrix products, q·k
-and probabilities·v. Backward computes q·k again and has four more products. As in torch, the
-softmax is not counted.
+The file also counts FLOPs for torch's FlopCounterMode. Only the (query, key) pairs that this rank
+computes are counted. A multiplication with an addition counts as 2 FLOPs. Forward has two matrix
+products, q·k and probabilities·v. Backward computes q·k again and has four more products. As in
+torch, the softmax is not counted.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """The methods of all strategies: forward, backward, and predictions of their work and messages.
+    """The base class of strategies: forward, backward, and predictions of work and messages.
 
     The fields of a strategy are its options. USP also has a field for its outer strategy. `str()`
     must show all fields, because modules on one group share a `BoundStrategy` if their strategies
@@ -96,8 +96,9 @@ class Strategy:
     ) -> Gradients:
         """Return dq, dk and dv of this rank's tokens.
 
-        They may be in the accumulator's dtype, and the caller casts them to the dtypes of q, k and
-        v. dout is (B, T_local, Hq, Dv). dlse is (B, T_local, Hq), or None if lse has no gradient.
+        The gradients may be in the accumulator's dtype. The caller casts them to the dtypes of q, k
+        and v. dout is (B, T_local, Hq, Dv). dlse is (B, T_local, Hq), or None if lse has no
+        gradient.
         """
         q, k, v, out, lse = residuals
         output = OutputGradient.of(dout, dlse, out, lse, sinks, self.rank_invariant)

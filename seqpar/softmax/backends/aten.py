@@ -174,10 +174,11 @@ def _forward(
     options: CallOptions,
     merges: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece.
+    """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece, a rectangle of query rows and key
+    rows.
 
-    `merges` says whether out and lse will be merged with results over further keys. If it is True,
-    lse is in fp64 where fp32 is not accurate enough.
+    `merges` says whether out and lse will be merged with results over further keys. If `merges` is
+    True, and fp32 is not accurate enough for the lse of some row, lse is in fp64.
     """
     exact = merges and q.is_cpu and q.dtype == torch.float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -208,11 +209,12 @@ def _exact_lse(
     mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    """Return the lse (B, Hq, n) of a kernel call in fp64, with digits that fp32 cannot hold.
+    """Return the lse (B, Hq, n) of a kernel call in fp64, without the rounding of lse to fp32.
 
     `lse` is the lse of a first kernel call, rounded to fp32. This function runs the kernel again,
     and subtracts the rounded lse of each row from the scores of the row. The lse of the second call
-    is the rounding error of the first lse. It is close to 0, so fp32 is accurate enough for it.
+    is the rounding error of the first lse. Because this error is close to 0, fp32 represents it
+    accurately. The result is the sum of both lse.
     """
     rounded = lse.nan_to_num(0.0, 0.0, 0.0)[..., None]
     if mask is None:
@@ -238,7 +240,8 @@ def _with_special_rows(
     slices: Slices,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of ATen's CPU kernel, with wrong rows computed again in plain PyTorch.
+    """Return out and lse of ATen's CPU kernel, after wrong rows were computed again in plain
+    PyTorch.
 
     The kernel has two faults. First, if the largest score that the kernel finds in a row is −inf,
     it treats the row as a row without keys (out 0, and lse 0 or −inf). When it looks for the

@@ -1,11 +1,14 @@
-"""Kernels of ATen on CUDA: FlashAttention-2 from sm_80 on, and cuDNN on sm_90 and sm_100 to sm_110.
+"""ATen's kernels for CUDA: FlashAttention-2 on sm_80 and newer GPUs, cuDNN on sm_90 and sm_100 to
+110.
 
-`aten.py` and `kernel_order.py` use these kernels as `VarlenKernel`s. cuDNN builds a plan for each
-new shape and thread, which takes 40 ms to 1.2 s. It therefore computes only calls whose shapes
-seldom change from step to step (`VarlenCall.dense`). cuDNN's causal mask begins at the first row
-and the first key of a segment. Our causal mask ends at the last row and the last key. The two masks
-are equal only if a segment has as many keys as queries, so cuDNN computes only such causal
-segments, and segments with full masks.
+`aten.py` and `kernel_order.py` use these kernels as `VarlenKernel`s, which compute many *segments*
+in one call. A segment is a range of query rows and a range of key rows.
+
+cuDNN builds a plan for each new shape and thread, which takes 40 ms to 1.2 s. cuDNN is therefore
+used only for calls whose shapes seldom change from step to step (`VarlenCall.dense`). cuDNN's
+causal mask begins at the first row and the first key of a segment. Our causal mask ends at the last
+row and the last key. The two masks are equal only if a segment has as many keys as queries, so
+cuDNN computes only such causal segments, and segments with full masks.
 
 Letters of shapes: there are S segments of L query rows and Lk key rows each, Hq query heads, Hkv KV
 heads, the head dim D of q and k, and the head dim Dv of v.

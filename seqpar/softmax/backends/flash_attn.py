@@ -2,14 +2,14 @@
 
 This backend computes bf16 and fp16 on CUDA, usually all documents in one call (`varlen.py`). Plain
 PyTorch computes two cases that the packages cannot compute. The first case is ALiBi, because the
-packages measure distances in rows and not in positions. The second case is masks under which the
-attended keys do not move by one key from each query row to the next.
+packages measure distances in rows and not in positions. The second case is a mask under which the
+range of attended keys does not move by exactly one key from each query row to the next.
 
-This file calls functions below the packages' autograd functions, because the autograd functions do
-not accept the lse over all keys on all ranks. A package that is not installed may be in the cache
-of Hugging Face's package `kernels`. seqpar does not download packages. If a package is missing,
-broken or of an unknown version, `load_package` returns a reason instead of a kernel, and the next
-kernel in the order of preference computes.
+This file calls functions of the packages that autograd functions of the packages call, because the
+autograd functions do not accept the lse over all keys on all ranks. A package that is not installed
+may be in the cache of Hugging Face's package `kernels`. seqpar does not download packages. If a
+package is missing, is broken or has an unknown version, `load_package` returns the reason instead
+of a kernel, and the next kernel in the order of preference is used.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def _is_causal(tables: VarlenTables) -> bool:
 def _filling_gradients(
     forward_name: str, backward_name: str, causal: str, deterministic: bool, **unused: object
 ) -> Callable[[ModuleType, int], VarlenKernel]:
-    """Return a function that makes a `VarlenKernel` from a package's module.
+    """Return a function that makes a `VarlenKernel` from the module of a package of FlashAttention.
 
-    This function is for packages whose backward writes gradients into tensors that the caller
-    passes.
+    The backward of the package must write gradients into tensors that the caller passes.
 
     Args:
         forward_name, backward_name: the names of the package's functions.
         causal: the name of backward's argument for a causal mask.
-        deterministic: whether backward can have the same bits in each run.
+        deterministic: whether the package's backward has an option with which gradients have the
+            same bits in each run.
         unused: further arguments that are passed to both functions.
     """
 
@@ -230,10 +230,11 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
     """Return the number of query rows and of key rows of each segment, or None.
 
-    If the result is not None, FlashAttention-4 receives the segments as a batch of equal segments.
-    This is faster than a packed tensor, but FlashAttention-4 compiles a separate variant for
-    batches. Batches of segments that are not larger than one tile would need a third variant, so
-    the result for these segments is None.
+    A segment is a range of query rows and a range of key rows. If the result is not None,
+    FlashAttention-4 receives the segments as a batch in which all segments have the same numbers of
+    rows. FlashAttention-4 computes a batch faster than a packed tensor, but compiles a separate
+    variant of its kernels for batches. Segments that are not larger than one tile of the kernel
+    would need a third variant, so the result for these segments is None.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None

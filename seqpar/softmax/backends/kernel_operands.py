@@ -1,8 +1,8 @@
 """Change operands so that fused kernels accept them.
 
-Scales become positive. Head dims are padded to a multiple of 8. A gradient of lse is moved into
-additional columns of v and dout. D is the head dim of q and k, and Dv is the head dim of v. The
-head dim is the last dimension of each tensor.
+Negative scales and scales of 0 are replaced by positive scales. Head dims are padded to a multiple
+of 8. The gradient of lse is moved into additional columns of v and dout. D is the head dim of q and
+k, and Dv is the head dim of v. The head dim is the last dimension of each tensor.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:
 
     Some fused kernels do not accept dlse, the gradient of lse. For these kernels, dlse is added to
     the product dout·v in additional columns. Each returned number fills one column of v. The
-    columns of dout are chosen such that their product with these numbers is dlse. The columns of
-    out are zeros.
+    additional columns of dout are chosen such that their product with the returned numbers is dlse.
+    The additional columns of out are zeros.
 
     dlse is in fp32. In half precision, a single column would round dlse, and would be infinite
-    above 65,504 in fp16. Two columns keep 16 bits of dlse in bf16. In fp16 they keep 22 bits, for
-    numbers up to 1.3e8. The remainder in the second column is at most 32,768.
+    above 65,504 in fp16. Two columns keep 16 bits of dlse in bf16. In fp16, two columns keep 22
+    bits, for numbers up to 1.3e8. In fp16, the number in the second column is at most 32,768.
     """
     return (2.0**11, 1.0) if dtype.itemsize == 2 else (1.0,)
 

@@ -76,10 +76,10 @@ OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 
 
 def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
-    """Return the backend of the first available kernel that can compute all slices.
+    """Return the backend of the first available kernel that can compute all slices of a block.
 
-    The kernel must be able to compute the slices even if lse has a gradient, so that backward can
-    use the same kernel.
+    A slice is a range of query rows and a range of key rows with a mask. The kernel must be able to
+    compute the slices even if lse has a gradient, so that backward can use the same kernel.
     """
     device = device_of(q)
     for name in _order(device):
@@ -107,12 +107,14 @@ def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> V
 def preferred_kernel(
     operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the varlen kernel that computes all blocks of a call, or None if this is not certain.
+    """Return the varlen kernel that will compute all blocks of a call, or None if this is not
+    certain.
 
-    The function does not know the slices of the call. It ignores segments that no varlen kernel can
-    compute. The result is None if our Triton kernels or plain PyTorch might compute some blocks, or
-    if different kernels might compute different blocks. A meta device stands for a GPU with
-    FlashAttention-4.
+    A varlen kernel computes many segments in one call. A segment is a range of query rows and a
+    range of key rows. The function does not know the segments of the call, and ignores segments
+    that no varlen kernel can compute. The result is None if our Triton kernels or plain PyTorch
+    might compute some blocks, or if different kernels might compute different blocks. A meta device
+    stands for a GPU with FlashAttention-4.
     """
     if device.type == "meta":
         return _ON_META if _ON_META.takes(operands, options, True) else None
@@ -144,7 +146,7 @@ def _first_kernel(
     """Return the first kernel in a GPU's order that computes the operands, or None.
 
     The result is also None if cuDNN or our Triton kernels come before this kernel in the order,
-    because they might compute some blocks.
+    because cuDNN or our kernels might compute some blocks.
     """
     major = gpu_major(device)
     for name in _order(device):
@@ -173,9 +175,9 @@ def described_kernels(device: torch.device) -> str:
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:
     """Return the kernel that computes full and causal masks in half precision by default.
 
-    The second result says why FlashAttention-4, and each kernel before the default in the order,
-    cannot be used. `major` is the first number of the compute capability of an NVIDIA GPU, 8 or
-    more.
+    The second result is a text. It says why FlashAttention-4 cannot be used, and why each kernel
+    before the default kernel in the order cannot be used. `major` is the first number of the
+    compute capability of an NVIDIA GPU, 8 or more.
     """
     order = ORDERS.get(major, ORDERS[12]).names
     loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}

@@ -1,10 +1,10 @@
 """Cut slices into the rectangles that ATen's CPU kernel can compute, which are called pieces.
 
 A *piece* is a rectangle of query rows and key rows. The kernel can compute a piece without a mask,
-under a causal mask if the piece is a square, or under an additive mask. Pieces are cut by rows, not
-by positions. Rows ascend in position, both for queries and for keys. A rank's causal mask over its
-own tokens is therefore a single causal square in any layout, and most steps of a ring take one or
-two kernel calls without a mask.
+and a piece with an additive mask. If the piece is a square, the kernel can also apply a causal
+mask. Pieces are cut by rows, not by positions. Rows ascend in position, both for queries and for
+keys. Under a causal mask, a rank's own tokens of a document are therefore a single causal square in
+any layout. Most steps of Ring take one or two kernel calls without a mask.
 
 Letters of shapes: B is the batch, Hq the number of query heads, n the number of query rows, and m
 the number of key rows.
@@ -37,9 +37,9 @@ _MAX_BIASED_SCORES = 2**24  # the largest number of scores of a piece whose mask
 class Piece(NamedTuple):
     """A rectangle of query rows and key rows for one kernel call.
 
-    If `causal` is True, the piece is a square with a causal mask. If `band` is given, a query
-    attends to the keys for which low ≤ (position of key) − (position of query) ≤ high. In all other
-    cases, each query attends to all keys of the piece.
+    If `causal` is True, the piece is a square with a causal mask. If `band` is given, it contains
+    two numbers, low and high, and a query attends to the keys for which low ≤ (position of key) −
+    (position of query) ≤ high. In all other cases, each query attends to all keys of the piece.
     """
 
     q_start: int
@@ -70,8 +70,8 @@ def additive_mask(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the additive mask of a piece, (n, m), and which rows attend to no key, (n,).
 
-    The mask is None if the piece has no `band`. The second result is None if each row attends to
-    some key of the piece.
+    A piece is a rectangle of n query rows and m key rows. The mask is None if the piece has no
+    `band`. The second result is None if each row attends to some key of the piece.
     """
     if piece.band is None:
         return None, None
@@ -121,11 +121,12 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
 
 
 def key_runs(start: Ints, stop: Ints) -> Ints | None:
-    """Return the runs of a slice as a table (r, 4) of row ranges and key ranges.
+    """Return the runs of a slice as a table (r, 4), with the range of rows and the range of keys of
+    each run.
 
-    A *run* is consecutive rows that attend to the same keys. Row i attends to the keys start[i] …
-    stop[i] − 1. Runs without keys are left out. The result is None if a run has on average fewer
-    than `_MIN_RUN_ROWS` rows.
+    A *run* is a range of query rows that attend to the same keys. Row i attends to the keys
+    start[i] … stop[i] − 1. Runs without keys are left out. The result is None if a run has on
+    average fewer than `_MIN_RUN_ROWS` rows.
     """
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
     if stop.size < (edges.size + 1) * _MIN_RUN_ROWS:
@@ -154,11 +155,12 @@ def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
 
 
 def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...]) -> list[Piece]:
-    """Cut a slice into pieces with additive masks, one or more for each tile of query rows.
+    """Cut a slice into tiles of query rows, and cut each tile into pieces for single kernel calls.
 
-    Row i attends to the keys start[i] … stop[i] − 1. Because the kernel is faster without a mask,
-    keys to which all rows of a tile attend become a piece without a mask, if their number is larger
-    than two tiles.
+    A slice is a range of query rows and a range of key rows. Row i attends to the keys start[i] …
+    stop[i] − 1. Most pieces have an additive mask. Because the kernel is faster without a mask, the
+    keys to which all rows of a tile attend become a piece without a mask if there are more than
+    twice as many of these keys as rows in the tile.
     """
     tile = int(np.clip((stop - start).mean(), _MIN_TILE_ROWS, _MAX_TILE_ROWS))
     pieces: list[Piece] = []
@@ -208,8 +210,8 @@ def with_bias(
 
     The caller must subtract the shift (B or 1, n, Hq) from the lse of each row. The shift is in
     fp64, because it can exceed a million, and fp32 would lose the differences between rows. If the
-    piece has an additive mask (n, m), the bias is added to it, and the shift is None. If `slopes`
-    is None, the mask is unchanged, and the shift is None.
+    piece has an additive mask (n, m), the bias is added to this mask, and the shift is None. If
+    `slopes` is None, there is no bias: the mask is unchanged, and the shift is None.
     """
     if slopes is None:
         return mask, None

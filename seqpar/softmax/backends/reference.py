@@ -86,10 +86,10 @@ def attention_of_rows(
 
 
 def weighted_sum(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weights (…, n, m) @ values (…, m, d), where a row sums only the values visible to it.
+    """Return weights (…, n, m) @ values (…, m, d), where each row sums only its visible values.
 
-    The sum is NaN in two cases: if a visible value is NaN, or if a visible value is infinite and
-    has weight 0.
+    `visible` says which values each row sums. A sum is NaN in two cases: if a visible value is NaN,
+    or if a visible value is infinite and has weight 0.
     """
     total = weights @ values.masked_fill(~values.isfinite(), 0)
     attended = visible.expand_as(weights)

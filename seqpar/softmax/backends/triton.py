@@ -54,8 +54,8 @@ def forward_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of q over all blocks of keys and values; see `attend_blocks`.
 
-    The launch for a block continues from the partial result over the preceding blocks, so no
-    separate kernel merges partial results.
+    A *launch* is one start of a kernel. The launch for a block reads the result over the preceding
+    blocks and adds the block to it, so no separate kernel merges results.
     """
     remaining: Iterator[kernels.Launches] | None = None
     scores = options.scale, options.softcap
@@ -114,10 +114,10 @@ def _slopes(options: CallOptions) -> Tensor | None:
 
 
 class _Backward(NamedTuple):
-    """The queries and the kernel configurations of a backward, which all blocks of keys share.
+    """The queries and the configurations of kernels that one backward uses for all blocks of keys.
 
-    There are one or two kernels. If there is one kernel, it adds to dq, dk and dv. If there are
-    two, the first kernel adds to dk and dv, and the second kernel adds to dq.
+    A backward runs one kernel or two kernels. A single kernel adds to dq, dk and dv. Of two
+    kernels, the first kernel adds to dk and dv, and the second kernel adds to dq.
     """
 
     queries: kernels.Queries
@@ -151,12 +151,13 @@ def _forward_launches(
     continued: bool = False,
     splits: bool = True,
 ) -> tuple[list[kernels.Launches], bool]:
-    """Return the launches for each block of keys, and whether a partial result is needed.
+    """Return the kernel launches for each block of keys, and whether partial results are stored.
 
-    A tile needs a partial result if it reads or writes a result over only some of the blocks. If
-    there are too few tiles to use the whole device, and `splits` is True, several programs may
-    compute one tile, each for some of the keys. Such divided tiles are ignored in the second
-    result. The launches are stored in `derived`.
+    A *tile* is a range of query rows that one program of the kernel computes. A partial result is
+    stored for a tile if one launch computes the tile over some blocks, and a later launch continues
+    with further blocks. If there are too few tiles to use the whole device, and `splits` is True,
+    several programs may compute one tile, each over some of the keys. The second result does not
+    consider tiles that several programs compute. The launches are stored in `derived`.
     """
     heads, device = q.shape[0] * q.shape[2], device_of(q)
     key = config, device, continued, heads, splits
@@ -184,10 +185,11 @@ def _forward_launches(
 def _backward_launches(
     slices: Slices, configs: tuple[kernels.Config, ...], device: torch.device
 ) -> tuple[kernels.Launches | kernels.Config, ...]:
-    """Return the launches of each kernel, each followed by the configuration of the kernel.
+    """Return the launches and the configuration of each kernel of a backward.
 
-    A tile of the first kernel is a range of key rows, and the kernel loops over the queries of
-    these keys. If there is a second kernel, its tiles are ranges of query rows.
+    A *tile* is the rows that one program of a kernel computes. A tile of the first kernel is a
+    range of key rows, and the program loops over the queries that attend to these keys. If there is
+    a second kernel, its tiles are ranges of query rows.
     """
 
     def build() -> list[kernels.Launches]:

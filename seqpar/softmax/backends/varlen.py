@@ -4,10 +4,10 @@ A varlen kernel, such as FlashAttention's, computes many *segments* in one call.
 range of query rows and a range of key rows. All segments of a call share one window (left, right).
 The window is counted from the last query and the last key of a segment: of m keys, row i of n
 queries attends to the key rows i + m − n − left … i + m − n + right. −1 means no limit. The window
-(−1, −1) is a full mask, and (−1, 0) is a causal mask.
+(−1, −1) is a full mask, and the window (−1, 0) is a causal mask.
 
 Rows ascend in position, both for queries and for keys. Under a causal mask, a rank's own keys are
-therefore a causal segment in any layout. On a zigzag layout, the keys of every other step of a ring
+therefore a causal segment in any layout. On a zigzag layout, the keys that arrive in a step of Ring
 are one full segment per document.
 
 Letters of shapes: B is the batch, T the number of query rows, n and m the numbers of query rows and
@@ -100,10 +100,10 @@ class VarlenTables(NamedTuple):
 
 
 class VarlenCall:
-    """One call of a varlen kernel.
+    """One call of a varlen kernel, which computes many segments.
 
-    No two segments of the call share a query row. If two segments share key rows, the call is used
-    only in forward.
+    A segment is a range of query rows and a range of key rows. No two segments of the call share a
+    query row. If two segments share key rows, the call is used only in forward.
 
     Attributes:
         queries, keys: the rows of all segments, in the order of the segments.
@@ -111,8 +111,8 @@ class VarlenCall:
             bytes, so that dictionaries can be indexed by them.
         dense: the number of query rows and the number of key rows of each segment if the call is
             dense, or None. In a dense call, all segments have the same two numbers, which are
-            multiples of 128. The segments have full masks, or they have causal masks and as many
-            keys as queries.
+            multiples of 128. Either all segments have full masks, or all segments have causal masks
+            and as many keys as queries.
     """
 
     def __init__(self, segments: Sequence[VarlenSegment], window: Window) -> None:
@@ -173,9 +173,10 @@ def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
     """Return the kernel calls that compute attention over the slices. The calls are built once and
     stored with the slices.
 
-    With `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls
-    are needed. Such calls can be used only in forward, because in backward two segments would add
-    to the gradient of one key row at the same time.
+    A *segment* is a range of query rows and a range of key rows that a kernel computes. With
+    `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls are
+    needed. Calls that repeat key rows can be used only in forward, because in backward two segments
+    would add to the gradient of one key row at the same time.
     """
     name = "varlen work with repeated keys" if repeats_keys else "varlen work"
     return slices.derived(name, lambda: _build(slices, repeats_keys))
@@ -293,10 +294,11 @@ _MOST_READS = 2
 
 
 def _with_repeated_keys(segments: list[VarlenSegment], window: Window) -> list[VarlenCall] | None:
-    """Return a list with a single call, which reads key rows several times.
+    """Return a list with a single call, in which several segments have the same key rows.
 
-    In this call, each query row is in one segment, which has all keys of the row. The result is
-    None if some segment has a mask, or if the call would read too many key rows.
+    A *segment* is a range of query rows and a range of key rows. In the call, each query row is in
+    one segment, which contains all keys to which the row attends. The result is None if some
+    segment has a mask, or if the call would read too many key rows.
     """
     if not all(x.is_full for x in segments):
         return None
@@ -345,8 +347,8 @@ class BackwardRows(NamedTuple):
     """The rows of a varlen call that a backward kernel reads.
 
     dout, q and out are (n, Hq, D), k and v are (m, Hkv, D), and lse and dlse are (Hq, n). out and
-    lse are results of the whole forward, over all keys on all ranks. dlse is None if lse has no
-    gradient, or if dout contains the gradient (`lse_columns`).
+    lse are the results of forward over all keys on all ranks. dlse, the gradient of lse, is None in
+    two cases: if lse has no gradient, or if dout contains this gradient (`lse_columns`).
     """
 
     dout: Tensor
@@ -377,9 +379,10 @@ Backward = Callable[[BackwardRows], tuple[Tensor, Tensor, Tensor]]
 class VarlenKernel(NamedTuple):
     """A kernel that computes all segments of a `VarlenCall`, in bf16 or fp16.
 
-    All operands have the same head dim, which is a multiple of 8. Results are new tensors, which
-    callers may keep and change. The functions `forward` and `backward` prepare a call, and return a
-    function of the tensors.
+    A segment is a range of query rows and a range of key rows. All operands have the same head dim,
+    which is a multiple of 8. Results are new tensors, which callers may keep and change. The
+    functions `forward` and `backward` prepare the arguments of a kernel call, and return a function
+    that takes the tensors and runs the kernel.
     """
 
     forward: Callable[[VarlenTables, CallOptions], Forward]
@@ -433,9 +436,9 @@ class _Launch(NamedTuple):
 class VarlenBlock:
     """A backend that computes the slices of one block of keys with varlen kernels.
 
-    The kernels, the calls and the head dim are chosen once, and used for all tensors with the same
-    device, dtype, head dims and options. All arguments of a kernel except tensors are also prepared
-    once.
+    The kernels, the calls of kernels and the padded head dim are chosen once. They are used for all
+    tensors with the same device, dtype, head dims and options. All arguments of a kernel except
+    tensors are also prepared once.
     """
 
     forward_blocks = None  # `attend_blocks` calls `forward` for each block
@@ -443,11 +446,11 @@ class VarlenBlock:
     def __init__(
         self, kernels: dict[bool, VarlenKernel | None], q: Tensor, v: Tensor, slices: Slices
     ) -> None:
-        """Prepare for tensors like q and v.
+        """Choose the kernels for tensors with the device, dtype and head dims of q and v.
 
         `kernels[True]` is the kernel for calls in which lse has a gradient. `kernels[False]` is the
-        kernel for calls in which lse has no gradient. A value is None if no kernel can compute
-        these calls.
+        kernel for calls in which lse has no gradient. If no kernel can compute the calls, the value
+        is None.
         """
         self._kernels, self._width, kernel = kernels, joint_head_dim(q, v), kernels[False]
         # If segments repeat keys, their lengths may differ, and the call is not dense.
@@ -573,7 +576,7 @@ class VarlenBlock:
         options: CallOptions,
         output: OutputGradient | None = None,
     ) -> None:
-        """Compile the kernel for a call ahead of the call, if the kernel can be compiled ahead.
+        """Compile a kernel before its first call, if the package of the kernel can do this.
 
         If `output` is given, this method compiles the backward of the kernel. If `output` is None,
         it compiles the forward.

@@ -1,6 +1,6 @@
-"""Arithmetic on one rank that all strategies share.
+"""The arithmetic on one rank that all strategies of softmax attention share.
 
-Start with `partial.py`, which has partial results (out, lse), how they are merged, and sums of
-gradients. `call_options.py` has the options of scores such as ALiBi, and `max_logits.py` the
+Start with `partial.py`, which stores and merges partial results (out, lse), and adds up gradients.
+`call_options.py` has the options that determine scores, such as ALiBi. `max_logits.py` computes the
 largest scores.
 """

@@ -111,8 +111,8 @@ def make_add_bias(
 ) -> Callable[[Tensor, slice, slice], Tensor]:
     """Return a function that adds ALiBi's bias to scores (B, Hkv, G, n, m).
 
-    The arguments of the returned function are the scores, the range of their query rows, and the
-    range of their key rows.
+    There are G query heads per KV head, n query rows and m key rows. The arguments of the returned
+    function are the scores, the range of the query rows, and the range of the key rows.
     """
     slopes = options.slopes
     if slopes is None:

@@ -75,8 +75,7 @@ class _Merge(torch.autograd.Function):
     Let wᵢ be the fraction of the softmax's denominator that the keys of set i contribute. The
     gradients are
 
-        d outᵢ = wᵢ dout
-        d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse)
+        d outᵢ = wᵢ dout d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse)
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""Results of attention and gradients, while they are added up over blocks of keys.
+"""Results of attention, and gradients, that are summed over one block of keys after another.
 
-Backends (`softmax/backends/`) write to these objects. In forward, a `Partial` has out and lse over
-the keys so far. In backward, `OutputGradient` has what backward reads, and `PartialGradients` has
-the sums of dq, dk and dv. On GPUs, results of kernels can be stored for a while, so that one Triton
-kernel adds several results at once (`waiting_results.py`).
+Backends (`softmax/backends/`) write to the objects of this file. In forward, a `Partial` contains
+out and lse over the keys that were computed so far. In backward, an `OutputGradient` contains the
+tensors that backward reads, and `PartialGradients` contains the sums of dq, dk and dv. On GPUs,
+results of kernels can be stored until one Triton kernel adds several results at once
+(`waiting_results.py`).
 
 Letters of shapes: B is the batch, T the number of query rows, Tk the number of key rows, n the
 number of rows of one result, Hq and Hkv the numbers of query heads and KV heads, D the head dim of
@@ -29,15 +30,16 @@ class Sums:
     """Sums of the results that several kernel calls return for the same rows.
 
     The result of the first call is stored as the kernel returned it. Memory for the sums is
-    allocated only when a second call needs it. If there is only one call, no sums are written.
+    allocated only when a second call returns a result. If there is only one call, its result is
+    used in place of sums.
     """
 
     def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        """Store a function that allocates the sums. The function is not called yet.
+        """Store the function `make`, which later allocates the tensors of the sums.
 
-        If a kernel call has returned results, `make` is called with these results, and returns sums
-        that begin with them. If no kernel call has returned results, `make` is called with an empty
-        sequence, and returns sums of 0.
+        The argument of `make` is the results of the first kernel call, and `make` returns sums that
+        are equal to these results. If no kernel call has returned results, the argument is an empty
+        sequence, and the returned sums are 0.
         """
         self._make = make
         self._kept: tuple[Tensor, ...] = ()  # torch.compile cannot trace `tuple[Tensor, ...]()`
@@ -91,15 +93,15 @@ _MIN_COPIED_ROWS = 1024  # products are computed for at least this number of row
 class Partial(WaitingResults):
     """The attention of some queries over the keys that were computed so far.
 
-    Attention over further keys can be merged into the object. A row without keys has out 0 and lse
+    The results of further keys can be merged into the object. A row without keys has out 0 and lse
     −inf.
 
     A Triton kernel merges results if they are on CUDA, the sums are in fp32, and `rank_invariant`
-    is False. Results are stored until the kernel merges several of them. The bits are the same as
-    if the results were merged one by one.
+    is False. Several results are then stored before one run of the kernel merges them. The bits are
+    the same as if the results were merged one by one.
 
-    In all other cases, torch merges each result immediately. An exception is a first result that
-    has all rows. It is stored until a second result arrives.
+    In all other cases, torch merges each result immediately, with one exception: if the first
+    result has all rows, it is stored until a second result is added.
     """
 
     # 12 bytes suffice for six results in half precision, or for the sums in fp32 and four such
@@ -110,13 +112,13 @@ class Partial(WaitingResults):
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, rank_invariant: bool = False
     ) -> None:
-        """Make a partial without keys. No tensors are allocated yet.
+        """Make a partial result over no keys. No tensors are allocated yet.
 
         Args:
             shape: (B, T, Hq, Dv).
             dtype: the dtype of out.
             like: any tensor on the device of out and lse.
-            rank_invariant: whether the bits of a merged row must not depend on the rows around it.
+            rank_invariant: with True, the bits of a merged row do not depend on the rows around it.
         """
         super().__init__(shape, dtype, like, by_kernel=not rank_invariant)
         self._sums: tuple[Tensor, Tensor] | None = None
@@ -149,8 +151,9 @@ class Partial(WaitingResults):
         Args:
             q: the queries.
             v: a tensor with the head dim of the values.
-            out: a tensor whose memory the partial uses if it has the accumulator's dtype, or None.
-            rank_invariant: whether the bits of a merged row must not depend on the rows around it.
+            out: a tensor whose memory the partial uses if the tensor has the accumulator's dtype,
+                or None.
+            rank_invariant: with True, the bits of a merged row do not depend on the rows around it.
             single: whether one backend call computes everything, so that nothing is merged.
         """
         dtype = accumulator_dtype(q.dtype)
@@ -169,8 +172,8 @@ class Partial(WaitingResults):
         """The natural logarithm of the softmax's denominator, (B, T, Hq), in fp64.
 
         Reading lse merges all stored results. An fp32 lse would be rounded in each merge. After 16
-        merges, its error would be 1.5 times the error of a single kernel's lse, and our limit is
-        1.35 times. In fp64, lse takes 2/Dv of the memory of out.
+        merges, the error of an fp32 lse would be 1.5 times the error of a single kernel's lse, and
+        our limit is 1.35 times.
         """
         return self.sums[1]
 
@@ -208,11 +211,10 @@ class Partial(WaitingResults):
         Args:
             rows: the rows of the result.
             out: (B, n, H, Dv).
-            lse: (B, n, H). out and lse must not change until the partial is finished or `sums` are
-                read.
+            lse: (B, n, H). out and lse must not change until `finish` is called or `sums` is read.
             is_owned: whether only the partial uses the two tensors from now on.
-            heads: the heads of the result, which are one of the groups of `divide`, or None for all
-                heads.
+            heads: the heads of the result, which are one of the groups that were passed to
+                `divide`. None means all heads.
         """
         result = Result(rows, out, lse, is_owned, heads)
         if rehearsing():
@@ -374,7 +376,7 @@ class OutputGradient:
             p (g·dout·v − g·dout·out + dlse)
 
         where g is the fraction of the softmax's denominator that does not come from the sinks. dout
-        is therefore multiplied by g, and backward needs no further code for sinks.
+        is therefore multiplied by g, so that the rest of backward need not consider sinks.
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks, rank_invariant), out.dtype)
@@ -408,9 +410,9 @@ class OutputGradient:
         """Return out or, if out is None, a tensor that kernels can read in its place.
 
         Kernels read out only to compute the product out·dout. The returned tensor is the multiple
-        of dout that gives the same product. It is computed from dout divided by the largest element
-        of dout, because squares can leave the range of fp32. The square of a number below 1e-23 is
-        0, and the square of a number above 1e19 is infinite.
+        of dout that gives the same product. To compute the multiple, dout is first divided by its
+        largest element, because squares of elements can leave the range of fp32. In fp32, the
+        square of a number below 1e-23 is 0, and the square of a number above 1e19 is infinite.
         """
         if self.out is None:
             assert self.delta is not None
@@ -480,8 +482,8 @@ class QuerySums(WaitingResults):
             rows: the rows of `part`.
             part: (B, n, H, D). A result of a kernel.
             sign: −1, 0 or 1.
-            heads: the heads of `part`, which are one of the groups of `divide`, or None for all
-                heads.
+            heads: the heads of `part`, which are one of the groups that were passed to `divide`.
+                None means all heads.
             is_owned: whether only this object uses `part` from now on. If False, the caller must
                 not change `part` until `sums` are read or `finish` is called.
         """
@@ -605,7 +607,7 @@ class PackedGradients(PartialGradients):
     def message(self, dtype: torch.dtype) -> Tensor:
         """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv) of the dtype `dtype`, to be sent.
 
-        If a single kernel call returned dk and dv in this dtype, they are joined without a
+        If a single kernel call returned dk and dv in this dtype, dk and dv are joined without a
         conversion to fp32. The receiver converts them to fp32 without rounding, because fp32 can
         represent each number of bf16 and fp16.
         """
@@ -647,7 +649,7 @@ def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
     Each gradient is freed before the next one is cast. torch requires that the results of an
     operator share no memory, but dk and dv may be views of one tensor. In half precision, the cast
-    separates them. In fp32, one more copy separates them.
+    copies dk and dv to separate tensors. In fp32, there is no cast, so dk and dv are copied.
     """
     remaining = list(gradients)
     del gradients

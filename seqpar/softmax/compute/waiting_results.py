@@ -1,7 +1,7 @@
-"""Results of kernel calls that are stored until one Triton kernel merges or adds several of them.
+"""Store results of kernel calls until one Triton kernel merges or adds several of these results.
 
-If one launch sums several results, the sum is written only once. `Partial` and `QuerySums` in
-`partial.py` inherit from `WaitingResults`.
+If one launch of the Triton kernel sums several results, the sum is written to memory only once.
+`Partial` and `QuerySums` in `partial.py` inherit from `WaitingResults`.
 
 Letters of shapes: B is the batch, T the number of rows, n the number of rows of a result, H the
 number of heads, and D the head dim.
@@ -39,9 +39,10 @@ class WaitingResults:
     """Stores results of kernels for rows of a tensor (B, T, H, D), to sum the results later.
 
     The subclass `Partial` merges results with weights that depend on lse. The subclass `QuerySums`
-    adds results. If a Triton kernel sums the results, several results may be stored, in the dtypes
-    of their kernels. If torch sums the results, only the first result can be stored, and only if it
-    has all rows.
+    adds results without weights. On CUDA, a Triton kernel usually computes the sums, and several
+    results may be stored until it runs, in the dtypes in which kernels returned them. In other
+    cases, torch adds each result to the sums immediately. Only the first result may be stored, if
+    it has all rows, because its tensor can become the tensor of the sums.
     """
 
     # How much memory the stored results and the sums may take together, in bytes per element of (B,
@@ -51,7 +52,8 @@ class WaitingResults:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, by_kernel: bool
     ) -> None:
-        """Prepare for sums of this shape and dtype, on the device of `like`.
+        """Prepare to store results. Their sums will have this shape and dtype, on the device of
+        `like`.
 
         If `by_kernel` is True, a Triton kernel sums the results, provided that they are on CUDA and
         the dtype of the sums is fp32. In all other cases, torch sums the results.
@@ -90,7 +92,7 @@ class WaitingResults:
         Args:
             rows: the number of rows of the new result.
             dtype: the dtype of the new result.
-            columns: the head dim that the kernel allocates, if it is larger than D.
+            columns: the head dim that the kernel allocates, if this number is larger than D.
         """
         if not self._waiting:
             return

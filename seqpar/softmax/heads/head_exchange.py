@@ -1,10 +1,10 @@
-"""Divide heads among ranks, and send each head to the rank that computes it.
+"""Divide heads among ranks, and send each head to the rank that computes attention of the head.
 
 The ranks form a mesh. The ranks of a *mesh row* exchange heads with each other. In Ulysses, all
 ranks form a single mesh row. In USP, there are several mesh rows. Before the exchange, a rank has
-all heads of its own tokens. After the exchange, it has some heads of all tokens in its mesh row, in
-the order of documents and positions. A second exchange returns the results to the ranks that hold
-the tokens.
+all heads of its own tokens. After the exchange, a rank has some heads of all tokens in its mesh
+row, in the order of documents and positions. A second exchange returns the results to the ranks
+that hold the tokens.
 
 Heads are exchanged and computed in groups, so that the messages of one group are sent while another
 group is computed. A `HeadPlan` contains everything that depends only on the layouts, the mask and
@@ -35,7 +35,7 @@ from seqpar.softmax.heads.head_messages import MergedRows, MessageBlock, Operand
 class HeadGroup:
     """Heads that a rank computes together: query heads `q`, and the KV heads `kv` that they use.
 
-    Each KV head of the group is used by the same number of query heads of the group.
+    In a group, each KV head is used by the same number of query heads.
     """
 
     q: slice
@@ -75,10 +75,10 @@ class HeadGroups:
     these query heads use. With `whole_on_ranks`, rank r computes all query heads that use the KV
     heads ⌊rHkv/P⌋ … ⌊(r+1)Hkv/P⌋ − 1.
 
-    The heads of a rank are cut into `groups` groups. A rank with fewer heads has fewer groups.
-    Where possible, a cut lies between two KV heads. With `whole_kv`, every cut lies between two KV
-    heads. All KV heads of a group have the same number of query heads in the group. If this is
-    impossible with `groups` groups, the rank has more groups.
+    The query heads of a rank are cut into `groups` groups. A rank with fewer heads has fewer
+    groups. Where possible, the query heads of a KV head are in one group. With `whole_kv`, the
+    query heads of a KV head are always in one group. In each group, all KV heads are used by equal
+    numbers of query heads. If this is impossible with `groups` groups, the rank has more groups.
     """
 
     def __init__(
@@ -182,15 +182,16 @@ class HeadPlan:
         leaving: Sequence[str],
         kept: Sequence[str] = (),
     ) -> None:
-        """Make the plan.
+        """Find the tensors and the groups of heads that this rank exchanges in a forward or
+        backward.
 
         Args:
-            call: the call of attention.
+            call: the arguments of the attention call, without the tensors.
             rank: this rank.
             heads: the heads of all ranks in a mesh row.
             size: the number of ranks in a mesh row.
-            arriving: the names of the tensors that are exchanged before a group is computed.
-            leaving: the names of the tensors that are exchanged after a group was computed.
+            arriving: the names of the tensors that are exchanged before the attention of a group.
+            leaving: the names of the tensors that are exchanged after the attention of a group.
             kept: the names of the tensors that forward received and kept for backward.
         """
         self.index, shape = rank % size, call.shape  # the index of this rank in its mesh row
@@ -240,12 +241,13 @@ class HeadPlan:
 
 
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
-    """Return the call that computes attention after heads have been exchanged.
+    """Return the arguments of the attention that a rank computes after ranks have exchanged heads.
 
-    After the exchange, a rank has some heads of all tokens in its mesh row of `size` ranks. In the
-    layouts of the returned call, each mesh row is therefore a single rank. The returned call has no
-    slopes and no max logits. It is stored with the layouts, and must not keep the tensors of a call
-    alive.
+    After the exchange, a rank has some heads of all tokens of the `size` ranks in its mesh row. The
+    returned layouts therefore treat the ranks of a mesh row as one rank, which holds all tokens of
+    these ranks. Plans keep the returned object as long as the layouts exist. The object contains no
+    tensors of the call, such as ALiBi's slopes and the max logits, because it would keep these
+    tensors in memory.
     """
     return replace(call, max_logits=None).altered(
         rank=rank // size,
@@ -276,15 +278,15 @@ class HeadExchange:
         outer_name: str,
         make_results: Callable[[], Tensors],
     ) -> None:
-        """Prepare the exchange.
+        """Prepare the exchange of heads.
 
         Args:
             comm: all ranks of the call.
             plan: this rank's plan.
             label: the name of the call's messages in errors and traces.
             outer_name: the name of the outer strategy's messages in errors and traces.
-            make_results: a function that allocates the results, such as (B, T_local, H, D). It is
-                called when the first result has arrived.
+            make_results: a function that allocates the tensors of the results, such as (B, T_local,
+                H, D). The function is called when the first result has arrived.
         """
         self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
         between = comm.channel("rows") if len(plan.column) > 1 else comm
@@ -295,10 +297,10 @@ class HeadExchange:
         self._sent_back = 0  # the number of groups whose results were sent
 
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
-        """Yield the heads that this rank computes, one group after another.
+        """Yield the heads that this rank computes, one group after another, as lists of buffers.
 
-        `tensors` are this rank's tokens with all heads, (B, T_local, H, D). A group is a list of
-        buffers, one for each `MessageBlock` of the group. `in_heads` returns the tensors in these
+        `tensors` are this rank's tokens with all heads, (B, T_local, H, D). A list has one buffer
+        for each `MessageBlock` of the group. The function `in_heads` returns the tensors in these
         buffers. While the caller computes a group, the messages of the next group are sent.
         """
 
@@ -317,8 +319,9 @@ class HeadExchange:
     def send_back(self, tensors: Tensors) -> None:
         """Send the results of a group, (B, T_merged, h, D), to the ranks that hold the tokens.
 
-        Call this function once for each group, in the order of the groups. The function empties
-        `tensors`. Before it sends, it waits for the results of the preceding group.
+        Call this method once for each group, in the order of the groups. The method removes all
+        tensors from `tensors`. It waits for the results of the preceding group before it sends the
+        results of this group.
         """
         blocks = self._plan.groups[self._sent_back].leaving
         flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
@@ -344,11 +347,11 @@ class HeadExchange:
     def _post(
         self, blocks: list[MessageBlock], flats: list[Tensor], to_heads: bool, step: int
     ) -> Arriving:
-        """Post the messages of some blocks.
+        """Post messages, whose contents are in the buffers `flats`.
 
-        With `to_heads`, each head is sent to the rank that computes it, and `flats` are in token
-        form. Without `to_heads`, results are sent to the ranks that hold the tokens, and `flats`
-        are in head form. `head_messages.py` defines the two forms.
+        With `to_heads`, each head is sent to the rank that computes it, and the buffers contain all
+        heads of this rank's own tokens. Without `to_heads`, results are sent to the ranks that hold
+        the tokens, and the buffers contain this rank's heads of all tokens in the mesh row.
         """
         sends: list[Message] = []
         recvs: list[Message] = []

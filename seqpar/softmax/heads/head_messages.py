@@ -4,14 +4,14 @@ The ranks of a *mesh row* exchange heads with each other. A buffer with the mess
 forms. In *token form*, it contains all heads of one rank's own tokens. In *head form*, it contains
 some heads of all tokens in the mesh row. In both forms, the buffer contains one message for each
 rank, in the order of the ranks. A message that is sent from a buffer in token form is received into
-a buffer in head form, and vice versa. Within a message, the elements of a token lie next to each
-other, for all tensors that share the message.
+a buffer in head form, and vice versa. Within a message, all elements of one token lie next to each
+other, even if several tensors share the message.
 
-A tensor is packed into a buffer in token form by one strided copy if every rank has the same number
-of heads, and if the index of a rank's first head increases by the same number from each rank to the
-next. In head form, one index_select reorders the rows of all ranks to the order of documents. With
-contiguous layouts, the rows already have this order, so nothing is copied and each tensor is a view
-of the buffer.
+One strided copy packs a tensor into a buffer in token form under two conditions: every rank has the
+same number of heads, and the index of the first head increases by the same number from each rank to
+the next rank. In head form, one index_select reorders the rows of all ranks to the order of
+documents. With contiguous layouts, the rows already have this order, so nothing is copied and each
+tensor is a view of the buffer.
 
 Letters of shapes: B is the batch, T_local the number of this rank's tokens, T_merged the number of
 tokens in the mesh row, H the number of all heads, h the number of this rank's heads, and D the head
@@ -34,7 +34,8 @@ from seqpar.layout.geometry import Geometry
 
 
 class MergedRows:
-    """The tokens of several ranks, in two orders: by rank, and by document and position.
+    """The tokens of several ranks, in two orders: sorted by rank, and sorted by document and
+    position.
 
     The indices that convert one order into the other are copied to a device only once. If each call
     copied them, the host would wait for the device in each call.
@@ -109,8 +110,8 @@ class Operand(NamedTuple):
 class _Run(NamedTuple):
     """Heads of consecutive ranks that one strided copy can pack.
 
-    All ranks of a `_Run` have the same number of heads. The index of the first head increases by
-    `step` from each rank to the next.
+    All of these ranks have the same number of heads. The index of a rank's first head increases by
+    `step` from each rank to the next rank.
     """
 
     shape: tuple[int, ...]  # number of ranks, T_local, B, heads of a rank, D

@@ -1,4 +1,4 @@
-"""Send keys and values in steps, and return gradients to the ranks that hold the keys.
+"""Send keys and values in steps, and send gradients back to the ranks that hold the keys.
 
 A *row* is the key and the value of one token. A `KeyPlan` says which rows are sent in which step. k
 and v of a row are sent together, in messages (n, B, Hkv, D + Dv), with n rows, batch B, Hkv KV
@@ -39,9 +39,10 @@ def travelling_keys(
     While the caller computes with the k and v of one step, the messages of the next `ahead` steps
     are sent. The caller may read the k and v of a step until it requests the next k and v.
 
-    In backward, a rank exchanges keys and gradients alternately. Two ranks must post the exchanges
-    between them in the same order. All ranks therefore post the exchange of a step between the same
-    two steps, even if they leave out steps without rows.
+    In backward, a rank alternates between exchanges of keys and exchanges of gradients. Two ranks
+    must post the exchanges between them in the same order. The number of a step therefore
+    determines when its exchange is posted. A step has the same number on all ranks, even if a rank
+    leaves out steps without rows.
 
     Args:
         comm: the ranks that exchange keys.
@@ -126,7 +127,7 @@ def key_buffers(
     message_dtype: torch.dtype | None,
     groups: int = 1,
 ) -> MessageBuffers:
-    """Return the buffers in which the keys of one forward pass, or of one backward pass, arrive.
+    """Return the buffers for the keys that arrive at a rank in one forward or in one backward.
 
     Args:
         steps: the steps of this rank's plan.
@@ -179,7 +180,7 @@ class GradientReturn:
         dtype: torch.dtype,
         buffers: MessageBuffers | None = None,
     ) -> None:
-        """Post the exchange.
+        """Post the exchange of the gradients of one step.
 
         Args:
             comm: the ranks that exchange gradients.

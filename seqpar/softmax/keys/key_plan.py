@@ -1,9 +1,9 @@
-"""The plan of a rank: which key rows the rank sends in which step, and to which ranks.
+"""Plan which keys and values a rank sends in which step, and to which ranks.
 
-A *key row* is the key and the value of one token. The plan is made once per layout and mask. Ranks
-are counted around a ring. Each step has one or more distances d: rank r sends rows to rank r + d
-and receives rows from rank r − d. A strategy chooses the distances of each step. A rank sends only
-the rows to which some query of the receiver attends.
+A *key row* is the key and the value of one token. The plan of a rank is made once per layout and
+mask. Ranks are counted around a ring. Each step has one or more distances d: rank r sends rows to
+rank r + d and receives rows from rank r − d. A strategy chooses the distances of each step. A rank
+sends only the rows to which some query of the receiver attends.
 
 On ranks with many rows, heads are sent and computed in groups (see the comment at
 `_ROWS_PER_GROUP`).
@@ -82,12 +82,12 @@ class KeyStep:
 
 
 class LazySlices(Sequence[Slices]):
-    """Which of this rank's queries attend to which keys: slices over the rank's own keys, then
-    slices over the keys of each step.
+    """Lists of slices, which say which of this rank's queries attend to which keys.
 
     A slice is a range of query rows and a range of key rows with a band (`layout/masks/mask.py`).
-    The slices over the keys that arrive in a step are built when the rank computes the step. During
-    that time, the messages of later steps are being sent.
+    The first list is over the keys that this rank holds. Each further list is over the keys that
+    arrive in one step, and is built when the rank computes this step, while messages of later steps
+    are being sent.
     """
 
     def __init__(self, build_own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
@@ -110,11 +110,11 @@ class LazySlices(Sequence[Slices]):
 
 
 class KeyPlan:
-    """All steps of one rank: the keys that are sent in each step, and the slices of queries and
-    keys whose attention is computed.
+    """The steps of one rank, in which the rank sends keys, receives keys and computes attention.
 
-    The number of rows in each message is computed when the plan is made. The indices of the rows
-    are computed when the step's exchange is posted. The slices are built when the step is computed.
+    A slice is a range of query rows and a range of key rows whose attention is computed. The number
+    of rows in each message is found when the plan is made. The indices of the rows are found when
+    the exchange of the step is posted. The slices of a step are built when the step is computed.
     """
 
     def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
@@ -153,12 +153,13 @@ class KeyPlan:
 
     @cached_property
     def own(self) -> tuple[Slices, ...]:
-        """The slices that backward computes over this rank's own keys.
+        """The slices that backward computes over the keys that this rank holds.
 
-        If this rank sends or receives rows, the slices are divided into two halves. Backward
-        computes the first half before the first step, while keys arrive. It computes the second
-        half after the last step, while gradients return. Without the division, 11% of Ring's
-        transfer time and 80% of AllGather's transfer time were not hidden by computation.
+        A slice is a range of query rows and a range of key rows. If this rank sends or receives
+        rows, the slices are divided into two halves. Backward computes the first half before the
+        first step, while keys arrive. Backward computes the second half after the last step, while
+        gradients are sent back. Without the division, ranks waited for messages during 11% of the
+        transfer time in Ring, and during 80% of the transfer time in AllGather.
         """
         own = self.blocks.slices[0]
         return halves(own) if any(step.travels for step in self.steps) else (own,)
@@ -167,8 +168,9 @@ class KeyPlan:
 class KeyTables:
     """The rows that a rank sends, and the slices of queries and keys whose attention it computes.
 
-    The rows and slices are computed when they are first needed. References to layouts are weak,
-    because a layout stores its plans, and a plan must not keep its layout alive.
+    A slice is a range of query rows and a range of key rows. The rows and slices are found when
+    they are first needed. References to layouts are weak, because a layout stores its plans, and a
+    plan must not keep its layout alive.
     """
 
     def __init__(self, call: ResolvedCall) -> None:
@@ -202,10 +204,11 @@ class KeyTables:
         return slices_over(queries, self._rank, keys, tuple(owners), self._mask)
 
     def are_one_call(self, pairs: list[tuple[int, int]]) -> bool:
-        """Return whether one kernel call per pair computes all gradients of the pair's keys.
+        """Return whether, for each pair of ranks, one kernel call computes the gradients of the
+        keys.
 
-        A pair is (the rank of the queries, the rank of the keys). The result is False if `pairs` is
-        empty.
+        A pair is (the rank that holds the queries, the rank that holds the keys). The result is
+        False if `pairs` is empty.
         """
         queries, keys = self._geometry
         if not pairs or hops_are_one_call(queries, keys, self._mask):
@@ -332,10 +335,10 @@ class HeadSlices(NamedTuple):
         return OutputGradient(dout, out, lse, dlse, delta)
 
     def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients of this group of heads to the tensors of all heads.
+        """Write the gradients of a group of heads to the tensors that contain all heads.
 
-        `total` has the group's sums. `gradients` are the tensors dq, dk and dv of all heads. The
-        sums are rounded to the dtypes of these tensors.
+        `total` contains the sums of dq, dk and dv of the group. `gradients` are the tensors dq, dk
+        and dv with all heads. The sums are rounded to the dtypes of the tensors in `gradients`.
         """
         total.queries.finish(gradients[0][:, :, self.queries])
         for x, part in zip(gradients[1:], total.keys.results, strict=False):
@@ -355,9 +358,9 @@ def gradients_by_group(
 
     With one group, the returned gradients may be in the accumulator's dtype. With several groups,
     the gradients of each group are rounded to the dtype of q, so that only one group's sums in the
-    accumulator's dtype are in memory at a time. If several ranks share a KV head in USP, USP adds
-    the gradients of the KV head and rounds the sum. To avoid two roundings, USP shares no KV heads
-    in calls with several groups (`HeadGroups`).
+    accumulator's dtype are in memory at a time. In USP, several ranks may compute with the same KV
+    head. USP then adds the gradients of these ranks and rounds the sum. To avoid two roundings, USP
+    computes each KV head on one rank in calls with several groups (`HeadGroups`).
     """
     q, k, v, _ = operands
     if len(groups) == 1:
@@ -381,8 +384,8 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
     """Return the groups of heads that are sent and computed one after another.
 
     The groups are the same on all ranks. With one document and no window, there is one group for
-    each 4,096 rows of the rank with the most rows. With short documents or a window, the work per
-    row is smaller, and there are fewer groups. Each group has at least one KV head.
+    each 4,096 rows of the rank with the most rows. If documents are short, or if there is a window,
+    the work per row is smaller, and there are fewer groups. Each group has at least one KV head.
     """
     layout = layout.worst_case
     rows = layout.most_tokens * shape.batch
@@ -403,9 +406,9 @@ def divided_heads(shape: OperandShape, groups: int) -> list[HeadSlices]:
 def _attended(layout: Geometry, mask: Mask) -> int:
     """Return a measure of the work per token: the document's length, averaged over all tokens.
 
-    With a window, a document counts with at most 2w + 1 tokens, where w is the larger side of the
-    window. The measure does not consider that causal documents, and windows to one side, have only
-    half of the pairs.
+    With a window, the length of a document counts as at most 2w + 1, where w is the larger side of
+    the window. Causal masks and windows to one side allow only half of the (query, key) pairs. The
+    measure ignores this.
     """
     reach = 2 * max(mask.left, mask.right) + 1
     if mask.prefix is not None or mask.ranges is not None:

@@ -1,8 +1,9 @@
 """`KeyStrategy`, the base class of Ring and AllGather.
 
-Queries stay on their ranks. Keys and values are sent in steps, and in backward their gradients
-return. A subclass chooses the ranks from which keys arrive in each step. It also chooses how many
-steps ahead messages are posted.
+Queries stay on their ranks. Keys and values are sent in steps. In backward, the gradients of keys
+and values are sent back to the ranks that hold the keys. A subclass chooses the ranks from which
+keys arrive in each step, and the number of steps whose messages are posted ahead of the
+computation.
 """
 
 from __future__ import annotations
@@ -222,8 +223,9 @@ class KeyStrategy(Strategy):
     ) -> None:
         """Add the gradients of the heads in `operands` to `total`.
 
-        The gradients of the keys of one step return to their owners while the next step is
-        computed. Each rank adds the returned gradients in the order of the steps.
+        The gradients of the keys of one step are sent back to the ranks that hold the keys, while
+        the next step is computed. Each rank adds the gradients of its keys in the order of the
+        steps.
         """
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
         (q, k, v, _), options, ahead = operands, call.options, self.ahead(call.ranks)

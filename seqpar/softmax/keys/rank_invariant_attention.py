@@ -8,8 +8,8 @@ On CPUs, a backend call computes one tile for one batch entry and for one KV hea
 heads, on one torch thread. The operands of the call always have the same shapes, strides, alignment
 and slices. The bits of the result therefore depend neither on the number of heads of a rank nor on
 the number of threads. On CUDA and in Triton's interpreter, a backend call computes all heads of one
-tile. The bits still do not depend on the number of heads, because each head is computed by a
-separate Triton program. Merging and sinks use operations whose bits do not depend on where an
+tile. Within this call, a separate Triton program computes each head, so the bits do not depend on
+the number of heads either. Merging and sinks use operations whose bits do not depend on where an
 element is in a tensor.
 
 Letters of shapes: B is the batch, n the number of rows of a tile, m the number of keys to which the
@@ -69,8 +69,9 @@ class HeadTile(NamedTuple):
     def rows_of(self, x: Tensor, rows: slice) -> Tensor:
         """Copy rows of x (B, T, H, …), for the batch entries and heads of this object.
 
-        The copy is (b, n, h, …), and in memory it is ordered by heads. A view cannot be used,
-        because its strides and alignment would depend on the number of ranks.
+        The copy has the shape (b, n, h, …). In memory, the copy is ordered by heads. A view of x
+        cannot be used, because the strides and the alignment of a view would depend on the number
+        of ranks.
         """
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
         return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
@@ -87,8 +88,9 @@ class TileCall:
     def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
         """Plan the exchanges of keys.
 
-        All exchanges are posted together. If each exchange were posted only when the previous step
-        is computed, ranks would wait for the keys of ranks that are still computing.
+        The exchanges of all steps are posted together. If the exchange of a step were posted only
+        when the previous step is computed, a rank would wait for the keys of ranks that are still
+        computing.
 
         Args:
             comm: the ranks that exchange keys.
@@ -145,10 +147,11 @@ class TileCall:
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
     ) -> list[SumBlock]:
-        """Write dq of this rank's tiles to `dq`, and return sums of dk and dv.
+        """Write dq of the tiles that this rank computes to `dq`, and return sums of dk and dv.
 
-        A *node* is a subtree of the binary tree along which the gradients of tiles are added
-        (`tree_sum`). The result has one sum for each node that this rank computes.
+        A *tile* is a range of queries of a document. The dk and dv to which tiles contribute are
+        added along a binary tree (`tree_sum`). A *node* is a subtree whose tiles this rank
+        computes. The result has one sum for each node.
         """
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
@@ -254,11 +257,11 @@ class TileCall:
         return total.dk, total.dv
 
     def _move(self, x: Tensor, back: bool = False) -> Tensor:
-        """Send rows (B, T_local, …) from the ranks that hold them to the ranks that compute their
-        tiles.
+        """Send rows (B, T_local, …) from the ranks that hold the rows to the ranks that compute
+        them.
 
-        With `back`, rows are sent from the ranks that compute tiles to the ranks that hold the
-        rows.
+        A *tile* is a range of queries, and one rank computes all rows of a tile. With `back`, rows
+        are sent in the other direction, back to the ranks that hold the rows.
         """
         if self._plan.moved is None:
             return x
@@ -383,9 +386,10 @@ class SumBlock(NamedTuple):
 def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
     """Add one or more blocks along a fixed binary tree, and return the sum.
 
-    Each block is the contribution of one tile or of a complete subtree. `contributions` has pairs
-    of a number and a block, where the number is the index of one of the block's tiles. The numbers
-    ascend.
+    A leaf of the tree is the gradient that one *tile*, a range of queries, contributes to the keys
+    of a document. A block is the gradient of one tile, or the sum of a complete subtree.
+    `contributions` is a list of pairs (number, block), where the number is the index of one of the
+    tiles in the block. The numbers ascend.
     """
     waiting = list[tuple[int, SumBlock]]()
     for number, block in contributions:
@@ -428,8 +432,8 @@ def _sum(one: SumBlock, other: SumBlock) -> SumBlock:
 def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Run each job on one torch thread, and yield the results in the order of the jobs.
 
-    Jobs must not depend on each other. If the caller has t torch threads, t jobs run at the same
-    time, and at most t finished results are held.
+    The jobs, which are functions, must not depend on each other. If the caller has t torch threads,
+    t jobs run at the same time, and at most t finished results are in memory.
     """
     threads = torch.get_num_threads()
     if threads == 1:

@@ -38,13 +38,16 @@ TILE = 1024
 
 @dataclass(frozen=True, eq=False)
 class RankInvariantTiles:
-    """All tiles of the queries of a packed batch, ordered by document and position.
+    """All tiles of a packed batch, ordered by document and position. One rank computes each tile.
+
+    A *tile* is a fixed number of consecutive queries of a document, counted from the start of the
+    document. The *pack* is the packed batch.
 
     Attributes:
         documents: (n,). The document of each tile.
         numbers: (n,). The index of each tile in its document.
-        first_rows: (n + 1,). The index in the pack of each tile's first query, then the number of
-            all queries.
+        first_rows: (n + 1,). The index in the pack of each tile's first query. The last entry is
+            the number of all queries.
         parts: (m, 7). The slices of all tiles, ordered by tile. The columns are tile, q_start,
             q_stop, k_start, k_stop, low and high. Queries are counted from the tile's first query,
             and keys from the start of the pack.
@@ -126,7 +129,10 @@ def _whole(queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
 
 
 def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
-    """Cut the slices of all queries into parts that each belong to one tile.
+    """Cut the slices of all queries into parts, so that the queries of each part are in one tile.
+
+    A *slice* is a range of query rows and a range of key rows. A *tile* is a fixed number of
+    consecutive queries of a document.
 
     Returns the table of the parts (`RankInvariantTiles.parts`), and how many (query, key) pairs
     each tile has. Each query of a part attends to at least one key of the part, and each key is
@@ -155,11 +161,11 @@ def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
 def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
     """Assign each tile to a rank that holds some of the tile's rows.
 
-    Returns the rank of each tile, (n,), and whether any tile has rows on several ranks. If all rows
-    of a tile are on one rank, this rank computes the tile. The remaining tiles are assigned one by
-    one, beginning with the tile that has the largest area. The area of a tile is its number of
-    (query, key) pairs. Each tile is assigned to the rank whose tiles have the smallest total area
-    so far.
+    Returns the rank of each tile, (n,), and whether any tile has rows on several ranks. A *tile* is
+    a range of queries of a document, and its area is the number of its (query, key) pairs. If all
+    rows of a tile are on one rank, this rank computes the tile. The remaining tiles are assigned
+    one by one, beginning with the tile that has the largest area. Of the ranks that hold rows of a
+    tile, the rank whose tiles have the smallest total area so far computes the tile.
     """
     first, total = np.cumsum(counts) - counts, int(counts.sum())
     pairs = []
@@ -278,10 +284,11 @@ def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
     nodes = list[Node]()
 
     def cover(first: int, start: int, size: int, stop: int) -> None:
-        """Add the nodes within the subtree that begins with the tile `start` and has up to `size`
-        tiles.
+        """Find the nodes in the subtree of the tiles `start` … `start + size − 1`, and add them to
+        the list.
 
-        The document has the tiles `first` … `stop − 1`. The subtree ends where the document ends.
+        A node is the largest subtree in which this rank computes all tiles. The document has the
+        tiles `first` … `stop − 1`, and the subtree has no tiles after the end of the document.
         """
         end = min(start + size, stop)
         if start >= end or own[end] == own[start]:
@@ -309,9 +316,10 @@ def tile_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]
 def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
     """Return the sizes of the messages that a rank sends.
 
-    In step 0, the rank sends the rows of tiles that another rank computes. In the steps of the
-    plan, the rank sends keys. In the last step, the rank sends results of tiles and gradients of
-    keys.
+    A *tile* is a range of queries whose attention one rank computes. In step 0, the rank sends rows
+    of tiles that another rank computes. In the steps of the plan, the rank sends keys. In the last
+    step, the rank sends the results of tiles, and gradients of keys, to the ranks that hold the
+    rows.
     """
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
     tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)
@@ -350,10 +358,11 @@ def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
-    """Return the gradients that each node gives to `keys`.
+    """Return which of the given keys receive gradients from each node.
 
-    Nodes that have no gradients for `keys` are left out. The rows of the gradients are given as
-    indices in `index`. Both `keys` and `index` are ascending.
+    A *node* is a group of tiles (ranges of queries) whose gradients one rank adds up. Nodes that
+    contribute no gradients to `keys` are left out. The keys of a node are given by their indices in
+    the array `index`. Both `keys` and `index` are ascending.
     """
     shares = []
     for i, node in enumerate(nodes):

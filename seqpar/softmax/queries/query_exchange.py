@@ -1,9 +1,9 @@
 """Send queries to the other ranks of a mesh row, and receive the results that these ranks compute.
 
-The ranks form a mesh, and queries are exchanged between the ranks of a mesh row (`tiles.py`). A
-*hop* is one step of this exchange: this rank sends its queries to a *receiver*, and receives the
-queries of a *sender*. Results are sent in the opposite direction. `tile_strategy.py` makes a
-`QuerySchedule`, and runs it with a `QueryExchange`.
+The ranks form a mesh, and queries are exchanged between the ranks of a mesh row (`tiles.py`). In a
+*hop*, this rank sends its queries to one rank, the *receiver*, and receives the queries of another
+rank, the *sender*. The results of a hop are sent in the opposite direction. `tile_strategy.py`
+makes a `QuerySchedule`, and runs it with a `QueryExchange`.
 
 Letters of shapes: B is the batch, T the number of local rows, and Hq the number of query heads.
 """
@@ -84,9 +84,9 @@ class Travelling(NamedTuple):
     Attributes:
         queries: the formats of the tensors that are sent to the receiver.
         result: the format of a result that several kernel calls compute.
-        others: the formats of the tensors that are sent back with each result, such as lse.
+        others: the formats of the tensors, such as lse, that are sent back with each result.
         dtypes: the dtypes in which results are sent.
-        backward: whether the pass is a backward.
+        backward: True for a backward, False for a forward.
     """
 
     queries: tuple[RowFormat, ...]
@@ -141,15 +141,15 @@ class QuerySchedule(NamedTuple):
     ) -> QuerySchedule:
         """Return the schedule of this rank's messages.
 
-        In a hop, this rank sends queries to one rank and receives queries from one rank. Heads are
-        sent in groups. All hops of one group come before the hops of the next group, so that the
-        results of a group can be merged together.
+        In a *hop*, this rank sends queries to one rank and receives queries from one rank. Heads
+        are divided into groups. All hops of one group of heads come before the hops of the next
+        group, so that the results of a group can be merged together.
 
         Args:
             call: the call of attention.
-            query_hops: the hops of this rank, without hops that were left out.
-            last_step: the number of the last hop, even if this hop was left out.
-            hop_count: the number of hops of each group, including hops that were left out.
+            query_hops: the hops of this rank, without the hops in which it exchanges no rows.
+            last_step: the number of the last hop, even if this rank exchanges no rows in this hop.
+            hop_count: the number of hops of each group, including hops without rows.
             travelling: the formats of the tensors that ranks send.
         """
         groups, packs, hops = query_groups(call), packs_all_rows(call), list[HopMessages]()
@@ -198,8 +198,9 @@ class _KeptResults:
     Attributes:
         most: the largest number of results that are stored at the same time, at least 1.
         last: the indices of the hops (`QueryHop`) after which all stored results are merged,
-            because later results need their memory. The last hop of each group is among them,
-            except the last hop of the last group if `most` is larger than 1.
+            because later results need the memory of the stored results. This set contains the last
+            hop of each group, with one exception: if `most` is larger than 1, it does not contain
+            the last hop of the last group.
     """
 
     def __init__(self, returning: Sequence[HopMessages], kept_bytes: int) -> None:
@@ -234,8 +235,8 @@ class _Packed(NamedTuple):
 class QueryExchange:
     """Sends queries to the ranks of a mesh row, and sends the results back.
 
-    Queries and results use separate channels. If one exchange contained the results of a step and
-    the queries of the next step, the results would be sent one step later.
+    Queries and results are sent in separate exchanges. If one exchange contained the results of a
+    step and the queries of the next step, the results would be sent one step later.
     """
 
     def __init__(
@@ -286,21 +287,23 @@ class QueryExchange:
         compute_last: Callable[[], None],
         compute: Callable[[HopMessages, list[Tensor], list[Tensor]], None],
     ) -> Iterator[tuple[int, Rows, list[Tensor], bool]]:
-        """Exchange all queries and results, and yield the results of this rank's queries as they
+        """Exchange all queries and results. Yield the results of this rank's queries when they
         arrive.
 
         Args:
             compute_first: computes attention of this rank's queries while the first queries of
                 other ranks arrive.
             compute_last: computes attention of this rank's queries while the last results arrive.
-            compute: computes attention of received queries. Its arguments are the messages of the
-                step, the queries, and the tensors to which it writes the results. While it runs,
-                the queries of the next step arrive, and the results of the preceding step are sent.
+            compute: computes attention of the queries that arrived in a step. The arguments are the
+                messages of the step, the queries, and the tensors to which `compute` writes the
+                results. While `compute` runs, the queries of the next step arrive, and the results
+                of the preceding step are sent.
 
         Yields:
             The index of the group of heads, the local rows of the result, the tensors of the
-            result, and whether the caller must now merge all results that it stores. If it must,
-            the memory of these results may be overwritten when the next result is requested.
+            result, and whether the caller must now merge all results that it stores. If the last
+            value is True, the memory of the stored results may be overwritten when the next result
+            is requested.
         """
         hops = self._schedule.hops
         arriving = self._post_queries(hops[0]) if hops else None

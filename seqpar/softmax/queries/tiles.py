@@ -124,9 +124,11 @@ class Tiles:
         """Return the slices that the rank `at` computes for queries of `q_rank` and keys of
         `k_rank`.
 
-        `q_rank` is in the mesh row of `at`, and `k_rank` is in the mesh column of `at`. The slices
-        index the tensors on the rank `at`. A tensor of `at` itself has all of its rows. A tensor
-        that another rank has sent contains only the rows that were sent.
+        A *slice* is a range of query rows and a range of key rows whose attention is computed.
+        `q_rank` is in the mesh row of `at`, and `k_rank` is in the mesh column of `at`. Rows are
+        counted in the tensors of queries and keys on the rank `at`. If `at` holds the tokens
+        itself, a tensor contains all rows of `at`. If another rank has sent the tensor, it contains
+        only the rows that were sent.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:
@@ -136,9 +138,10 @@ class Tiles:
     def known_calls(self) -> bool | None:
         """Return whether a rank computes each other rank's queries in a single kernel call.
 
-        The result is False if the mesh has several rows, because each rank then has several blocks
-        of keys. The result is True if `hops_are_one_call` is true for the layouts and the mask. In
-        all other cases, the answer depends on the two ranks, and the result is None.
+        If the mesh has several rows, each rank has several blocks of keys, so the result is False.
+        If the mesh has one row and `hops_are_one_call` is true for the layouts and the mask, the
+        result is True. In all other cases, the answer may differ between pairs of ranks, and the
+        result is None.
         """
         if self._columns < self._ranks:
             return False
@@ -172,10 +175,13 @@ class Tiles:
 
 
 class Tile:
-    """The messages and the work of one rank, which are found once per layout and mask.
+    """The messages and the work of one rank of a mesh, which are found once per layout and mask.
 
-    The constructor finds how many rows are sent in each message. The slices of received queries are
-    found later, when attention of these queries is computed.
+    The *tile* of a rank is attention of the queries of all ranks in its mesh row over the keys of
+    all ranks in its mesh column.
+
+    The constructor finds how many rows are sent in each message. Which received queries attend to
+    which keys is found later, when attention of these queries is computed.
     """
 
     def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
@@ -195,20 +201,22 @@ class Tile:
 
     @cached_property
     def own(self) -> list[tuple[Slices, Slices]]:
-        """The slices of this rank's queries over each block of keys, in two halves.
+        """Two halves of the slices of this rank's queries over each block of keys.
 
-        Backward computes the halves separately. While it computes the second half over one block of
-        keys, the gradients of another block are sent.
+        A *slice* is a range of query rows and a range of key rows whose attention is computed.
+        Backward computes the two halves separately. While a rank computes the second half over one
+        block of keys, the gradients of another block are sent.
         """
         return [halves(slices) for slices in self.blocks]
 
     @cached_property
     def last(self) -> tuple[int, Slices]:
-        """The work that forward does at the end, as the index of a block of keys and slices over
-        the block.
+        """The work that forward does at the end: the index of a block of keys, and slices over it.
 
-        If the block contains the rank's own keys, the slices are half of the slices over this
-        block. If the block contains the keys of another rank, they are all slices over this block.
+        A *slice* is a range of query rows and a range of key rows whose attention is computed. If
+        the block contains the rank's own keys, forward does half of the work over the block at the
+        end. If the block contains the keys of another rank, forward does all of the work over the
+        block at the end.
         """
         last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
         return last, self.blocks[last] if last else self.own[0][1]

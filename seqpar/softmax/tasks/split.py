@@ -1,4 +1,4 @@
-"""Calls in two parts: `begin` posts the messages, and `finish` computes attention.
+"""Divide a call of attention into two parts: `begin` posts messages, `finish` computes attention.
 
 Between the two parts, while messages are sent, a model can compute another batch. The two parts are
 two operators of torch, `attention_begin` and `attention_finish`. Backward runs their derivatives in
@@ -93,8 +93,8 @@ class SplitStrategy(Strategy, Generic[P, G]):
             output: the output of this rank's queries, and the gradient of this output.
             residuals: the tensors that forward kept for backward.
             at_once: whether the caller does other work before it calls `complete_gradients`. With
-                True, more messages are posted before this work, which hides these messages. With
-                False, `complete_gradients` posts these messages.
+                True, further messages are posted now, so that they are sent during the other work.
+                With False, `complete_gradients` posts the further messages.
         """
         raise NotImplementedError
 
@@ -404,7 +404,7 @@ class SplitAttention(Attention):
 
     While the messages of one call are sent, the model can compute another batch. For example, a
     micro-batch can be cut into two *nano-batches*, and the model can compute one while the messages
-    of the other are sent. `forward` runs the two parts directly one after the other.
+    of the other are sent. `forward` runs the second part directly after the first part.
     """
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
@@ -412,13 +412,13 @@ class SplitAttention(Attention):
 
         Arguments and errors are the same as in a call. Pass the result to `finish` once. If a call
         on a group is never finished, its tensors stay in memory. Do not change q, k and v in place
-        before `finish`. All ranks must begin and finish their calls in the same order. If a
-        checkpoint of torch contains the `begin` of a call, it must also contain the `finish` of
-        this call, and vice versa, because it repeats only the functions that it contains.
+        before `finish`. All ranks must begin and finish their calls in the same order. A function
+        that is checkpointed with torch.utils.checkpoint must contain both `begin` and `finish` of a
+        call, or neither of them, because backward repeats the whole function.
 
-        Autograd runs the backward of `finish` first, which posts messages. After that, it runs the
-        backward of `begin`, which computes gradients. Other work of the model can run between the
-        two.
+        Autograd first runs the backward of `finish`, which posts messages. After that, autograd
+        runs the backward of `begin`, which computes gradients. Other work of the model can run
+        between the two backwards.
         """
         operands, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
         carried = ATTENTION.arguments.flat(arguments)

@@ -1,9 +1,10 @@
 """Send rows to the ranks that compute tasks, compute these tasks, and send the results back.
 
-*Foreign* rows are rows of other ranks. *Local* work is attention of a rank's own queries over its
-own keys. In forward, a rank does the following:
+A *task* is attention of some queries over some keys of one document. *Foreign* rows are rows of
+other ranks. *Local* work is attention of a rank's own queries over its own keys. Rows are sent in
+several *stages*. In forward, a rank does the following:
 
-1. It posts the messages with its rows in stages, and computes half of its local work.
+1. It posts the messages of all stages, and computes half of its local work.
 2. When the rows of a stage have arrived, it computes attention of the foreign queries in this
    stage, and sends the results back. After that, it computes attention of its own queries over some
    of the foreign keys that have arrived.
@@ -86,9 +87,9 @@ class TaskBuffers(NamedTuple):
 
     @classmethod
     def of(cls, plan: TaskPlan, groups: int, queries: Sequence[int], keys: int) -> TaskBuffers:
-        """Return the memory for the foreign rows of a forward or backward.
+        """Return the memory for the rows of other ranks that arrive in a forward or backward.
 
-        Each group of heads uses the memory that the preceding group has released.
+        Heads are sent in groups. Each group uses the memory that the preceding group has released.
 
         Args:
             plan: this rank's plan.
@@ -119,7 +120,7 @@ class TaskExchange:
         buffers: TaskBuffers,
         kept: Tensor | None = None,
     ) -> None:
-        """Post the sends and receives of the rows of all stages.
+        """Post the sends and receives of rows. Rows are sent in several stages.
 
         Args:
             comm: the ranks of the call.
@@ -128,8 +129,8 @@ class TaskExchange:
             queries: lists of tensors (B, T, H, D) of this rank's queries. The tensors of one list
                 share a message.
             keys: k and v, which share a message.
-            buffers: the memory for foreign rows.
-            kept: the foreign keys that this rank kept in forward, or None. If foreign keys were
+            buffers: the memory for the rows of other ranks.
+            kept: the keys of other ranks that this rank kept in forward, or None. If keys were
                 kept, no keys are sent.
         """
         # Results use a separate channel. In the same communicator, they would wait for the rows of
@@ -178,8 +179,8 @@ class TaskExchange:
     def return_gradients(self, stage: TaskStage, gradients: Tensor) -> Returning:
         """Send gradients of foreign keys, and post receives for the gradients of this rank's keys.
 
-        `gradients` are the gradients of all foreign keys. Only the gradients of keys that no later
-        stage needs are sent.
+        *Foreign* keys are keys of other ranks. `gradients` are the gradients of all foreign keys.
+        This method sends only the gradients of those keys that no later stage needs.
         """
         return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
 
@@ -206,9 +207,9 @@ class TaskExchange:
 class GroupExchanges:
     """The exchanges of a backward whose heads are sent in groups.
 
-    The exchange of a group is posted while the preceding group is computed, or earlier. The memory
-    holds the foreign rows of at most two groups at the same time. All ranks have the same groups,
-    so they post the same exchanges in the same order.
+    The exchange of a group is posted while the preceding group is computed, or earlier. At most two
+    groups of rows from other ranks are in memory at the same time. All ranks have the same groups,
+    so all ranks post the same exchanges in the same order.
     """
 
     def __init__(
@@ -304,8 +305,8 @@ def complete_backward(
 ) -> Gradients:
     """Compute dq, dk and dv of a backward whose rows have been posted.
 
-    The result may be in the accumulator's dtype, and the caller casts it to the dtypes of q, k and
-    v. `residuals` are the foreign queries and the foreign keys that forward kept, or an empty list.
+    The gradients may be in the accumulator's dtype. The caller casts them to the dtypes of q, k and
+    v. `residuals` are the queries and keys of other ranks that forward kept, or an empty list.
     """
 
     def add(
@@ -369,11 +370,10 @@ def _add_gradients(
 def _serve(
     q: Tensor, blocks: list[tuple[Tensor, Tensor]], stage: TaskStage, call: ResolvedCall
 ) -> Tensor:
-    """Compute attention of the queries that arrived from other ranks in one stage. Returns the
-    results (n, B, Hq·(Dv + 1)).
+    """Return the attention of the queries that arrived from other ranks in one stage.
 
-    `blocks` are this rank's k and v, and the k and v that arrived from other ranks. The results are
-    in the accumulator's dtype.
+    `blocks` are this rank's k and v, and the k and v that arrived from other ranks. The result (n,
+    B, Hq·(Dv + 1)) contains out and lse in the accumulator's dtype.
     """
     batch, rows, heads, _ = q.shape
     shape = rows, batch, heads * (blocks[0][1].shape[3] + 1)
@@ -393,16 +393,19 @@ def _serve_backward(
     stage: TaskStage,
     call: ResolvedCall,
 ) -> Tensor:
-    """Return dq (n, B, Hq, D) of the foreign queries of one stage, which other ranks have sent, and
-    add to dk and dv in `blocks`.
+    """Return dq (n, B, Hq, D) of the queries that arrived in one stage. Add to dk and dv in
+    `blocks`.
+
+    *Foreign* queries and keys are those that arrived from other ranks.
 
     Args:
         output: the output of this rank's own queries.
         q: the foreign queries that this rank kept in forward, or None.
-        rows: dout of the foreign queries. If q is None, the foreign queries follow along the head
-            dim.
+        rows: dout of the foreign queries. If q is None, the tensor also contains the foreign
+            queries, behind dout along the head dim.
         statistics: lse and delta, and dlse if lse has a gradient.
-        blocks: k, v, dk and dv of this rank's keys, then of the foreign keys.
+        blocks: two blocks of keys, this rank's keys and the foreign keys, with k, v, dk and dv of
+            each.
         stage: the stage whose queries are computed.
         call: the call of attention.
     """

@@ -3,7 +3,7 @@
 A *task* is attention of some queries over some keys of one document, and names the rank that
 computes this attention. A rank is the *owner* of the tokens that it stores, and the *server* of the
 tasks that it computes. *Foreign* queries and keys are those that a server receives from other
-ranks. A server receives foreign rows in stages.
+ranks. Foreign rows arrive in several stages.
 
 `Disaggregated` makes one `TaskPlan` for each combination of layout, mask and tasks. A `Planner`
 contains the tasks that a user has given, or a user's function that makes tasks.
@@ -152,15 +152,18 @@ def _leaving(
 def task_traffic(
     call: ResolvedCall, rows: TaskRows, direction: str, rank: int, kept: bool, groups: int
 ) -> Iterator[Traffic]:
-    """Yield the messages that a rank sends in a forward or backward.
+    """Yield the messages that a rank sends in a forward or backward, if attention is cut into
+    tasks.
+
+    A *task* is attention of some queries over some keys, which one rank, the server, computes.
 
     Args:
-        call: the call of attention.
+        call: the arguments of the attention call, without the tensors.
         rows: the rows that each task needs.
         direction: "forward" or "backward".
         rank: the rank.
-        kept: whether servers keep the foreign rows of forward for backward. If they do, backward
-            does not send these rows again.
+        kept: whether servers keep the rows that they receive in forward until backward. With True,
+            backward does not send these rows again.
         groups: the number of groups in which heads are sent.
     """
     s = call.shape
@@ -208,8 +211,9 @@ Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 class Planner:
     """The tasks that a user has given, or a user's function that makes tasks, with a name.
 
-    The name is part of the string of a strategy, and ranks compare these strings. The name must
-    therefore be the same on all ranks. Planners with the same name are the same object.
+    A task is attention of some queries over some keys of one document. The name is part of the
+    string of a strategy. Because ranks compare the strings of their strategies, the name must be
+    the same on all ranks. Planners with the same name are the same object.
     """
 
     def __init__(self, name: str, plan: TaskRectangles | Plans) -> None:

@@ -17,17 +17,17 @@ class MessageBuffers:
     queues many messages before the GPU sends them, and torch reuses the memory of a freed tensor
     only when the GPU has finished the work that was queued before the tensor was freed.
 
-    `count` is at least one more than the largest number of earlier messages that are still in use
-    when `take` is called. A message is in use until the host has waited for the exchange of the
+    The caller must choose `count` so that, when `take` is called, at most `count` − 1 earlier
+    messages are still in use. A message is in use until the host has waited for the exchange of the
     message and has called all operators that read the message.
 
-    The GPU may read a message after the host has called these operators. The next message in the
-    same buffer does not overwrite the data that these operators read: NCCL starts to receive a
-    message only when the GPU has finished the work that was queued on the current stream before the
-    exchange was posted. On CPUs, an operator has finished when its call returns.
+    The GPU may still read a message after the host has called the operators that read it. The next
+    message in the same buffer does not overwrite the data that these operators read: NCCL starts to
+    receive a message only when the GPU has finished the work that was queued on the current stream
+    before the exchange was posted. On CPUs, an operator has finished when its call returns.
 
-    When the last message of a buffer is taken, the object drops its reference to the buffer. The
-    buffer is freed together with this message.
+    When `take` returns the last message that uses a buffer, the object drops its reference to the
+    buffer. The buffer is freed together with this message.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class MessageBuffers:
         Args:
             count: the number of buffers.
             sizes: the number of elements of each message, in the order of the calls of `take`.
-            grow: whether buffers start small. With False, a buffer has the size of the largest
-                message that will use it. With True, a buffer has the size of the largest message
-                that has used it, and a larger message replaces it by a new buffer.
+            grow: whether buffers may grow. With False, a buffer has the size of the largest message
+                that will use the buffer. With True, a buffer has the size of the largest message
+                that has used the buffer so far. For a larger message, a new buffer is allocated.
             unit: the dtype whose elements `sizes` count. It is needed if messages have different
                 dtypes.
         """

@@ -96,7 +96,8 @@ def decode(
 def encode_rows(
     parts: Sequence[Tensor], rows: Rows | None, code: torch.dtype, message: Tensor | None = None
 ) -> Tensor:
-    """Encode some rows of tensors (T, B, H, D) in 8 bits. The bits are those that `encode` returns.
+    """Encode some rows of tensors (T, B, H, D) in 8 bits. The result has the same bits as in
+    `encode`.
 
     On a GPU, one kernel encodes up to two tensors.
 

@@ -1,8 +1,8 @@
-"""The local rows that a message contains, and messages that contain several tensors.
+"""Pack some rows of tensors into messages, and pack several tensors into one message.
 
-A *block* contains some rows of a tensor, one row after another, as they are sent or received.
-Letters of shapes: B is the batch, T the number of local rows, n the number of rows of a block, H
-the number of heads, and D the head dim.
+A *block* is the rows of a tensor that a message contains, one row after another. Letters of shapes:
+B is the batch, T the number of local rows, n the number of rows of a block, H the number of heads,
+and D the head dim.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MAX_CAST_ROWS = 1024  # the number of rows that are cast at a time, which limit
 
 
 class Rows:
-    """The local rows that are sent or received as one block, as ranges of row indices.
+    """The local rows that one message contains, as ranges of row indices. They are called a
+    *block*.
 
     The block contains the rows of the first range, followed by the rows of the next range, and so
     on. The indices of the rows are copied to a device only once. If each call copied them, the host
@@ -44,10 +45,10 @@ class Rows:
         return self.is_range and self.reach == (0, rows)
 
     def pack(self, *parts: Tensor) -> Tensor:
-        """Copy the block's rows of tensors (T, B, H, D) into one contiguous tensor (n, B, H, ΣD).
+        """Copy some rows of tensors (T, B, H, D) into one contiguous tensor (n, B, H, ΣD).
 
-        If there is only one tensor and the block is a contiguous view of this tensor, the view is
-        returned and nothing is copied.
+        The rows are the n rows of this object. If there is only one tensor, and the n rows are
+        contiguous in this tensor, a view is returned and nothing is copied.
         """
         if self.is_range:
             views = [x[self._range] for x in parts]
@@ -67,10 +68,10 @@ class Rows:
             add_rows(block.transpose(0, 1), total.transpose(0, 1), self._indices(total.device))
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the block's rows of x (B, T, …) as one contiguous tensor (B, n, …).
+        """Return some rows of x (B, T, …) as one contiguous tensor (B, n, …).
 
-        The result is written to `out`, if given. Without `out`, the result is a view of x if the
-        rows are contiguous in x.
+        The rows are the n rows of this object. If `out` is given, the result is written to `out`.
+        If `out` is None, and the rows are contiguous in x, the result is a view of x.
         """
         if not self.is_range:
             return torch.index_select(x, 1, self._indices(x.device), out=out)
@@ -88,9 +89,11 @@ class Rows:
     def place(self, rows: int, device: torch.device) -> int | Tensor:
         """Return where local rows lie in the block, as an argument for Triton kernels.
 
-        If the block is a single range, the result is its first local row. If the block has several
-        ranges, the result is an int32 tensor (rows,) on `device`: for each of the `rows` local
-        rows, the index of this row in the block, or −1 if the block does not contain the row.
+        The *block* is the rows of this object, one row after another. If these rows are a single
+        range, the result is the index of the first local row in the range. If there are several
+        ranges, the result is an int32 tensor (rows,) on `device`. It contains, for each of the
+        `rows` local rows, the index of this row in the block, or −1 if the block does not contain
+        the row.
         """
         if self.is_range:
             return self.reach[0]
@@ -130,8 +133,8 @@ def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -
 class RowFormat(NamedTuple):
     """The shape and dtype of a tensor (B, n, H, *shape) in a message.
 
-    With `planes`, the dimensions `shape` are the outermost dimensions in memory. For each index of
-    `shape`, the elements (B, n, H) are contiguous.
+    With `planes`, the dimensions `shape` are the outermost dimensions in memory. For each index
+    along the dimensions `shape`, the elements (B, n, H) are contiguous.
     """
 
     shape: tuple[int, ...]
