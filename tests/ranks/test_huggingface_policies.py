@@ -59,8 +59,8 @@ def train(group, folder, name, rows, options, ranks=1, function=reward, adapters
 
     base, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model")
-    if adapters == "the model's":
-        model = with_adapters(model)
+    if adapters in ("the model's", "dropped"):
+        model = with_adapters(model, dropout=0.3 if adapters == "dropped" else 0.0)
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
@@ -150,7 +150,7 @@ def test_groups_agree_on_rewards_that_differ(ready, tmp_path):
 
 
 def refusals(group, folder):
-    """What is said of a reward model that is enabled, and of too few completions in a batch."""
+    """What is said of an enabled reward model, of too few completions, and of dropout."""
     hf.launched(group)
     judge = hf.tiny("LlamaForSequenceClassification", id2label={0: "reward"})
     judge.config._name_or_path = f"{folder}/model"
@@ -158,12 +158,15 @@ def refusals(group, folder):
     return [
         hf.refused(lambda: train(group, folder, "GRPO", 4, {}, 4, judge)),
         hf.refused(lambda: train(group, folder, "GRPO", 1, {}, 4)),
+        hf.refused(lambda: train(group, folder, "GRPO", 4, {}, 4, reward, "dropped")),
     ]
 
 
 def test_what_cannot_be_trained_is_refused(ready, tmp_path):
     hf.tiny("LlamaForCausalLM").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    for judge, rows in ready(4, refusals, str(tmp_path)):
+    pytest.importorskip("peft")
+    for judge, rows, dropout in ready(4, refusals, str(tmp_path)):
         assert judge.startswith("reward_funcs must not be enabled")
         assert "must give all groups together a multiple of the 4 completions of a prompt" in rows
+        assert dropout.startswith("disable_dropout must be True") and "lora_dropout" in dropout

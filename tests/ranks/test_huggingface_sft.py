@@ -75,16 +75,20 @@ def train(
     samples=(60, 4),
     family="Llama",
     adapters=None,
+    weights=None,
 ):
     """(what was logged, the evaluation, the weights) of three steps.
 
-    `adapters` are "the model's", or "TRL's", which TRL adds to the enabled model.
+    `adapters` are "the model's", "dropped", which are the model's with dropout, or "TRL's", which
+    TRL adds to the enabled model.
     """
     import trl
 
     model = hf.tiny(f"{family}ForCausalLM", **EXPERTS)
-    if adapters == "the model's":
-        model = with_adapters(model)
+    if adapters in ("the model's", "dropped"):
+        model = with_adapters(model, dropout=0.3 if adapters == "dropped" else 0.0)
+    if weights is not None:
+        model.load_state_dict(weights)
     if base is not trl.SFTTrainer:
         mesh = device_mesh(groups, 4 // groups, names=("dp", "sp"))
         huggingface.enable(model, mesh["sp"])
@@ -192,6 +196,42 @@ def test_router_losses_of_two_epochs_are_those_of_one_process(ready, tmp_path, k
     given = 4, options, None, False, 1, (60, 4), "Mixtral"
     for found in ready(4, on_rank, str(tmp_path / "ranks"), *given):
         assert_trained_alike(found, expected)
+
+
+def test_router_losses_of_groups_are_those_of_batches(ready, tmp_path):
+    """In one process, a step has the batches of both groups as batches of its accumulation."""
+    import trl
+
+    options = KINDS["bfd"] | {"router_aux_loss_coef": 0.5}
+    given = None, False, 2, (60, 4), "Mixtral"
+    alone = options | {"gradient_accumulation_steps": 4}
+    expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 2, alone, *given)
+    found = ready(4, on_rank, str(tmp_path / "ranks"), 2, options, *given)
+    for steps, _ in (expected, *found):
+        for step in steps[:3]:
+            del step[1:3]  # TRL averages entropy and accuracy over batches, not over tokens
+            assert len(step) == 3
+    for x in found:
+        assert_trained_alike(x, expected)
+
+
+def test_dropout_of_adapters_keeps_weights_equal(ready, tmp_path):
+    """Each rank drops elements of its own tokens. In evaluation, none are dropped."""
+    pytest.importorskip("peft")
+    given = KINDS["bfd"], None, False, 2, (60, 4), "Llama"
+    plain, *_ = ready(4, on_rank, str(tmp_path / "plain"), 2, *given, "the model's")
+    found = ready(4, on_rank, str(tmp_path / "ranks"), 2, *given, "dropped")
+    again = ready(4, on_rank, str(tmp_path / "again"), 2, *given, "dropped")
+    for x, y in zip(found, again, strict=True):
+        assert x[0] == y[0] == found[0][0]
+        assert all(torch.equal(x[1][name], value) for name, value in found[0][1].items())
+    assert abs(found[0][0][0][0] - plain[0][0][0]) > 1e-4  # the first loss
+    import trl
+
+    untrained = KINDS["bfd"] | {"learning_rate": 0.0}
+    alone = str(tmp_path / "alone"), 4, untrained, *given[1:], "dropped", found[0][1]
+    *_, evaluated = train(trl.SFTTrainer, *alone)[0]
+    assert found[0][0][-1] == pytest.approx(evaluated, rel=2e-5, abs=2e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -1,4 +1,4 @@
-"""TRL's trainers for rewards, preferences and policies on real ranks: those of one process."""
+"""TRL's trainers for rewards, preferences and distillation on real ranks: those of one process."""
 
 import contextlib
 import copy
@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.filterwarnings("ignore"),  # those of trl, transformers and accelerate
 ]
-EXPERIMENTAL = {"ORPO": "trl.experimental.orpo"}
+EXPERIMENTAL = {x: f"trl.experimental.{x.lower()}" for x in ("ORPO", "CPO", "GKD")}
+NAMES = "Reward", "DPO", "KTO", "ORPO", "CPO", "GKD", "GRPO", "RLOO"
 
 
 def kind_of(name):
@@ -31,7 +32,7 @@ def kind_of(name):
 
 
 def imported(group):
-    return [kind_of(name)[0].__name__ for name in ("Reward", "DPO", "KTO", "ORPO", "GRPO", "RLOO")]
+    return [kind_of(name)[0].__name__ for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -48,38 +49,48 @@ def words(count, generator):
     )
 
 
-def dataset(count, kto):
-    """Prompts, each with a chosen and a rejected completion of other lengths."""
+def dataset(count, name):
+    """Prompts, with the completions that a trainer takes, which have other lengths."""
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(3)
     rows = []
     for i in range(count):
         prompt, *answers = (words(n, generator) + " " for n in (4 + i % 5, 3 + i % 7, 9 - i % 6))
-        if kto:
+        if name == "KTO":
             rows.append({"prompt": prompt, "completion": answers[i % 2], "label": bool(i % 3)})
+        elif name == "GKD":
+            ids, completion = ([int(x) for x in text.split()] for text in (prompt, answers[i % 2]))
+            mask = [0] * len(ids) + [1] * len(completion)
+            rows.append({"prompt": prompt, "input_ids": ids + completion, "completion_mask": mask})
         else:
             rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
     return Dataset.from_list(rows)
 
 
-def folders(tmp_path, kto):
+def folders(tmp_path, name):
     """Folders with the datasets, for one process and for ranks, which all read the same files."""
     made = [tmp_path / "alone", tmp_path / "ranks"]
     for folder in made:
-        dataset(16, kto).save_to_disk(folder / "train")
-        dataset(4, kto).save_to_disk(folder / "eval")
+        dataset(16, name).save_to_disk(folder / "train")
+        dataset(4, name).save_to_disk(folder / "eval")
     return map(str, made)
 
 
+# The argument for a second model, of trainers that have one.
+SECOND = {"DPO": "ref_model", "KTO": "ref_model", "GKD": "teacher_model"}
+
+
 def models(name, family="Llama"):
-    """The model, and the reference model of trainers that have one."""
+    """The model, and the reference model or the teacher."""
     if name == "Reward":
         return hf.tiny("LlamaForSequenceClassification", id2label={0: "reward"}), None
-    asked = name == "ORPO"  # TRL's other trainers ask for router logits in each call
+    asked = name in ("ORPO", "CPO")  # TRL's other trainers ask for router logits in each call
     model = hf.tiny(f"{family}ForCausalLM", output_router_logits=asked, **EXPERTS)
-    reference = copy.deepcopy(model) if name in ("DPO", "KTO") else None
+    reference = copy.deepcopy(model) if name in SECOND else None
     if reference is not None:
+        # As in the config of many mixtures of experts. TRL does not ask references for these.
+        reference.config.output_router_logits = family != "Llama"
         with torch.no_grad():
             for i, x in enumerate(reference.parameters()):
                 x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i)), alpha=0.05)
@@ -114,24 +125,27 @@ def train(
     options,
     ranks=1,
     family="Llama",
-    reference_enabled=True,
+    second="enabled",
     adapters=False,
 ):
-    """(what was logged in each step and in an evaluation, the weights)."""
+    """(what was logged in each step and in an evaluation, the weights).
+
+    `second` says whether the reference model or teacher is "enabled", "whole" or None.
+    """
     base, config = kind_of(name)
     model, reference = models(name, family)
-    reference = None if adapters else reference
+    reference = None if second is None else reference
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
         huggingface.enable(model, mesh["sp"])
-        if reference is not None and reference_enabled:
+        if reference is not None and second == "enabled":
             huggingface.enable(reference, mesh["sp"], "ulysses")
         base = huggingface.trainer(base)
     from datasets import load_from_disk
 
     arguments = config(**settings(folder, rows, options))
-    given = {} if reference is None else {"ref_model": reference}
+    given = {} if reference is None else {SECOND[name]: reference}
     with contextlib.redirect_stdout(None):
         trainer = base(
             model=model,
@@ -154,24 +168,37 @@ CASES = {
     "DPO, weighted": ("DPO", {"use_weighting": True, "loss_type": "ipo"}),
     "KTO": ("KTO", {}),
     "ORPO": ("ORPO", {}),
+    "CPO": ("CPO", {}),
+    "CPO, SimPO": ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.5}),
+    "GKD": ("GKD", {"lmbda": 0.0}),
+    "GKD, generated": ("GKD", {"lmbda": 0.5, "beta": 0.1, "max_new_tokens": 8}),
+    "GKD, of the teacher": (
+        "GKD",
+        {"lmbda": 0.0, "seq_kd": True, "beta": 1.0, "max_new_tokens": 8},
+    ),
     "DPO, experts": ("DPO", {"router_aux_loss_coef": 0.3}, "Mixtral"),
     "KTO, experts": ("KTO", {}, "Mixtral"),
     "ORPO, experts": ("ORPO", {}, "Mixtral"),
+    "CPO, experts": ("CPO", {}, "Mixtral"),
+    "GKD, experts": ("GKD", {"lmbda": 0.0}, "Mixtral"),
 }
-# ORPO's logits are means over padding too, which ranks do not compute.
-LEFT_OUT = {"ORPO": [f"{x}logits/{y}" for x in ("", "eval_") for y in ("chosen", "rejected")]}
+# The logits of ORPO and CPO are means over padding too, which ranks do not compute.
+OF_PADDING = [f"{x}logits/{y}" for x in ("", "eval_") for y in ("chosen", "rejected")]
+LEFT_OUT = {"ORPO": OF_PADDING, "CPO": OF_PADDING}
 # FLOPs of padding depend on a batch's rows. Over processes, TRL weighs the tokens of all batches
 # alike, and not the mean of each batch.
 OF_BATCHES = ["total_flos", "eval_entropy", "eval_mean_token_accuracy"]
 OF_BATCHES += ["eval_logits/chosen", "eval_logits/rejected"]
+# TRL averages these over the tokens of the batches of all groups, and then over batches.
+OF_TOKENS = ["entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
     name, options, *family = CASES[case]
-    alone, ranks = folders(tmp_path, name == "KTO")
+    alone, ranks = folders(tmp_path, name)
     expected = train(None, alone, name, 4, options, 1, *family)
-    logs = bool(family) and name != "ORPO"
+    logs = bool(family) and name in ("DPO", "KTO")
     assert logs == any("aux_loss" in row for row in expected[0])
     for found in ready(4, train, ranks, name, 4, options, 4, *family):
         assert_trained_alike(found, expected, LEFT_OUT.get(name, ()))
@@ -179,39 +206,71 @@ def test_two_epochs_are_those_of_one_process(ready, tmp_path, case):
 
 @pytest.mark.composes(
     "Trainer and TRL",
-    "`huggingface.trainer(DPOTrainer)`, with a reference model",
+    "`huggingface.trainer(DPOTrainer)` and GKD, with a reference model or a teacher",
     data=2,
     context=2,
     equal="losses, metrics and weights",
 )
-@pytest.mark.parametrize("enabled", [True, False])
-def test_groups_train_as_processes(ready, tmp_path, enabled):
+@pytest.mark.parametrize("name", ["DPO", "GKD"])
+@pytest.mark.parametrize("second", ["enabled", "whole"])
+def test_groups_train_as_processes(ready, tmp_path, name, second):
     """Two groups of two ranks, with rows of half as many samples; the reference enabled or not."""
-    alone, ranks = folders(tmp_path, kto=False)
-    expected = train(None, alone, "DPO", 4, {})
-    for found in ready(4, train, ranks, "DPO", 2, {}, 2, "Llama", enabled):
+    alone, ranks = folders(tmp_path, name)
+    options = {"lmbda": 0.0} if name == "GKD" else {}
+    expected = train(None, alone, name, 4, options)
+    for found in ready(4, train, ranks, name, 2, options, 2, "Llama", second):
         assert_trained_alike(found, expected, OF_BATCHES)
+
+
+@pytest.mark.composes(
+    "Trainer and TRL",
+    "`router_aux_loss_coef` of DPO and SFT: each group's own router loss",
+    data=2,
+    context=2,
+    equal="losses, metrics and weights",
+)
+def test_router_losses_of_groups_are_those_of_batches(ready, tmp_path):
+    """In one process, a step has the batches of both groups as batches of its accumulation."""
+    alone, ranks = folders(tmp_path, "DPO")
+    options = {"router_aux_loss_coef": 0.3}
+    expected = train(
+        None, alone, "DPO", 2, options | {"gradient_accumulation_steps": 4}, 1, "Mixtral"
+    )
+    assert any("aux_loss" in row for row in expected[0])
+    for found in ready(4, train, ranks, "DPO", 2, options, 2, "Mixtral"):
+        assert_trained_alike(found, expected, OF_BATCHES + OF_TOKENS)
 
 
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_adapters_train_with_a_precomputed_reference(ready, tmp_path, name):
     """The reference is the model without the adapters that TRL adds to the enabled model."""
     pytest.importorskip("peft")
-    alone, ranks = folders(tmp_path, name == "KTO")
+    alone, ranks = folders(tmp_path, name)
     given = name, 4, {"precompute_ref_log_probs": True}
-    expected = train(None, alone, *given, 1, "Llama", False, True)
-    for found in ready(4, train, ranks, *given, 4, "Llama", False, True):
+    expected = train(None, alone, *given, 1, "Llama", None, True)
+    for found in ready(4, train, ranks, *given, 4, "Llama", None, True):
+        assert_trained_alike(found, expected)
+
+
+@pytest.mark.parametrize(("name", "second"), [("DPO", "enabled"), ("KTO", "whole")])
+def test_adapters_train_with_a_reference_model(ready, tmp_path, name, second):
+    """TRL adds adapters to the enabled model, and the reference has other weights."""
+    pytest.importorskip("peft")
+    alone, ranks = folders(tmp_path, name)
+    expected = train(None, alone, name, 4, {}, 1, "Llama", "whole", True)
+    assert any("lora" in key for key in expected[1])
+    for found in ready(4, train, ranks, name, 4, {}, 4, "Llama", second, True):
         assert_trained_alike(found, expected)
 
 
 def refusal_of_adapters(group, folder, name):
-    return hf.refused(lambda: train(group, folder, name, 4, {}, 4, "Llama", False, True))
+    return hf.refused(lambda: train(group, folder, name, 4, {}, 4, "Llama", None, True))
 
 
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_adapters_as_the_reference_are_refused(ready, tmp_path, name):
     pytest.importorskip("peft")
-    _, ranks = folders(tmp_path, name == "KTO")
+    _, ranks = folders(tmp_path, name)
     for text in ready(4, refusal_of_adapters, ranks, name):
         assert text.startswith("ref_model must not be None for an enabled model with adapters")
 
@@ -234,7 +293,7 @@ def refusals(group, folder):
         ref_model=reference,
         args=config(**settings(folder, 2, options)),
         processing_class=tokenizer(),
-        train_dataset=dataset(4, kto=False),
+        train_dataset=dataset(4, "DPO"),
     )
     return [hf.refused(lambda: make({})), hf.refused(lambda: make({"use_liger_kernel": True}))]
 

@@ -23,20 +23,23 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
-def lora():
+def lora(dropout=0.0):
     """Return a configuration of adapters that change the model's results before the first step."""
     from peft import LoraConfig
 
     return LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+        r=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        lora_dropout=dropout,
     )
 
 
-def with_adapters(model):
+def with_adapters(model, dropout=0.0):
     from peft import get_peft_model
 
     torch.manual_seed(5)
-    return get_peft_model(model, lora())
+    return get_peft_model(model, lora(dropout))
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}

@@ -19,7 +19,7 @@ from seqpar.integrations.huggingface.huggingface_private import (
     is_prepared,
 )
 from seqpar.integrations.huggingface.loss.losses import keep_router_logits
-from seqpar.integrations.huggingface.model.layers import loss_shifts
+from seqpar.integrations.huggingface.model.layers import loss_shifts, most_dropped
 from seqpar.integrations.huggingface.session import SequenceParallel
 from seqpar.integrations.huggingface.train.groups import Groups
 from seqpar.integrations.huggingface.train.whole_batches import WholeBatches
@@ -66,6 +66,31 @@ class OverRanks:
         return.
         """
         sp.undo_on_disable(sp.inner.base_model.register_forward_hook(keep_router_logits))
+
+    def _session_of(self, name: str, model: Any) -> SequenceParallel | None:
+        """Return the session of another model of the trainer, or None if the model is not enabled.
+
+        Raises a ValueError that begins with the argument's `name` if the model is enabled on other
+        ranks than the trained model.
+        """
+        sessions = sessions_of(model)
+        if not sessions:
+            return None
+        ranks, own = sessions[0].comm.processes, self._sp.comm.processes
+        if ranks != own:
+            raise ValueError(f"{name} must be enabled on the model's ranks, {own}, got {ranks}")
+        return sessions[0]
+
+    def _check_dropout(self) -> None:
+        """Raise a ValueError if the model has a dropout, for trainers that generate. TRL generates
+        in training mode.
+        """
+        for name, x in self.model.named_modules():
+            if (p := most_dropped(x)) > 0:
+                what = f"disable_dropout must be True for a model with dropout, got {p} in {name}"
+                reason = "ranks that generate together would drop different elements"
+                how = "dropouts that TRL cannot disable are set to 0 in the model's config"
+                raise ValueError(f"{what}: {reason}; {how}")
 
     def _check_sizes(self) -> None:
         """Raise a ValueError if the trainer's `ParallelismConfig` lets other ranks share a sequence

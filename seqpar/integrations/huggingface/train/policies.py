@@ -40,6 +40,7 @@ class OverRanksPolicy(OverRanksPreferences):
         if TRL.read_if_set(self, "_is_vlm", False):
             reason = "completions with images are not tested"
             raise ValueError(f"processing_class must be a tokenizer for an enabled model: {reason}")
+        self._check_dropout()
         if any(isinstance(x, nn.Module) and sessions_of(x) for x in self.reward_funcs):
             how = "each rank calls it with whole batches"
             raise ValueError(f"reward_funcs must not be enabled: {how}")

@@ -38,12 +38,10 @@ class OverRanksPreferences(OverRanks):
         """Return a model that is called with whole batches. An enabled model is wrapped in
         `WholeBatches`, and all other models are returned unchanged.
         """
-        if isinstance(model, WholeBatches) or not (sessions := sessions_of(model)):
+        if isinstance(model, WholeBatches):
             return model
-        ranks, own = sessions[0].comm.processes, self._sp.comm.processes
-        if ranks != own:
-            raise ValueError(f"ref_model must be enabled on the model's ranks, {own}, got {ranks}")
-        return WholeBatches(model, sessions[0])
+        sp = self._session_of("ref_model", model)
+        return model if sp is None else WholeBatches(model, sp)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         return None  # TRL's losses divide by their own counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from seqpar.integrations.huggingface.huggingface_private import TRAINER
 from seqpar.integrations.huggingface.session import require
+from seqpar.integrations.huggingface.train.distillation import OverRanksGKD
 from seqpar.integrations.huggingface.train.over_ranks import OverRanks
 from seqpar.integrations.huggingface.train.policies import OverRanksPolicy
 from seqpar.integrations.huggingface.train.preferences import OverRanksPreferences
@@ -15,8 +16,10 @@ _OF_TRL: dict[str, type[OverRanks]] = {
     "DPOTrainer": OverRanksPreferences,
     "KTOTrainer": OverRanksPreferences,
     "ORPOTrainer": OverRanksPreferences,
+    "CPOTrainer": OverRanksPreferences,
     "GRPOTrainer": OverRanksPolicy,
     "RLOOTrainer": OverRanksPolicy,
+    "GKDTrainer": OverRanksGKD,
 }
 
 
@@ -40,12 +43,13 @@ def trainer(base: type) -> type:
             * `transformers.Trainer`, with the extra `hf`;
             * `transformers.Seq2SeqTrainer`, with the extra `hf`, without `predict_with_generate`;
             * `trl.SFTTrainer` with its packing, with the extra `trl`;
-            * TRL's `RewardTrainer`, `DPOTrainer`, `KTOTrainer`, `ORPOTrainer`, `GRPOTrainer` and
-              `RLOOTrainer`, with the extra `trl`. A reference model can be enabled on the same
-              ranks, or not be enabled.
+            * TRL's `RewardTrainer`, `DPOTrainer`, `KTOTrainer`, `ORPOTrainer`, `CPOTrainer`,
+              `GRPOTrainer`, `RLOOTrainer` and `GKDTrainer`, with the extra `trl`. A reference model
+              or a teacher can be enabled on the same ranks, or not be enabled.
 
-            TRL's other trainers, such as the one for distillation, are refused. In their place,
-            write the training loop yourself with `sp.shard` and `sp.total`.
+            TRL's other trainers are refused. In place of `DistillationTrainer`, use `GKDTrainer`
+            with `lmbda=1`. In place of all others, write the training loop yourself with `sp.shard`
+            and `sp.total`.
 
     Raises:
         TypeError: if `base` is not a Trainer.

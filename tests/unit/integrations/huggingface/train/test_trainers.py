@@ -38,7 +38,7 @@ def trainers():
     return found - {transformers.Trainer}
 
 
-ACCEPTED = {"SFT", "Reward", "DPO", "KTO", "ORPO", "GRPO", "RLOO"}
+ACCEPTED = {"SFT", "Reward", "DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "GKD"}
 
 
 def test_trls_other_trainers_are_refused():
