@@ -95,7 +95,7 @@ def disaggregate(
             default, it is the seconds in which a link sends a byte and returns a byte, or 0 without
             `costs`.
         tile: the number of query rows that a kernel computes together. The number of rows of a task
-            is a multiple of `tile`, except for a task at the end of its owner's span.
+            is a multiple of `tile`, except for a task at the end of a rank's span of a document.
     """
     return disaggregate_stages(
         [Stage(layout, mask, kv_layout)],
@@ -124,7 +124,7 @@ def disaggregate_stages(
     tile: int = TILE_ROWS,
 ) -> list[TaskRectangles]:
     """Return the tasks of each stage, for several stages that run on the same servers at the same
-    time.
+    time. A stage is a batch whose attention the servers compute.
 
     Work is balanced over all stages together: every server should finish the sum of its tasks of
     all stages at about the same time. Arguments and errors are as in `disaggregate`.

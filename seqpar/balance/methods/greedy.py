@@ -48,9 +48,8 @@ class GreedyAssigner:
         so far.
 
         `sizes` is the number of ranks for each document, by default 1. If the ranks with the least
-        load have no room for a document, the document is placed on the ranks with the fewest
-        tokens. If the ranks with the fewest tokens have no room either, the document is cut into
-        parts that fit.
+        load cannot hold a document, the document is placed on the ranks with the fewest tokens. If
+        the ranks with the fewest tokens cannot hold the document, it is cut into parts that fit.
         """
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):
@@ -171,7 +170,7 @@ def _owners(sizes: Ints) -> Ints:
 
 def wlb(batch: DocumentBatch) -> Pieces:
     """Place documents, the longest first. Each document is placed on the rank that has the least
-    work among the ranks with room for the document.
+    work among the ranks that can still hold the document.
 
     Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training"
     (2025), section 4. Only documents longer than a rank's capacity are cut. Unlike in the paper, no

@@ -49,10 +49,10 @@ def even(batch: DocumentBatch, count: int) -> list[Ints]:
     """Divide documents into `count` micro-batches that take about the same time.
 
     Documents are sorted by work, and the document with the most work is placed first. Each document
-    is placed in the micro-batch that has the least work among the micro-batches with room. Every
-    micro-batch therefore has documents of all lengths, as for pipelines in "ByteScale" (2025),
-    section 5. Unless a single document has more work than the mean, no micro-batch exceeds the mean
-    by more than the work of a short document.
+    is placed in the micro-batch that has the least work among the micro-batches that can still hold
+    the document. Every micro-batch therefore has documents of all lengths, as for pipelines in
+    "ByteScale" (2025), section 5. Unless a single document has more work than the mean, no
+    micro-batch exceeds the mean by more than the work of a short document.
 
     Raises a ValueError that names `micro_batches` if `count` micro-batches cannot hold all
     documents.

@@ -41,8 +41,8 @@ def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pie
 
 
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
-    """Move tokens of cut documents so that the ranks that share a document take about the same
-    time.
+    """Move tokens of cut documents so that the ranks that hold tokens of one document take about
+    the same time.
 
     No rank exceeds its capacity, and no rank's part of a document becomes smaller than
     `MIN_SHARE_TOKENS` tokens. Whole documents stay on their ranks.

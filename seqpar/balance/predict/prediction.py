@@ -131,8 +131,8 @@ def share_ends(share: Ints, pieces: Pieces, count: int) -> Ints:
 def seconds_of(
     batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict the seconds, tokens and bytes of each rank, from the shares of documents that ranks
-    hold.
+    """Predict the seconds, tokens and bytes of each rank. A share is the part of a document that a
+    rank holds.
 
     `tokens` (ranks,) is the number of all tokens on each rank. `local` (2, ranks) is the seconds of
     attention, forward and backward, of documents that are not in `shares`.
