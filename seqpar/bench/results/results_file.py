@@ -86,9 +86,10 @@ class SweepResults:
     def open(cls, folder: Path, options: SweepOptions, again: bool = False) -> SweepResults:
         """Read the results file of a folder, or start a new file.
 
-        With `again`, points that failed are removed, so that they are measured again. Raises a
-        ValueError if the file cannot be written, or if its measurements are from a different
-        machine or have different options.
+        The file has one row for each measured point, which is a batch that one strategy or library
+        computes. With `again`, the rows of points that failed are removed, so that these points are
+        measured again. Raises a ValueError if the file cannot be written, or if its measurements
+        are from a different machine or have different options.
         """
         path = folder / NAME
         here, requested = environment(options.contenders), options.as_dict()

@@ -38,13 +38,13 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
     A point is a strategy or a library that computes one batch on P ranks. Each point is timed in
     several rounds.
 
-    `area()` returns the area of the mask. It is called only for measured points, because it can
-    take too long for batches that are too large to measure.
+    `area()` returns the number of (query, key) pairs that the mask allows. It is called only for
+    measured points, because it can take too long for batches that are too large to measure.
 
     * seconds: the median over rounds of the slowest rank's seconds; spread: the quartiles over
       rounds;
     * tokens_per_second: the tokens of all ranks per second; tflops_per_device: the FLOP/s of a
-      device, where FLOPs follow from the mask's area;
+      device, where FLOPs follow from the number of (query, key) pairs;
     * of_ideal: the time of the kernel on one device for 1/P of the work, divided by `seconds`;
     * exposed_seconds: the seconds of communication that computation does not hide. Exposed seconds
       are measured in a separate step, which is not timed. exposed_share: exposed_seconds divided by
