@@ -36,7 +36,8 @@ def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
 
 
 def least_seconds(programs: Mapping[int, Program], cluster: Cluster) -> float:
-    """Return a lower bound on the seconds of `play`, from the programs of some of the ranks.
+    """Return a lower bound on the seconds of `play`, from the programs of some of the ranks. A
+    program is the list of a rank's computations, messages and waits.
 
     The bound assumes that peers post their messages immediately, and that no other rank uses the
     links. On gloo and on cores, the bound counts only computation, because exchanges can overlap

@@ -27,7 +27,7 @@ class Outcome:
         waiting: (ranks,) seconds of waiting for messages.
         sent_bytes: (ranks,) bytes sent.
         peak_bytes: (ranks,) the most bytes held at once by tensors that the step creates.
-        stand_ins: (ranks,) for each rank, the rank whose program was played for it. This is usually
+        stand_ins: (ranks,) for each rank, the rank that was simulated in its place. This is usually
             the rank itself.
     """
 

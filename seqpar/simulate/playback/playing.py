@@ -71,9 +71,10 @@ def play_with_stand_ins(
     """Return the times at which all ranks compute, send and wait, from the programs of some of the
     ranks.
 
-    `stand_ins[rank]` is the rank whose program is used for `rank`. For a rank that has a program,
-    it must be the rank itself. If some ranks have no program, all programs must be `ordered`, and
-    `exchange_alike(programs)` must be True.
+    A program is the list of one rank's computations, messages and waits. `stand_ins[rank]` is the
+    rank whose program is used for `rank`. For a rank that has a program, it must be the rank
+    itself. If some ranks have no program, all programs must be `ordered`, and must post the same
+    exchanges in the same order (`exchange_alike`).
     """
     calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 class Resource:
     """A resource, such as a NIC, on which `capacity` jobs run at the same time without slowing each
-    other down.
+    other down. A job is a computation, a copy or a message.
 
     If there are more than `capacity` jobs, the capacity that the jobs divide is `capacity` ·
     `shared`.
@@ -51,7 +51,8 @@ class Resource:
 
 
 class JobGroup:
-    """The jobs that use the same resources, and therefore progress at the same rate.
+    """The jobs that use the same resources, and therefore progress at the same rate. A job is a
+    computation, a copy or a message.
 
     `progress` is the work that a job would have done if it had started together with the group, in
     seconds that the work takes without other jobs. `jobs` contains each job and the value of

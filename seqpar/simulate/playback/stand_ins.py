@@ -34,10 +34,11 @@ _IN_STEP = ("ulysses", "ring", "all_gather", "usp", "mesh")
 
 
 def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Ints:
-    """Return (ranks,): for each rank, the rank whose program is simulated in its place.
+    """Return (ranks,): for each rank, the rank that is simulated in its place, which is its
+    stand-in.
 
-    `strategy` is a softmax strategy, or the transport of linear layers. In the following cases, the
-    programs of all ranks are simulated, and each rank is its own stand-in:
+    `strategy` is a softmax strategy, or the transport of linear layers. In the following cases, all
+    ranks are simulated, and each rank is its own stand-in:
 
     * The group is small, or the work of its ranks is uneven.
     * The ranks of this strategy do not begin each exchange at the same time.

@@ -52,7 +52,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
     """
 
     def __init__(self, add: Callable[[Compute], None], counts: bool, on_cpu: bool = False) -> None:
-        """Make a context for the operators of one program.
+        """Make a context for the operators that one rank's code calls.
 
         Args:
             add: the function that receives the costs.

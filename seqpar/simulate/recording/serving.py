@@ -40,7 +40,10 @@ def record_served(
     operators: bool = True,
     copies: bool = False,
 ) -> list[Program]:
-    """Return the programs of trainers that run `step(pool)`, followed by those of their servers.
+    """Return the programs of trainers that run `step(pool)`, followed by the programs of their
+    servers.
+
+    A program is the list of what one process computes, sends and waits for.
 
     The step runs once for each trainer, in this process, with `DisaggregatedAttention(pool)`,
     layouts of one rank, and tensors of the meta device. `pool.trainer` identifies the trainer.

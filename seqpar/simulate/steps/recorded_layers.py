@@ -232,7 +232,8 @@ def record_layers(
     copies: bool,
     **options: Any,
 ) -> list[Program]:
-    """Return the programs of trainers and servers for `count` equal, consecutive layers.
+    """Return the programs of trainers and servers for `count` equal, consecutive layers. A program
+    is the list of what one process computes, sends and waits for.
 
     Servers compute softmax attention, and trainers compute linear layers themselves. `copies` is as
     in `record_served`, and `options` are options of `DisaggregatedAttention` on a pool.
