@@ -71,11 +71,11 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
 def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
     """Return the parts of a call, each with the rank to which the planner assigns it.
 
-    The planner distributes the call over `count` idle ranks. Tasks consist of whole tiles, so some
-    work can stay on rank 0. If rank 0 keeps more work than each of the idle ranks, the planner runs
-    again with the next larger tolerance, which allows more work per idle rank. If the largest
-    tolerance does not suffice, the number of idle ranks is halved. If fewer than two idle ranks are
-    left, the whole call becomes one task.
+    The planner distributes the work of rank 0, which stores all tokens, over `count` idle ranks. A
+    task has whole tiles of `tile` rows, so some work can stay on rank 0. If rank 0 keeps more work
+    than each of the idle ranks, the planner runs again with the next larger tolerance, which allows
+    more work per idle rank. If the largest tolerance does not suffice, the number of idle ranks is
+    halved. If fewer than two idle ranks are left, the whole call becomes one task.
     """
     s, queries, keys = call.shape, call.layout, call.kv_layout
     row_bytes = RowBytes.of(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype.itemsize)

@@ -148,7 +148,7 @@ class SegmentServers:
     closed: bool = False  # whether the cache was closed; servers then store nothing for it
 
     def hold(self, nbytes: int) -> Held | None:
-        """Reserve `nbytes` for a new segment on the server with the most free memory.
+        """Reserve `nbytes` for a new segment of a cache, on the server with the most free memory.
 
         Returns None if no server has enough memory, or if the cache was closed. If the cache was
         closed and the pool has `home=False`, this method raises a ServersError.

@@ -234,7 +234,8 @@ class TaskCall:
 
 
 class ServerConnection:
-    """The connection to one server: a session, and the calls that send work.
+    """The connection to one server: a session, and the gRPC calls that send requests. A session is
+    a gRPC call that registers the pool with the server, and in which the server reports its state.
 
     The connection has two network connections, one for the session and one for payloads, so that
     payloads do not delay events. If the session ends, a new session begins after a pause.
@@ -458,7 +459,11 @@ class ServerConnection:
     async def _exchange_directly(
         self, call: TaskCall, packed: Packed, places: Places
     ) -> tuple[ReplyHeader, list[Bytes]]:
-        """Write a payload into the server's arena, and return the result that the server writes.
+        """Write a payload into the memory of the server, and return the result that the server
+        writes.
+
+        A payload is the bytes of a request's tensors. An arena is a block of memory of one side,
+        into which the other side writes.
 
         After a failure or a cancellation, the memory in both arenas stays reserved until the
         session ends, because the server can still write into this pool's arena.

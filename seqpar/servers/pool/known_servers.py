@@ -93,7 +93,7 @@ class KnownServers:
         """Return the server that is expected to finish a task first, among the servers that can
         take a task now. Return None if there is no such server.
 
-        The server at the address `but` is not considered.
+        The server at the address `but` is not chosen.
         """
         free = [x for x in self if x.address != but and x.is_free(self._depth, now)]
         free = [x for x in free if x.accepts(work)]

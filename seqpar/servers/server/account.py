@@ -32,11 +32,12 @@ class TooManyError(Exception):
 class Account:
     """Divides a limited resource, such as bytes of memory, among names.
 
-    A name that holds nothing can reserve all that is free. After a name that already holds
-    something has reserved more, the free amount must be at least the amount that the name holds. If
-    n names reserve as much as they can in small steps, 1/(n + 1) of the resource therefore stays
-    free. The rule does not apply to the name "", because clients without certificates share the
-    whole resource.
+    A name is the name in a client's certificate, and stands for all clients with this name. A name
+    that holds nothing can reserve all that is free. After a name that already holds something has
+    reserved more, the free amount must be at least the amount that the name holds. If n names
+    reserve as much as they can in small steps, 1/(n + 1) of the resource therefore stays free. The
+    rule does not apply to the name "", because clients without certificates share the whole
+    resource.
     """
 
     def __init__(self, most: int) -> None:
@@ -106,9 +107,10 @@ class Account:
 class Turns:
     """Limits how many calls of one name can do something, such as receive data, at the same time.
 
-    A call needs a *turn*. While all turns of a name are in use, further calls of the name wait, and
-    gRPC's flow control stops the senders. A name with many connections therefore gets no more
-    bandwidth than a name with one connection.
+    A name is the name in a client's certificate, and stands for all clients with this name. A call
+    needs a *turn*. While all turns of a name are in use, further calls of the name wait, and gRPC's
+    flow control stops the senders. A name with many connections therefore gets no more bandwidth
+    than a name with one connection.
     """
 
     def __init__(self, most: int) -> None:

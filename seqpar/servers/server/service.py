@@ -1,9 +1,9 @@
 """The gRPC service of an attention server: sessions, tasks, decoding steps with caches, and the
 status.
 
-A call is checked before it has any effect. The server reads a payload only when enough memory is
-free for the client (`account.py`). Until then, gRPC's flow control makes the sender wait. When a
-call ends, for whatever reason, its memory is freed.
+A call is checked before it has any effect. The server reads a *payload*, the bytes of a request's
+tensors, only when enough memory is free for the client (`account.py`). Until then, gRPC's flow
+control makes the sender wait. When a call ends, for whatever reason, its memory is freed.
 
 A *name* is the name in a client's certificate. An *open* call can send several tasks, one after
 another. A call needs a *turn* to receive data, and each name has only a few turns at a time.
@@ -222,10 +222,11 @@ class Service:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server has too many calls")
 
     async def _pause(self, name: str) -> None:
-        """Delay a call that needs little work. The calls of one name are delayed one after another.
+        """Delay a call that needs little work. The calls of clients with one name are delayed one
+        after another.
 
-        Without the delay, a name with many connections could keep the event loop busy with such
-        calls, while the calls of other names wait in gRPC's queue.
+        Without the delay, clients with many connections could keep the event loop busy with such
+        calls, while the calls of other clients wait in gRPC's queue.
         """
         async with self._pauses.turn(name):
             await asyncio.sleep(_PAUSE_SECONDS)

@@ -72,11 +72,13 @@ class ComputeJob:
 
 
 class ThreadsByName:
-    """The threads for long jobs, or the threads for short jobs.
+    """The threads that compute long jobs, or the threads that compute short jobs. A job is a
+    request.
 
-    A thread serves one name at a time, and no two threads serve the same name. The next turn goes
-    to a name that has had no turn yet, or else to the name whose last turn was the longest ago. The
-    caller must hold `lock`, except for the first `start`.
+    A name stands for all clients whose certificates have this name. In a turn, a thread computes
+    jobs of one name. A thread serves one name at a time, and no two threads serve the same name.
+    The next turn goes to a name that has had no turn yet, or else to the name whose last turn was
+    the longest ago. The caller must hold `lock`, except for the first `start`.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[], None], lock: threading.Lock) -> None:
@@ -294,9 +296,9 @@ class Worker:
     def _compute(self, jobs: list[ComputeJob]) -> None:
         """Compute jobs in one call.
 
-        If the call fails, each task is computed again separately, so that only the tasks that
-        caused the failure get an error. Decoding steps are always computed separately, because a
-        step cannot be repeated after a later step of the same cache.
+        If a call of several jobs fails, each job is computed again separately, so that only the
+        jobs that caused the failure get an error. Decoding steps are always computed separately,
+        because a step cannot be repeated after a later step of the same cache.
         """
         try:
             steps = [job.request for job in jobs if isinstance(job.request, CacheStep)]

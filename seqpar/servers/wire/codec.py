@@ -92,8 +92,9 @@ def pack_step(
     seen: Seen,
     scores: CallOptions,
 ) -> Packed:
-    """Convert a decoding step to a header and a payload. The step writes k and v after the first
-    `start` rows of a cache, and computes attention over the cache.
+    """Convert a decoding step to a header, which has its sizes and options, and a payload, the
+    bytes of its tensors. The step writes k and v after the first `start` rows of a cache, and
+    computes attention over the cache.
 
     `cache` identifies the cache. `writes` says how many steps the server has already computed for
     this cache. `operands` are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
@@ -149,11 +150,13 @@ class KeptSlices:
 def unpack(
     task: Task, expected: int, buffers: Sequence[Buffer], backend: str, kept: KeptSlices
 ) -> Request:
-    """Return the request of a task, given its checked header and its payload.
+    """Return the request of a task, given its checked header and its payload, the bytes of its
+    tensors.
 
-    `expected` is the checksum of the payload, and `kept` stores the slices of earlier tasks. q, k,
-    v and gradients are views of the payload's buffers, which must not change. Raises a RequestError
-    that names a malformed part of the payload.
+    `expected` is the checksum of the payload, and `kept` stores the mask slices of earlier tasks,
+    so that equal slices are not checked again. q, k, v and gradients are views of the payload's
+    buffers, which must not change. Raises a RequestError that names a malformed part of the
+    payload.
     """
     payload = form_of(task).request
     payload.check(buffers, expected)

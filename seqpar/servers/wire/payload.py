@@ -153,7 +153,8 @@ def view_of(buffer: Buffer) -> memoryview:
 
 
 def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
-    """Return the 64-bit XXH3 checksum of a payload. `before` is the checksum of earlier parts.
+    """Return the 64-bit XXH3 checksum of a payload, which consists of parts. Each part is the bytes
+    of one tensor. `before` is the checksum of earlier parts.
 
     The checksum of a part is the seed for the next part, so the result depends on the order and
     lengths of the parts. The checksum detects accidental damage; only TLS protects from forgery.
