@@ -76,8 +76,9 @@ class Hooks:
             exchanges.
         skip_messages: whether exchanges send nothing, so that received tensors have arbitrary
             values.
-        replace_compute: a function that is called in place of each computation, with the area of
-            the computation. Results have arbitrary values. With None, computations run.
+        replace_compute: a function that is called in place of each computation. Its argument is the
+            number of (query, key) pairs times the number of heads. Results have arbitrary values.
+            With None, computations run.
         dry_run: a function that returns a context. In this context, computations that
             `replace_compute` replaces run on tensors of the meta device, so that their memory can
             be counted. With None, replaced computations do not run.

@@ -135,11 +135,12 @@ def convolve(
     finish: Finish | None = None,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Write the sum over the window of each row to `out`. Return the rows received from other
-    ranks.
+    """Write the weighted sum over the window of each row to `out`. Return the rows that were
+    received from other ranks.
 
-    If `finish` is given, `finish(sums, rows)` is written instead of the sums. In this call, `rows`
-    are rows of `beside`, or rows of x if `beside` is None.
+    The window of a row is the row and a few tokens before it. If `finish` is given, `finish(sums,
+    rows)` is written instead of the sums. In this call, `rows` are rows of `beside`, or rows of x
+    if `beside` is None.
     """
     finish, beside = finish or _as_it_is, x if beside is None else beside
     if halo.edges.numel() < x.shape[0]:

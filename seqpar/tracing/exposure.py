@@ -17,7 +17,7 @@ from seqpar.core.hooks import set_hooks
 
 @dataclass(frozen=True)
 class Exposure:
-    """The times of a step in several rounds. The properties of this class are medians over the
+    """The times of a step that was measured in several rounds. The properties are medians over the
     rounds.
 
     Attributes:
@@ -54,9 +54,9 @@ class Exposure:
     def fraction(self) -> float:
         """The fraction of communication that is not hidden: the median of `fractions`.
 
-        The fraction is computed for each round separately, because other load on the machine slows
-        all three steps of a round. Use at least three rounds, so that a stall in one round does not
-        change the median.
+        A round runs the step three times. The fraction is computed for each round separately,
+        because other load on the machine slows all three runs of a round. Use at least three
+        rounds, so that a stall in one round does not change the median.
 
         The fraction is above 1 if communication adds more time to the step than communication takes
         without computation. Possible reasons are that ranks with uneven work wait for each other,

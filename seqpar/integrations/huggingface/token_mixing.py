@@ -157,8 +157,9 @@ class TokenMixing:
         """Yield the user's modules that this call checks.
 
         If a module of the user is inside another module of the user, only the outer module is
-        yielded, because both run again together. Inner modules that must not be called on a part of
-        the tokens are added to `replayed` of the outer module.
+        yielded, because both run again together. Some inner modules must not be called on a part of
+        the tokens. These modules are added to `replayed` of the outer module, and will return
+        recorded results.
         """
         around = _around(root, self._session.layers.keys())
         seen: set[nn.Module] = set()
@@ -294,8 +295,8 @@ class TokenMixing:
         given: Parts,
         replayed: list[tuple[nn.Module, list[Parts]]],
     ) -> bool:
-        """Run code on a sample of the tokens and on the parts of this sample, and record a fault if
-        the results do not agree.
+        """Run code on a sample of the tokens, and then on each of the parts of this sample. Record
+        a fault if the results of the parts do not make up the result of the sample.
 
         If the code draws random numbers, it runs again in evaluation mode. Returns False if the
         code raised an error, for example because it expects other shapes. Such code is not checked.

@@ -307,8 +307,8 @@ class _DealtLoader(DataLoader[Any]):
 class _Dispatched(IterableDataset[Any]):
     """The samples that accelerate's DataLoaderDispatcher would give one process in an epoch.
 
-    A turn has `size` samples, divided equally among the groups. If the samples do not fill the last
-    turn, the first samples are repeated.
+    The dataset is read in turns. A turn has `size` samples, which are divided equally among the
+    groups of ranks. If the samples do not fill the last turn, the first samples are repeated.
     """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool, groups: Groups) -> None:
@@ -340,10 +340,10 @@ class _Dispatched(IterableDataset[Any]):
 class _DispatchedBatches(IterableDataset[list[Any]]):
     """The batches, as lists, that accelerate's DataLoaderDispatcher would give one process.
 
-    `workers` loads lists of samples in several processes. A turn has `batches` such lists, divided
-    equally among the groups. If the samples do not fill the last turn, the first samples are
-    repeated, or with `drop_last` the turn is left out. This process makes the turns, because a
-    worker has only some of the samples.
+    `workers` loads lists of samples in several processes. The lists are read in turns. A turn has
+    `batches` lists, whose samples are divided equally among the groups of ranks. If the samples do
+    not fill the last turn, the first samples are repeated, or with `drop_last` the turn is left
+    out. This process makes the turns, because a worker has only some of the samples.
     """
 
     # This class is a Dataset, because accelerate makes another loader from it when training
