@@ -1,13 +1,15 @@
-"""Linear attention within the spans of one rank, forward and backward.
+"""Compute linear attention within the spans of one rank, forward and backward.
 
-A *span* is a range of consecutive tokens of a document on one rank. Later tokens of the document
-need only one result of the span: its state (`states/state_options.py`), or its *map*, a function
-from the entering state to the leaving state (`maps/map_options.py`).
+A *span* is a range of consecutive tokens of a document on one rank. A *state* is a matrix for each
+head, which summarises the tokens of a document so far. Later tokens of the document need only one
+result of a span. This result is the state of the span's own tokens (`states/state_options.py`), or
+the *map* of the span, which is the function from the state before the span to the state after the
+span (`maps/map_options.py`).
 
-A strategy decides how states or maps are sent between ranks. All strategies call `begin_forward`
-and `begin_backward` to compute. Each of these functions returns an object that computes in several
-steps, and the strategy exchanges states or maps between the steps. `inputs.py` explains the letters
-of shapes.
+A strategy decides how states or maps are sent between ranks. To compute, all strategies call
+`begin_forward` and `begin_backward`. Each of these functions returns an object that computes in
+several steps, and the strategy exchanges states or maps between the steps. `inputs.py` explains the
+letters of shapes.
 """
 
 from __future__ import annotations
@@ -66,8 +68,11 @@ class Options(ABC, Generic[O]):
 
 
 class Steps(Protocol[O_co, R_co]):
-    """The forward or the backward of a backend, in three steps. States are exchanged between the
-    steps.
+    """The forward or the backward of a backend, which computes in three steps.
+
+    A *span* is a range of consecutive tokens of a document on one rank. A state *enters* the span,
+    and a state *leaves* the span. Between the steps, ranks exchange states or maps. The *map* of a
+    span is the function from the entering state to the leaving state.
 
     1. The constructor computes `outgoing`, the states or maps that other spans need.
     2. `local` computes everything that does not depend on other spans, while states are sent. This
@@ -76,10 +81,10 @@ class Steps(Protocol[O_co, R_co]):
 
     In forward, `outgoing` has the state or the map of each span's own rows, at the index
     `state_out` of the span. In backward, `outgoing` has an entry for each span that a state enters,
-    at the index `state_in` of the span. If states are exchanged, the entry is what the span's own
-    rows add to the gradient of the entering state. If maps are exchanged, the entry is the map from
-    the gradient of the leaving state to the gradient of the entering state. The transition of this
-    map is the transpose of the forward transition.
+    at the index `state_in` of the span. If ranks exchange states, the entry is the term that the
+    span's own rows add to the gradient of the entering state. If ranks exchange maps, the entry is
+    the map from the gradient of the leaving state to the gradient of the entering state. The linear
+    part of this map is the transpose of the linear part of the forward map.
     """
 
     @property
@@ -89,8 +94,9 @@ class Steps(Protocol[O_co, R_co]):
         """Compute everything that does not depend on states of other spans."""
 
     def finish(self, states: Tensor | None) -> R_co:
-        """Return the results of the pass, given the states that reach spans. None means that these
-        states are 0.
+        """Return the results of the forward or backward, given the states that reach spans.
+
+        If `states` is None, all of these states are 0.
 
         In forward, `states` (states_in, B, H, K, V) has the states that enter spans, and the result
         is out (B, T, max(Hq, H), V) in q's dtype. In backward, `states` (states_out, B, H, K, V)
@@ -116,10 +122,11 @@ def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> Hoo
 def begin_backward(
     inputs: Inputs, dout: Tensor, spans: SpanStates, options: Options[O], states_in: Tensor | None
 ) -> HookedSteps[O, Any]:
-    """Begin the backward of a backend, and compute the states or maps that other spans need.
+    """Begin the backward of a backend, and compute the states or maps that other ranks need.
 
-    `dout` is the gradient of out. `states_in` has the states that entered spans in forward. The
-    method `finish` of the result returns at least dq, dk and dv.
+    `dout` is the gradient of out. `states_in` has the states before the spans (ranges of a
+    document's tokens on this rank) in forward. The method `finish` of the result returns at least
+    dq, dk and dv.
     """
     make = load_backend(options.family, options.backend).Backward
     return HookedSteps(

@@ -1,17 +1,22 @@
-"""The chains along which ranks send states from span to span of each document.
+"""Plan the messages that send states from each part of a document to the next part.
+
+A *state* is a matrix for each head, which summarises tokens of a document. The states of two parts
+of a document can be added, after the first state has decayed over the rows of the second part. This
+file uses these words:
 
 * A *span* is a range of consecutive tokens of a document on one rank.
 * The *chain* of a document is the list of its spans in order, with the rank of each span. Without
   causality, a chain consists of *runs* instead of spans. A run is all tokens of a document on one
   rank.
-* A *link* is a state that a span sends to the next span of the chain.
-* The *depth* of a link is a number that is larger than the depths of all earlier links of the
-  chain.
-* A *hop* is one message: all links of the same depth that one rank sends to another rank, or to
-  itself.
+* A *link* is a state that is sent from one span of a chain to the next span.
+* The *depth* of a link says when the link is sent. In a causal forward, it is the index of the
+  sending span in the chain. In all passes, the depth of a link is larger than the depths of all
+  earlier links of the chain.
+* A *hop* is one message. It contains all links of the same depth that one rank sends to another
+  rank, or to itself.
 * The *slot* of a state is its index in the first dimension of a tensor of states.
-* A *station* is a position of a document at which a sum of states is needed, such as the start of a
-  span (`routes.py`).
+* A *station* is a position of a document at which a rank needs the sum of the states of all earlier
+  tokens, such as the start of a span (`routes.py`).
 """
 
 from __future__ import annotations
@@ -27,19 +32,19 @@ from seqpar.linear.routes import StateRoutes
 
 
 class Hop(NamedTuple):
-    """One message of states, which one rank sends to another rank or keeps for itself. Each state
-    in the message is called a link.
+    """One message of states, which one rank sends to another rank or keeps for itself.
 
-    A link is a state that a span sends to the next span of a document. The state of a link is
-    λ^rows · (the sum at the station `carries_from`) + (the state `own_states`). A station is a
-    position at which the sending rank needs a sum of states. If final states are returned, some
-    links of forward lead to the end of a document instead of a span, and some links of backward
-    begin at the end of a document. Within a hop, links that pass on the sum at a station come
-    before links that do not.
+    A *span* is a range of consecutive tokens of a document on one rank. Each state in the message
+    is a *link* from a span of a document to the next span. A *station* is a position at which a
+    rank needs the sum of the states of earlier tokens. The state of a link is λ^rows · (the sum at
+    the station `carries_from`) + (the state `own_states`). If final states are returned, some links
+    of forward lead to the end of a document instead of a span, and some links of backward begin at
+    the end of a document. In the message, links with a sum from a station come before links without
+    such a sum.
 
-    A hop contains the links of all documents, because a message for each document would be too many
-    messages. For 5,000 short documents on 64 ranks, there were 40,000 messages per rank. All ranks
-    process their hops in the order of depth, so that no two ranks wait for each other.
+    One message contains the links of all documents. With a message for each document, there would
+    be too many messages: 40,000 messages per rank for 5,000 short documents on 64 ranks. All ranks
+    send and receive messages in the order of `depth`, so that no two ranks wait for each other.
     `scanning.py` explains the order for blocks of states.
     """
 
@@ -54,12 +59,13 @@ class Hop(NamedTuple):
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
-    """Return the messages of states (hops) that a rank sends or receives, sorted by depth, then by
-    the sending rank, then by the receiving rank.
+    """Return the messages of states that a rank sends or receives, in the order in which they are
+    sent.
 
-    The routes store these hops. The sender and the receiver of a hop have the links of the hop in
-    the same order. With `ends=False`, links that begin or end at the end of a document are left
-    out.
+    The messages are sorted by depth. Messages of the same depth are sorted by the sending rank, and
+    after that by the receiving rank. The sender and the receiver of a message have the states of
+    the message in the same order. With `ends=False`, the messages contain no states that are sent
+    from or to the end of a document. `routes` stores the result.
     """
 
     def build() -> list[Hop]:
@@ -80,13 +86,16 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
 class Chain(NamedTuple):
     """The chains of all documents in one pass. Each field is an array with one entry for each span.
 
+    A *span* is a range of consecutive tokens of a document on one rank. The chain of a document is
+    the list of its spans, along which states are sent. A pass is a forward or a backward.
+
     In forward, the documents are in ascending order, and the spans of a document are in the order
     of their tokens. In backward, all entries are in the reverse order, because gradients are sent
     from later spans to earlier spans.
 
-    Without causality, an entry is a run instead of a span. In forward, the last run of a document
-    is the run that contains the last token of the document. All other runs are in the order of
-    their ranks.
+    Without causality, an entry is a *run* instead of a span, which is all tokens of a document on
+    one rank. In forward, the last run of a document is the run that contains the last token of the
+    document. All other runs are in the order of their ranks.
     """
 
     holder: Ints  # the rank that holds the span
@@ -125,9 +134,10 @@ class Chain(NamedTuple):
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
         """Return two arrays of spans, as indices in the chain.
 
-        The first array has the spans whose link to the next span begins or ends on `rank`. The
-        second array has the spans on `rank` that are the last spans of their documents in this
-        pass.
+        A *span* is a range of consecutive tokens of a document on one rank. The first array has the
+        spans from which `rank` sends a state to the next span, and the spans from which `rank`
+        receives a state. The second array has the spans on `rank` that are the last spans of their
+        documents in this forward or backward.
         """
         here, last = self.holder == rank, self.behind == 0
         to_here = np.r_[here[1:], False]
@@ -143,13 +153,14 @@ class Chain(NamedTuple):
         carries: Ints,
         rows: Ints | int,
     ) -> Ints:
-        """Return links as an array (8, links).
+        """Return links, which are states that are sent from one span to another, as an array (8,
+        links).
 
-        The rows of the array are depth, source rank, target rank, document, and the four fields of
-        `Hop` from `own_states` to `target_slots`. Link i leads from the span source[i] to the span
-        target[i], which are indices in the chain, and ends at the slot slots[i] of the target rank.
-        `depth`, `states`, `carries` and `rows` have a value for each span of the chain. Each link
-        takes the value of the span at which the link begins.
+        The rows of the array are the depth, the sending rank, the receiving rank, the document, and
+        the four fields of `Hop` from `own_states` to `target_slots`. Link i leads from the span
+        source[i] of the chain to the span target[i]. On the receiving rank, slots[i] is the index
+        of the state in a tensor of states. `depth`, `states`, `carries` and `rows` have a value for
+        each span of the chain. Each link takes the value of the span at which the link begins.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -170,12 +181,12 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 
 
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
-    """Yield the links that begin or end on a rank, for a call without causality.
+    """Yield the states (links) that a rank sends or receives in a call without causality.
 
-    A run is all tokens of a document on one rank. Each run of a document sends the sum of its own
-    state and of the states of all earlier runs to the next run. The last run adds its own state,
-    which gives the sum over all runs. Each run sends this sum back to the run before it. No state
-    decays.
+    A *run* is all tokens of a document on one rank. Each run of a document sends the sum of its own
+    state and of the states of all earlier runs to the next run. The last run adds its own state to
+    the sum that it receives. The result is the sum over all runs. Each run sends this sum back to
+    the run before it. No state decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
@@ -212,12 +223,12 @@ def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *co
 def _links_from_ends(
     routes: StateRoutes, chain: Chain, rank: int, last: Ints, depth: int, slots: Ints
 ) -> Iterator[Ints]:
-    """Yield the links of backward that begin at the ends of documents, and that `rank` sends or
-    receives.
+    """Yield the gradients of final states (links) that `rank` sends or receives in backward.
 
-    These links send the gradients of final states. Every rank has a gradient of the final state of
-    every document. Every rank therefore sends a link to the rank of each span in `last`. `slots`
-    (spans,) has, for each span, the slot at which links to the span end.
+    Every rank has a gradient of the final state of every document. Every rank therefore sends a
+    gradient to the rank of each span in `last`. A span is a range of consecutive tokens of a
+    document on one rank. `slots` (spans,) has, for each span, the index of the received sum in a
+    tensor of states.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

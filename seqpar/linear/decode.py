@@ -19,7 +19,8 @@ def decode_step(
 ) -> tuple[Tensor, Tensor]:
     """Continue each of N documents by one token or by t tokens. Return out and the next state.
 
-    The step is plain PyTorch and sends nothing. It supports autograd. Autocast has no effect on it.
+    The function is plain PyTorch and sends nothing. It supports autograd. Autocast has no effect on
+    the function.
 
     Args:
         kind: the name of the kind of recurrence.
@@ -77,7 +78,7 @@ def decode_linear_step(
 ) -> tuple[Tensor, Tensor]:
     """Continue each of N documents by one token. Return out and the next state.
 
-    The step is plain PyTorch and sends nothing. Autocast has no effect on it.
+    The function is plain PyTorch and sends nothing. Autocast has no effect on the function.
 
     Args:
         q: (N, Hq, D), fp64, fp32, bf16 or fp16.

@@ -6,8 +6,8 @@ Each head has a state S (K, V), which token t updates:
     Sₜ = S̄ₜ + kₜ vₜᵀ, or by the delta rule S̄ₜ + βₜ kₜ (vₜ − S̄ₜᵀ kₜ)ᵀ
     oₜ = scale · Sₜᵀ qₜ
 
-The recurrence does not normalise keys. If the keys of a model have length 1, the model must
-normalise them before the call.
+The recurrence does not normalise keys. If a model needs keys of length 1, the model must normalise
+its keys before the call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """`LinearStrategy`, the base class of all strategies of linear attention.
 
-Its subclass `StateStrategy` is for strategies that exchange states. Its subclass `MapStrategy` is
-for strategies that exchange *maps*, functions from the state that enters a span to the state that
-leaves the span.
+A *span* is a range of consecutive tokens of a document on one rank. A *state* is a matrix for each
+head, which summarises the tokens of a document so far. The subclass `StateStrategy` is for
+strategies with which ranks exchange states. The subclass `MapStrategy` is for strategies with which
+ranks exchange *maps*. The map of a span is the function from the state before the span to the state
+after the span.
 """
 
 from __future__ import annotations
@@ -48,24 +50,24 @@ class BackwardResult(NamedTuple):
 
 
 class Exchange(Protocol[O_contra]):
-    """The exchange of states or maps in one pass. `wait` returns the states at the stations of a
-    rank.
+    """The exchange of states, or of maps, between ranks in one forward or one backward.
 
-    A *station* is a position at which a rank needs a state, such as the start of a span
-    (`routes.py`). The object can be made before the states are known, so that the weights of its
-    sums are ready when sending begins. In a backward with maps, the exchange sends gradients of
-    states back. `travels` says whether this rank sends or receives any message. If `travels` is
+    `post` sends, and `wait` returns the states that this rank needs. A rank needs a state at
+    certain positions of documents, which are called *stations*, such as the start of each range of
+    tokens that it holds (`routes.py`). The object can be made before the states are known, so that
+    the weights of sums are ready when sending begins. In a backward with maps, gradients of states
+    are sent back. `travels` says whether this rank sends or receives any message. If `travels` is
     true, the caller computes something else before it calls `wait`.
     """
 
     travels: bool
 
     def post(self, outgoing: O_contra) -> None:
-        """Begin to send the states or maps of this rank. `outgoing` is ordered by the slots of the
-        sources.
+        """Begin to send the states or maps of this rank.
 
-        If maps are sent, only the state of the map is used for the first span of a document
-        (`maps/ends.py`).
+        `outgoing` has a state or a map for each *source*, a position of a document at which this
+        rank has a state, in the order of `routes.py`. If maps are sent, only the state in the map
+        is used for the first span of a document (`maps/ends.py`).
         """
 
     def wait(self) -> Tensor:
@@ -87,8 +89,7 @@ def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) ->
 
 @dataclass(frozen=True)
 class LinearStrategy(Generic[C]):
-    """The methods of all strategies of linear attention: forward, backward, and predictions of
-    messages.
+    """The base class of strategies of linear attention: forward, backward and predicted messages.
 
     The fields of a strategy are its options. `str()` of a strategy must show all options, because
     modules on one group whose strategies have the same string share a `BoundStrategy`. States are
@@ -138,8 +139,8 @@ class LinearStrategy(Generic[C]):
     def default_backend(self, inputs: Inputs) -> str:
         """Return the backend that is used if the user does not choose one.
 
-        On CPUs, the default is "aten". If the default is "aten" on CUDA, the first use logs a
-        warning, because "aten" launches many small operators.
+        On CPUs, the default is "aten". On CUDA, the default may also be "aten". In this case, the
+        first use logs a warning, because "aten" launches many small operators.
         """
         chosen, preferred = "aten", PREFERRED[self.family]
         if inputs.q.is_cuda:
@@ -184,8 +185,9 @@ class LinearStrategy(Generic[C]):
     ) -> BackwardResult:
         """Return the gradients of this rank's inputs and of the initial states.
 
-        `states_in` is from the forward's result. `dfinal` has the gradients of the final states,
-        (documents, B, H, K, V), or (0, …) if final states were not returned.
+        `states_in` has the states that forward returned for backward. `dfinal` has the gradients of
+        the final states, (documents, B, H, K, V). If final states were not returned, `dfinal` is
+        (0, …).
         """
         raise NotImplementedError
 

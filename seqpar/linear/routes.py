@@ -1,4 +1,7 @@
-"""Which rank sends which states to which rank, so that each span gets the state that enters it.
+"""Find the states that ranks send to each other, so that each span gets the state before it.
+
+A *state* is a matrix for each head, which summarises tokens of a document. The state before a
+position is the sum of the states of all earlier tokens. This file uses these words:
 
 * A *span* is a range of consecutive tokens of a document on one rank.
 * A *run* is all tokens of a document on one rank. Without causality, runs are used instead of
@@ -14,7 +17,8 @@
 
 If final states are returned, the end of a document is a station in forward, on the rank that holds
 the last token. This rank sends the sum to all ranks (`final_states.py`), so that the sum has the
-same bits on all ranks. In backward of such a call, the end of a document is a source on every rank.
+same bits on all ranks. In the backward of a call that returns final states, the end of a document
+is a source on every rank.
 """
 
 from __future__ import annotations
@@ -34,11 +38,12 @@ from seqpar.layout.geometry import Geometry
 
 @dataclass(frozen=True, eq=False)
 class SpanStates:
-    """The spans of a rank, and the indices of the states that enter and leave the spans. Without
-    causality, runs take the place of spans.
+    """The spans of a rank, and the indices of the states that enter and leave the spans.
 
-    Tensors of states contain only the states that are needed. Each span therefore has an index into
-    each tensor, or −1 for a state that is not needed.
+    A *span* is a range of consecutive tokens of a document on one rank. Without causality, a span
+    is replaced by all tokens of a document on one rank. A tensor of states contains only the states
+    that are needed. For each span, an index says where its entering state is in the tensor, and a
+    second index says where its leaving state is. The index of a state that is not needed is −1.
     """
 
     edges: Ints  # (spans + 1,): span i has the rows edges[i] … edges[i + 1] − 1
@@ -60,12 +65,12 @@ class SpanStates:
 
 
 class StatePoints(NamedTuple):
-    """The positions at which a rank has states (sources) or needs sums of states (stations), sorted
-    by document, then by position.
+    """Positions of documents at which a rank has states, or at which it needs sums of states.
 
-    `slots` has, for each of these positions, the index of its state in a tensor of states (n, B,
-    Hkv, D, Dv). In this tensor, the states of spans come first, in the order of the spans. The
-    states at the ends of documents follow.
+    The positions are sorted by document. Within a document, they ascend. `slots` has, for each
+    position, the index of its state in a tensor of states (n, B, Hkv, D, Dv). In this tensor, the
+    states at the spans of the rank come first, in the order of the spans. The states at the ends of
+    documents follow.
     """
 
     documents: Ints
@@ -85,10 +90,11 @@ class HeldSpans(NamedTuple):
 class Route:
     """The states that one rank sends to another rank.
 
-    A *source* is a position at which the sender has a state, and a *station* is a position at which
-    the receiver needs a sum of states. Sources form a *group* if the receiver has no station
-    between them, so that all of them have the same next station. The sender combines the states of
-    a group into one state, and sends this state.
+    A *source* is a position of a document at which the sender has a state. A *station* is a
+    position at which the receiver needs the sum of all earlier states. If the receiver has no
+    station between two sources, the states of both sources belong to the same sums. The sender
+    therefore combines the states of neighbouring sources into one state, unless a station of the
+    receiver lies between the sources. A set of sources that are combined is called a *group*.
     """
 
     members: Ints  # the slots of the sources
@@ -108,20 +114,21 @@ class StateSums(NamedTuple):
     def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:
         """Return the plan of `count` weighted sums of states.
 
-        The state in the slot members[i] decays over rows[i] rows, and is added to the sum with the
-        index groups[i]. A sum without states is 0.
+        The state with the index members[i] in a tensor of states decays over rows[i] rows, and is
+        added to the sum with the index groups[i]. A sum without states is 0.
         """
         order = np.argsort(groups, kind="stable")
         return cls(np.bincount(groups, minlength=count), members[order], rows[order])
 
 
 class StateRoutes:
-    """Where each rank of a layout has states (sources), and where it needs sums of states
-    (stations). The layout stores this object.
+    """The positions at which each rank of a layout has states, or needs sums of states.
 
-    Without `causal`, each state of a document is sent to all stations of the document, and all
-    positions count as 0. The argument `backward` of the methods says whether the pass is a
-    backward.
+    A *source* is a position of a document at which a rank has a state, and a *station* is a
+    position at which a rank needs a sum of states. With `causal`, the sum at a station consists of
+    the states of all earlier sources. Without `causal`, it consists of all states of the document,
+    and no state decays. The argument `backward` of the methods says whether the plan is for a
+    backward. The layout stores this object.
     """
 
     def __init__(
@@ -162,10 +169,11 @@ class StateRoutes:
         return self.derived(key, lambda: self._route(source, target, backward))
 
     def of_initial(self, rank: int) -> StateSums:
-        """Return how to compute the contribution of initial states at each station of a rank: the
-        initial state of the document, decayed over the rows before the station.
+        """Return how the initial states of documents contribute to the states that a rank needs.
 
-        The result has a sum with one term for each station, ordered by the slots of the stations.
+        A *station* is a position of a document at which a rank needs a state. The contribution at a
+        station is the initial state of the document, decayed over the rows before the station. The
+        result has a sum with a single term for each station.
         """
         documents, positions, slots = self.stations(rank, backward=False)
         return StateSums.of(slots, documents, positions, slots.size)
@@ -174,8 +182,8 @@ class StateRoutes:
         """Return how to compute a rank's contribution to the gradient of each document's initial
         state.
 
-        The result has a sum for each document. Its terms are the gradients of states at the rank's
-        sources in backward.
+        The result has a sum for each document. The terms of the sum are the gradients of states
+        that this rank computes in backward.
         """
         documents, positions, slots = self.sources(rank, backward=True)
         # The initial state decays over the rows before the position.
@@ -232,11 +240,11 @@ class StateRoutes:
     def _points_at(
         self, documents: Ints, positions: Ints, slots: Ints, ended: Ints, backward: bool
     ) -> StatePoints:
-        """Return the points at `positions` where a rank has a state or needs a state, and the
-        points at the ends of the documents `ended`.
+        """Return points at the given positions, and points at the ends of the documents `ended`.
 
-        `slots` has the index of each state in a tensor of states. Positions whose state is not
-        needed have the index −1, and are left out.
+        A point is a position at which a rank has a state or needs a state. `slots` has the index of
+        the state of each position in a tensor of states. A position whose state is not needed has
+        the index −1, and is left out.
         """
         has_slot = slots >= 0
         positions = np.r_[positions[has_slot], self.lengths[ended] * self.causal]

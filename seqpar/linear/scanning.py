@@ -1,10 +1,11 @@
-"""The exchange that sends states from span to span in rounds, while the rank computes.
+"""Send states from span to span in rounds, while the rank computes.
 
-ZeCO and `maps/scan.py` use this exchange. States are cut into blocks. Block b of a hop of depth d
-(`chains.py`) is sent in round d + b. In each round, a rank posts all its sends and receives as one
-exchange. A rank passes on only sums that arrived in earlier rounds, and all ranks process the
-rounds in the same order. For these two reasons, no two ranks wait for each other, even on NCCL,
-which runs the exchanges of a communicator one after another.
+A *span* is a range of consecutive tokens of a document on one rank. In a *round*, a rank posts all
+its sends and receives as one exchange. ZeCO and `maps/scan.py` use this file. States are cut into
+blocks. If a state has the depth d in the order in which states are sent (`chains.py`), block b of
+the state is sent in round d + b. A rank passes on only sums that arrived in earlier rounds, and all
+ranks process the rounds in the same order. For these two reasons, no two ranks wait for each other,
+even on NCCL, which runs the exchanges of a communicator one after another.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class Carrying(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank does in one round, in which it posts all its messages as one exchange. The fields
-    are in the order of the operations.
+    """The operations of a rank in one round, in which it posts its messages as one exchange.
 
-    Outgoing messages are numbered: all messages with the first block of states come first, then all
-    messages with the second block, and so on. Incoming messages are numbered in the same way.
+    The fields are in the order of the operations. States are cut into blocks. Outgoing messages are
+    numbered block by block: all messages with the first block of states come before all messages
+    with the second block, and so on. Incoming messages are numbered in the same way.
     """
 
     number: int
@@ -72,9 +73,10 @@ class Rounds(TableHolder):
     """All rounds of one rank in one pass. In a round, the rank posts its messages as one exchange.
 
     A state has `rows` rows, which are cut into `blocks` blocks of equal size. An *arrival* is one
-    block of the state that a link sends to this rank. Arrivals are numbered block by block: the
-    first block of every link comes first, then the second block of every link, and so on. `sources`
-    and `stations` are the numbers of sources and stations of the rank.
+    block of a state that is sent to this rank. Arrivals are numbered block by block: the first
+    blocks of all states come before the second blocks of all states, and so on. `sources` is the
+    number of positions at which the rank has a state. `stations` is the number of positions at
+    which the rank needs a sum of states.
     """
 
     def __init__(
@@ -167,14 +169,14 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 
 
 class ScannedStates:
-    """An exchange that sends states from span to span. `wait` returns the sums of states that a
-    rank needs.
+    """An exchange that sends states from span to span. `wait` returns the sums that a rank needs.
 
-    If there are messages between ranks, a thread runs the exchange, so that the rank can compute
-    while the thread waits for states. On a GPU, the thread uses a separate stream. On gloo, the
-    thread is necessary, because gloo reports the arrival of a message only to a thread that waits
-    for the message. A subclass decides how a sum changes from one position to the next position at
-    which a rank needs it.
+    A *span* is a range of consecutive tokens of a document on one rank. If there are messages
+    between ranks, a thread runs the exchange, so that the rank can compute while the thread waits
+    for states. On a GPU, the thread uses a separate stream. On gloo, the thread is necessary,
+    because gloo reports the arrival of a message only to a thread that waits for the message. A
+    subclass decides how a sum changes from one position to the next position at which a rank needs
+    it.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:
@@ -182,10 +184,10 @@ class ScannedStates:
         self.travels = plan.travels
 
     def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
-        """Add sums that have arrived at this rank to the states of an outgoing message.
+        """Add sums that have arrived at this rank to states of an outgoing message, in place.
 
-        `number` is the number of the outgoing message. `message` has the states of the message to
-        which a sum is added, and `carried` has the sum for each of these states.
+        `number` is the number of the outgoing message. `message` has those states of the message to
+        which sums are added, and `carried` has the sums.
         """
         raise NotImplementedError
 

@@ -6,9 +6,9 @@ map after another. This is algorithm 2 of Sun et al., "LASP-2" (2025), with maps
 Forward and backward have one exchange each. A rank posts the exchange before it computes attention
 among the tokens of each span, so that this computation hides the exchange.
 
-A rank receives each map only once. For each document, it receives the maps of all spans on other
-ranks that come before its own last span of the document. For the first span of the document (its
-*head*, `ends.py`), it receives a state instead of a map.
+A rank receives each map only once. For each document, a rank receives the maps of all spans on
+other ranks that come before its own last span of the document. For the first span of the document
+(the *head*, `ends.py`), a rank receives a state instead of a map.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from seqpar.linear.scanning import Index, as_table, index_of
 class Fold(NamedTuple):
     """One step in which a rank applies one further map to the state of each document.
 
-    A *running state* is the state of a document after the maps that were applied so far. There is
-    one running state for each document. Documents with the longest chains come first, so that the
-    documents to which a further map is applied are always the first documents.
+    The map of a span of tokens is the function from the state before the span to the state after
+    the span. For each document, there is a *running state*, to which the maps of the document's
+    spans are applied one after another. Documents with the most spans come first, so the documents
+    with a further map are always the first documents.
     """
 
     stations: Tensor | None  # the slots of the states that enter the spans of this step
@@ -51,10 +52,12 @@ class Fold(NamedTuple):
 
 
 class Gathering(TableHolder):
-    """The messages and folds of one rank in one pass.
+    """The messages of one rank in one pass, and the steps in which the rank applies maps to states.
 
-    One tensor has the states that leave heads, and a second tensor has the maps of all other spans.
-    In both tensors, the spans of this rank come first, and the spans of other ranks follow.
+    A *span* is a range of consecutive tokens of a document on one rank. The map of a span is the
+    function from the state before the span to the state after the span. One tensor has the states
+    after the first span of each document, and a second tensor has the maps of all other spans. In
+    both tensors, the spans of this rank come first, and the spans of other ranks follow.
     """
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:

@@ -1,7 +1,8 @@
-"""`MapStrategy`, the base class of strategies that exchange maps.
+"""`MapStrategy`, the base class of strategies with which ranks exchange maps.
 
-A *map* is the function from the state that enters a span to the state that leaves the span
-(`maps.py`). A subclass decides how maps are sent and combined.
+A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
+function from the state before the span to the state after the span (`maps.py`). A subclass decides
+how maps are sent and combined.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The maps of spans: their action on states, their combination, and their form in messages.
+"""Apply the maps of spans to states, combine two maps into one map, and pack maps into messages.
 
-The *map* of a span is S → T S + N, where S is the state that enters the span. T is the transition
-of the span, and N is the state of the span's own rows. A transition is one number for each head (n,
-B, H), one number for each key channel (n, B, H, K), or a matrix (n, B, H, K, K).
+A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is S → T S
++ N, where S is the state that enters the span. T is the transition of the span, and N is the state
+of the span's own rows. A transition is one number for each head (n, B, H), one number for each key
+channel (n, B, H, K), or a matrix (n, B, H, K, K).
 """
 
 from __future__ import annotations

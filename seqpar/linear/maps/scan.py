@@ -1,10 +1,11 @@
-"""The transport "scan": states are sent from span to span in blocks, and each rank applies its
-maps.
+"""The transport "scan", which sends states from span to span in blocks. Each rank applies its maps.
 
-The algorithm is from "ZeCO" (2025), section 3, with a map in place of a decay. If (A, N) is the map
-of a rank's span, the rank receives a state S and sends the state A S + N. No map is sent. A acts on
-each column of a state separately, so a state can be cut into blocks: a block is some heads of a
-state, or some columns of one head. A rank sends one block while it receives the next block.
+A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
+function from the state before the span to the state after the span. The algorithm is from "ZeCO"
+(2025), section 3, with a map in place of a decay. If (A, N) is the map of a rank's span, the rank
+receives a state S and sends the state A S + N. No map is sent. A acts on each column of a state
+separately, so a state can be cut into blocks: a block is some heads of a state, or some columns of
+one head. A rank sends one block while it receives the next block.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ class Scan(MapStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The exchange of the transport "scan". `wait` returns the states that enter the spans of this
+    """The exchange of the transport "scan". `wait` returns the states before the spans of this
     rank.
 
-    In this class, states are transposed, (n, B, H, V, K), so that a block is some rows of K
+    A *span* is a range of a document's tokens on one rank. States are cut into blocks. In this
+    class, states are transposed, (n, B, H, V, K), so that a block consists of some rows of K
     elements.
     """
 

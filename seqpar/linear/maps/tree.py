@@ -1,4 +1,8 @@
-"""The transport "tree": recursive doubling combines the maps of twice as many spans in each step.
+"""The transport "tree", which combines maps by recursive doubling.
+
+A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
+function from the state before the span to the state after the span. In each step, the number of
+spans whose maps are combined doubles.
 
 The algorithm is the parallel prefix by recursive doubling of Hillis and Steele, "Data parallel
 algorithms" (1986), in the exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear
@@ -37,9 +41,11 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
-    """Windows that arrive at a rank in one step. A window is a range of spans with the combined map
-    of these spans. A step has one `Arrivals` for complete windows, which begin at the start of a
-    document, and one for all other windows.
+    """The windows that arrive at a rank in one step.
+
+    A *window* is the combined map of a range of spans of a document. A span is a range of tokens on
+    one rank. A window is *complete* if it begins at the start of the document. A step has one
+    `Arrivals` for complete windows, and a second `Arrivals` for all other windows.
     """
 
     stations: Tensor  # (arrivals,): the slots of the spans at which they arrive
@@ -63,8 +69,9 @@ class Step(NamedTuple):
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
     """Yield the number of each step, and the spans of `rank` from which maps are sent in the step.
 
-    Spans are ascending indices in the chain. In step d, the windows of the first 2ᵈ spans of a
-    document are complete.
+    The spans are returned as ascending indices in `chain`, the list of the spans of all documents.
+    In step d, the maps that the first 2ᵈ spans of a document send begin at the start of the
+    document.
     """
     mine = np.flatnonzero(chain.holder == rank)
     for step in range(int(chain.number.max(initial=0)).bit_length()):
@@ -92,10 +99,10 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
-    """Return which windows arrive at the spans `reached`, and from which ranks.
+    """Return which windows arrive at the spans `reached`, and from which ranks they arrive.
 
-    The window that arrives at a span was sent by the rank of the span that is `apart` spans earlier
-    in the chain.
+    A *window* is the combined map of a range of spans. The window that arrives at a span was sent
+    by the rank of the span that is `apart` spans earlier in the document.
     """
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
@@ -214,8 +221,9 @@ class _Doubled:
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
         """Compute the states that enter spans from the complete windows that have arrived.
 
-        For spans whose windows are sent in a later step, also compute the states that leave these
-        spans, and write them to `left`.
+        A *window* is the combined map of a range of spans, and is complete if it begins at the
+        start of the document. For each span that sends its window in a later step, the state that
+        leaves the span is also computed, and is written to `left`.
         """
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):
@@ -230,11 +238,11 @@ class _Doubled:
             left.index_copy_(0, arrivals.maps, passed)
 
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
-        """Combine the map of the window before each span with the map of the incomplete window that
-        has arrived for this span.
+        """Extend the window of each span by the incomplete window that has arrived for the span.
 
-        For spans whose windows are sent in a later step, write the maps of the extended windows to
-        `packed`.
+        A *window* is the combined map of a range of spans, and is incomplete if it does not begin
+        at the start of the document. For each span that sends its window in a later step, the
+        extended window is written to `packed`.
         """
         arrivals, kind = step.others, self._call.options.kind
         if not len(arrivals.stations):

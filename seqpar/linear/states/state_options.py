@@ -1,6 +1,7 @@
-"""The formulas and the options of calls that exchange states.
+"""The formulas and the options of calls in which ranks exchange states.
 
-Row i of a span, counted from 0, has the output
+A *span* is a range of consecutive tokens of a document on one rank. Row i of a span, counted from
+0, has the output
 
     out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
 
@@ -78,11 +79,10 @@ class StateOptions(Options[Tensor]):
         return inputs.q.new_zeros((count, *inputs.state_shape), dtype=dtype)
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of one or more steps of a pass, computed from the number of matrix
-        products in each step.
+        """Return the work of one or more steps of a pass, computed from numbers of matrix products.
 
-        Each step multiplies rows with states. The step `local` also multiplies the rows of a chunk
-        with each other.
+        A pass is a forward or a backward. Each step multiplies rows with states. The step `local`
+        also multiplies the rows of a chunk with each other.
         """
         batch, rows, heads, dim = inputs.q.shape
         value_dim = inputs.v.shape[3]

@@ -1,12 +1,10 @@
-"""Weighted sums of states, which every exchange of states computes, and the plan of LASP-2's
-exchange.
+"""Compute the weighted sums of states that every exchange needs, and plan LASP-2's exchange.
 
     sums[g] = Σ λ^rows · states[member]
 
-The sum runs over the members of group g. Each member is a state and has its own `rows`, the number
-of rows over which the state decays. Sums and states are (n, B, Hkv, D, Dv). A *source* is a
-position at which a rank has a state, and a *station* is a position at which a rank needs a sum of
-states (`routes.py`).
+The sum g is over a group of states, the members. `rows` is the number of rows over which a member
+decays. Sums and states are (n, B, Hkv, D, Dv). A *source* is a position at which a rank has a
+state, and a *station* is a position at which a rank needs a sum of states (`routes.py`).
 
 One call of torch.embedding_bag computes all groups, without atomic additions. With this call, the
 forward of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for
@@ -119,12 +117,12 @@ class Gathering(TableHolder):
         self._sums = WeightedSums(sums, shape)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Return the functions with which this rank computes its sums, in the order in which they
-        are called.
+        """Return the functions with which this rank computes sums, in the order of their calls.
 
-        The first function combines the rank's states into the states that are sent. The second
-        function adds up the arrived states at each station. All further functions add to each
-        station the sums of the earlier stations of its document.
+        A *station* is a position of a document at which a rank needs a sum of states. The first
+        function combines the rank's states into the states that are sent. The second function adds
+        up the arrived states at each station. All further functions add, to the sum at each
+        station, the sums at the earlier stations of the document.
         """
         unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
@@ -133,10 +131,10 @@ class Gathering(TableHolder):
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
     """Return the sums that combine the states of this rank into the states that it sends.
 
-    `outgoing` has the route to each rank. The combined states for one rank are called a *part*.
-    Ranks that need the same combined states use the same part. The results are the sums of all
-    parts, the number of states in each part, and the index of the part for each rank. If this rank
-    sends its states unchanged, the sums are None.
+    `outgoing` says, for each receiving rank, which states are combined. The combined states for one
+    rank are called a *part*. If several ranks need the same combined states, these ranks share a
+    part. The results are the sums of all parts, the number of states in each part, and the index of
+    the part for each rank. If this rank sends its states unchanged, the sums are None.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -156,11 +154,11 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 
 
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
-    """Return the steps that add to each sum of a document all earlier sums of this document.
+    """Return the steps that add all earlier sums of a document to each sum of the document.
 
-    A sum belongs to a *station*, a position of the document at which a rank needs the sum. Step i
-    adds to each station's sum the sum of the station that is 2ⁱ stations earlier. A document with n
-    stations needs ⌈log₂ n⌉ steps.
+    There is a sum at each *station*, a position of a document at which a rank needs the sum of the
+    states before this position. Step i adds to each sum the sum that is 2ⁱ stations earlier. A
+    document with n stations needs ⌈log₂ n⌉ steps.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

@@ -1,7 +1,8 @@
 """The backend "aten" for maps: batched matrix products over chunks of spans, fast on CPUs.
 
-The backend runs on every device that torch supports. A span is cut into chunks of C rows. Let S be
-the state that enters a chunk. The rows of the chunk write Y to the state:
+The backend runs on every device that torch supports. A span, which is a range of a document's
+tokens on one rank, is cut into chunks of C rows. Let S be the state that enters a chunk. The rows
+of the chunk write Y to the state:
 
     Y = U − W S, where (I + L) [W U] = diag β [K̂ V]   (delta rule; otherwise Y = V)
 

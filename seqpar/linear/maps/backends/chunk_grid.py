@@ -1,9 +1,10 @@
-"""The grid that cuts spans into chunks of C rows, so that all spans are computed together.
+"""Cut spans into chunks of C rows, so that the chunks of all spans are computed together.
 
-A state passes through the chunks of a span one after another, so a span with n chunks takes n
-steps. Step i computes chunk i of all spans at once. Chunks are therefore ordered by step: the first
-chunk of each span, then the second chunk of each span with at least two chunks, and so on. Spans
-with the most chunks come first. The chunks of a step are neighbours in memory.
+A *span* is a range of consecutive tokens of a document on one rank. A state passes through the
+chunks of a span one after another, so a span with n chunks takes n steps. Step i computes chunk i
+of all spans at once. Chunks are therefore ordered by step: the first chunk of each span comes
+first, the second chunk of each span with at least two chunks follows, and so on. In each step,
+spans with the most chunks come first. The chunks of a step are neighbours in memory.
 
 A tensor of chunks is (M, N, G, C, D): there are M chunks, N = B · H, and G heads share a state.
 Some tensors have no dimension G. The last chunk of a span is padded with rows of 0.
@@ -42,10 +43,10 @@ class Places(NamedTuple):
         return self.spans.numel() > 0
 
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:
-        """Copy each state from `states` to the entry of its span in `spans`, and return `spans`.
+        """Copy states to the tensor `spans`, which has an entry for each span, and return `spans`.
 
-        `spans` has an entry of zeros for each span of the grid. Spans without a state keep the
-        zeros.
+        A *span* is a range of consecutive tokens of a document on one rank. At first, the entries
+        of `spans` are zeros. The entry of a span without a state in `states` stays 0.
         """
         if states is not None:
             found = states.index_select(0, self.states)
@@ -80,10 +81,10 @@ class Grid(TableHolder):
         return self.steps[-1].stop if self.steps else 0
 
     def cut(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-        """Return a copy of x (B, T, h, D) that is cut into chunks, (M, B·H, G, C, D).
+        """Return a copy of x (B, T, h, D) that is cut into M chunks of C rows, (M, B·H, G, C, D).
 
-        If h < H, heads are repeated, and G is 1. If h > H, G = h / H heads share each of the H
-        states.
+        H is the number of states. If h < H, the heads of x are repeated, and G is 1. If h ≥ H, G =
+        h / H heads share a state.
         """
         if self.plain is not None:
             x = x[:, self.plain]
@@ -121,7 +122,9 @@ class Grid(TableHolder):
 def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
     """Return a grid of the spans without a state, and a grid of the spans with a state.
 
-    If no span has a state, or all spans have one, there is only one grid. `spans` stores the grids.
+    A *span* is a range of consecutive tokens of a document on one rank. A *grid* cuts spans into
+    chunks. If no span has a state, or if all spans have a state, there is only one grid. `spans`
+    stores the grids.
 
     Args:
         spans: the spans of the rank.

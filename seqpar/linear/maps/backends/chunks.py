@@ -1,9 +1,10 @@
-"""The chunks of spans, through which states pass, in the notation of `aten.py`.
+"""Compute chunks of rows, through which states pass, in the notation of `aten.py`.
 
-States pass from chunk to chunk for all spans at once. Only this loop is sequential. States between
-chunks are in fp64. In fp32, the product of a state and a decay close to 1 would be rounded in the
-same direction in each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add
-up to 6e-6. In fp64, the errors stay below 2.4e-7.
+A span, which is a range of a document's tokens on one rank, is cut into chunks. States pass from
+chunk to chunk, for all spans at once. Only this loop is sequential. States between chunks are in
+fp64. In fp32, the product of a state and a decay close to 1 would be rounded in the same direction
+in each chunk. Over 100,000 tokens with a log decay of 1e-7, these errors would add up to 6e-6. With
+states in fp64, the error is below 2.4e-7.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def sweep(
 ) -> Swept:
     """Pass the states of spans, (spans, N, K, V), through the chunks of the spans.
 
-    With `reverse`, the last chunk of a span comes first. With `keep`, the result also has the state
+    A *span* is a range of a document's tokens on one rank, which is cut into chunks of rows. With
+    `reverse`, the last chunk of a span comes first. With `keep`, the result also has the state
     before each chunk. After each chunk, elements of states with an absolute value of at most
     `least` are set to 0.
     """
@@ -214,11 +216,11 @@ class Chunks:
 
 
 class ChunkGradients(Chunks):
-    """The backward of `Chunks`, made from the gradient of out and from chunks on which
-    `Chunks.forward` was called.
+    """The backward of `Chunks`.
 
-    Gradients of states pass through the chunks in reverse. All gradients are computed by formulas,
-    because torch runs an operator's implementation without autograd.
+    The arguments are the gradient of out, and chunks on which `Chunks.forward` was called.
+    Gradients of states pass through the chunks in reverse order. All gradients are computed by
+    formulas, because torch runs an operator's implementation without autograd.
     """
 
     def __init__(
@@ -251,8 +253,9 @@ class ChunkGradients(Chunks):
     def backward(self, dstates: Tensor | None) -> None:
         """Pass the gradients of the states that leave spans back through the chunks.
 
-        This method sets three attributes, which are gradients: `dstates` of the states that leave
-        chunks, `dwritten` of Y, and `dlast` of the states that enter spans.
+        A *span* is a range of a document's tokens on one rank, which is cut into chunks. This
+        method sets three attributes. `dstates` is the gradient of the states that leave chunks,
+        `dwritten` is the gradient of Y, and `dlast` is the gradient of the states that enter spans.
         """
         starts = self.starts(dstates, self.grid.leaving)
         swept = sweep(self.grid, self.step_back(), starts, reverse=True)

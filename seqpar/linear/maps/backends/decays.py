@@ -1,4 +1,4 @@
-"""The decays within chunks, for each head or for each key channel, and their gradients.
+"""Compute the decays within chunks of rows, for each head or each key channel, and gradients.
 
 A *power* is the product of the decays between two rows. Keys are (M, N, C, K): C rows for each
 chunk. Rows that read from the state, such as queries, are (M, N, X, C, K), because X heads share a
@@ -60,8 +60,9 @@ class PerHead(_Powers):
     """The decays of chunks with one log decay g (M, N, C) per head and row, or without decay if g
     is None.
 
-    For each pair of rows, the sum of g over the rows between them is computed directly. A
-    difference of two sums from the start of the chunk would lose digits, and g could not be −∞.
+    For each pair of rows, the sum of g over the rows between them is computed directly. The
+    difference of two sums from the start of the chunk would be less accurate, and would be NaN if g
+    is −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -78,10 +79,11 @@ class PerHead(_Powers):
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        """Return the product of each row of x with each row of k, decayed over the rows in between,
-        (M, N, X, C, C).
+        """Return the product of each row of x with each row of k, times a decay, as (M, N, X, C,
+        C).
 
-        If the row of k comes after the row of x, the entry is 0.
+        The decay is over the rows between the row of k and the row of x. If the row of k comes
+        after the row of x, the entry is 0.
         """
         scores = (x.flatten(2, 3) @ k.mT).unflatten(2, x.shape[2:4])
         return scores.tril_() if self.log_decay is None else scores.mul_(self.weights[:, :, None])
@@ -127,9 +129,11 @@ class PerHeadGradients:
         return (products @ k).view(x.shape), products.mT @ x.flatten(2, 3)
 
     def state(self, products: Tensor) -> None:
-        """Add to the gradient of g what comes from `total`, the log decay of states over a chunk.
+        """Add the gradient that comes from `total`, the log decay of states over a chunk, to g's
+        gradient.
 
-        `products` (M, N, K) has the sums over V of the products of states and their gradients.
+        `products` (M, N, K) has products of states and the gradients of these states, summed over
+        V.
         """
         total = self.powers.total
         if total is not None:
@@ -166,25 +170,28 @@ class _Level(NamedTuple):
         return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
 
     def readers(self, x: Tensor) -> Tensor:
-        """Return the rows of the second blocks from x (M, N, X, C, K), as (M, N, C / 2s, X · s, K).
+        """Return the rows of x (M, N, X, C, K) in the second block of each pair, (M, N, C / 2s, X ·
+        s, K).
 
-        Each row is multiplied by the decay from the start of its block to the row.
+        A pair is two neighbouring blocks of s rows. Each row is multiplied by the decay from the
+        start of its block to the row.
         """
         blocks = self.later(x).movedim(2, 3)
         return (blocks * self.since[:, :, :, None]).flatten(3, 4)
 
     def writers(self, k: Tensor) -> Tensor:
-        """Return the rows of the first blocks from k (M, N, C, K), as (M, N, C / 2s, s, K).
+        """Return the rows of k (M, N, C, K) in the first block of each pair, (M, N, C / 2s, s, K).
 
-        Each row is multiplied by the decay from the row to the end of its block.
+        A pair is two neighbouring blocks of s rows. Each row is multiplied by the decay from the
+        row to the end of its block.
         """
         return self.earlier(k) * self.left
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Return the scores between the rows of each pair's second block and the rows of its first
-        block, from all scores (M, N, X, C, C).
+        """Return a part of the scores (M, N, X, C, C), as (M, N, C / 2s, X, s, s).
 
-        The result is (M, N, C / 2s, X, s, s).
+        A pair is two neighbouring blocks of s rows. The result has the scores between the rows of
+        the second block and the rows of the first block of each pair.
         """
         blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
         # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier rows
@@ -192,13 +199,13 @@ class _Level(NamedTuple):
 
 
 class PerKey(_Powers):
-    """The powers of g (M, N, C, K).
+    """Decays with one log decay g (M, N, C, K) for each row and key channel.
 
-    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). The matrix of scores is not a product of
-    two matrices, because the exponential depends on i, j and c. If the exponential was written as a
-    quotient of two powers, the matrix would be a product, but exp could overflow. Yang et al.,
-    "Gated Linear Attention" (2024), section 4.3, cut a chunk into blocks and measure powers from
-    the first row of a block.
+    A *power* is the product of the decays between two rows. A score is Σ_c x_ic k_jc exp(Σ g_mc
+    over j < m ≤ i). The matrix of scores is not a product of two matrices, because the exponential
+    depends on i, j and c. With the exponential as a quotient of two powers, the matrix would be a
+    product, but exp could overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3, cut
+    a chunk into blocks and measure powers from the first row of a block.
 
     Here, a chunk is cut into halves, each half is cut into halves, and so on. Take two neighbouring
     blocks of s rows. The powers of rows in the later block are measured from the start of the later

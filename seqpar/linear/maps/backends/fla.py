@@ -1,12 +1,14 @@
 """The backend "fla": the recurrence over spans with fla-core's kernels, on CUDA.
 
 The backend calls fla's public functions, which compute bf16 and fp16, with states in fp32. Each
-span is a sequence of the call. The functions return the last state of a sequence, but not its map.
-The map is needed if a state enters the span and a state leaves it. To compute the map of a span,
-the backend appends K columns of zeros to v. The initial state of these columns is the identity, so
-their last state is the transition of the span. The product of their out and an entering state is
-what the entering state contributes to out. This sum makes the out of such a span rounded twice.
-Backward first makes the same call without gradients, to compute the map.
+span is a sequence of the call. The functions return the last state of a sequence, but not its map,
+which is the function from the state before the span to the state after the span. The map is needed
+if a state enters the span and a state leaves the span. To compute the map of a span, the backend
+appends K columns of zeros to v. The initial state of these columns is the identity, so their last
+state is the transition of the span. The out of these columns, multiplied by the state that enters
+the span, is the contribution of this state to out. The contribution is added to out, so out is
+rounded twice in these spans. Backward first makes the same call without gradients, to compute the
+map.
 
 A log decay below −30 is replaced by −30, which is a factor of 1e-13. fla adds up log decays over a
 chunk in fp32. In a larger sum, smaller log decays would lose digits.
@@ -97,11 +99,11 @@ class _OnHost:
 
 
 class _Group(NamedTuple):
-    """Some spans, which one call of fla computes. Each span of each batch entry is one sequence of
-    the call.
+    """Some spans, which one call of fla computes.
 
-    All sequences of the first batch entry come first, then all sequences of the second batch entry,
-    and so on.
+    A *span* is a range of a document's tokens on one rank. Each span of each batch entry is one
+    sequence of the call. The sequences are ordered by batch entry, and within a batch entry by
+    span.
     """
 
     rows: Tensor | None  # (rows,): the indices of the rows in a batch entry; None means all rows
@@ -136,14 +138,16 @@ _Groups = tuple[list[_Group], tuple[Places, Places]]
 
 
 def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
-    """Divide the spans that have rows into groups. Each group is one call of fla.
+    """Divide the spans that have rows into groups. One call of fla computes each group.
 
-    `first` is "state_in" or "state_out". There are at most three groups: spans without this state,
-    spans with both states, and spans with only this state. Empty groups are left out.
+    A *span* is a range of a document's tokens on one rank. A state may enter the span ("state_in"),
+    and a state may leave the span ("state_out"). `first` is the name of one of these two states.
+    There are at most three groups: spans without the state `first`, spans with both states, and
+    spans with only the state `first`. Empty groups are left out.
 
     Spans without rows are in no group. The map of a span without rows is the identity, and is
-    needed only if the span has both states. The second result has, for these spans, the indices of
-    the leaving states and of the entering states.
+    needed only if the span has both states. The second result has, for each span without rows that
+    has both states, the index of the leaving state and the index of the entering state.
     """
 
     def build() -> _Groups:

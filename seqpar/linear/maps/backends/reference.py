@@ -57,11 +57,11 @@ class _Work:
         return self.expanded.k.new_zeros(self.inputs.state_shape)
 
     def transition(self, span: _Span) -> Tensor:
-        """Return the transition of a span.
+        """Return the factor by which a span multiplies the state that enters the span.
 
-        With the delta rule, the transition is the state that leaves the span if the identity matrix
-        enters the span and all values are 0. Without the delta rule, the transition is the product
-        of the decays.
+        With the delta rule, this factor is the state that leaves the span if the identity matrix
+        enters the span and all values are 0. Without the delta rule, the factor is the product of
+        the decays.
         """
         if span.beta is not None:
             dim = span.k.shape[-1]
@@ -130,10 +130,11 @@ class Backward(Forward):
         return fold(self.inputs, gradients)
 
     def back(self, span: _Span, dstates_out: Tensor | None, gradients: Gradients | None) -> Tensor:
-        """Return the gradient of the state that enters a span. If `gradients` is given, add the
-        gradients of the span's rows to it.
+        """Return the gradient of the state that enters a span. Add gradients of rows to
+        `gradients`.
 
-        Gradients of states are computed from the last token to the first.
+        A *span* is a range of a document's tokens on one rank. Gradients of states are computed
+        from the last token to the first. If `gradients` is None, no gradients of rows are computed.
         """
         dstate, dstates = self.entering(dstates_out, span.state_out), []
         dout = self.dout[:, span.rows].transpose(0, 1).unflatten(2, (span.k.shape[2], -1))

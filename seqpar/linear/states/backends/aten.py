@@ -1,11 +1,12 @@
 """The backend "aten" for states: batched matrix products over chunks of spans, fast on CPUs.
 
-The backend runs on every device that torch supports. As in Qin et al., "Lightning Attention-2"
-(2024), section 3, spans are cut into chunks of C rows. The output of a row is a sum of two parts.
-Rows of the same chunk contribute (QKᵀ ⊙ Λ) V. Rows of earlier chunks of the span contribute through
-the state that enters the chunk. Each batched product computes all heads of one chunk, and reads the
-chunk without a copy. States are passed from chunk to chunk in fp64, because rounding errors of λ^C
-would add up. Half precision is computed in fp32.
+The backend runs on every device that torch supports. A *span* is a range of consecutive tokens of a
+document on one rank. As in Qin et al., "Lightning Attention-2" (2024), section 3, spans are cut
+into chunks of C rows. The output of a row is a sum of two parts. Rows of the same chunk contribute
+(QKᵀ ⊙ Λ) V. Rows of earlier chunks of the span contribute through the state that enters the chunk.
+Each batched product computes all heads of one chunk, and reads the chunk without a copy. States are
+passed from chunk to chunk in fp64, because rounding errors of λ^C would add up. Half precision is
+computed in fp32.
 
 A matrix product never combines rows of two documents or rows of two chunks. A NaN or an infinity in
 a token therefore reaches only two kinds of rows: rows that attend to the token, and earlier rows of
@@ -14,10 +15,11 @@ whole span. To keep all earlier rows free of NaN, each row would need a separate
 kernels of softmax attention spread a NaN in the same way, to the earlier rows of a tile.
 
 The queries of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. G query heads
-share a KV head. The second dimension has the C rows of the first query head, then the C rows of the
-second query head, and so on. A product that sums over this dimension therefore sums over both the
-rows and the query heads of a KV head. Keys and values have only one head per KV head, so they are
-(N, C, D). States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within this file.
+share a KV head. Along the second dimension, the C rows of the first query head come before the C
+rows of the second query head, and so on. A product that sums over this dimension therefore sums
+over both the rows and the query heads of a KV head. Keys and values have only one head per KV head,
+so they are (N, C, D). States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within
+this file.
 """
 
 from __future__ import annotations
@@ -112,9 +114,9 @@ class _Work:
     def power(self, exponents: Tensor) -> Tensor:
         """Return λ^exponent, (N, …), and 0 for negative exponents.
 
-        Powers below about 1e-31 in fp32 are also set to 0, because products with such powers would
-        be subnormal. On a CPU, a matrix product of subnormal numbers takes twenty times as long as
-        a product of normal numbers.
+        In fp32, powers below about 1e-31 are also set to 0, because products with these powers
+        would be subnormal numbers. On a CPU, a matrix product of subnormal numbers takes twenty
+        times as long as a product of normal numbers.
         """
         powers = self.options.power(exponents, self.heads).movedim(-1, 0).to(self.accumulator)
         limits = torch.finfo(self.accumulator)
@@ -171,16 +173,17 @@ class _Work:
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Add up products xᵀy over the rows of spans, with decay. Return a sum for each chunk, and
-        a sum for each wanted span.
+        """Return sums of products xᵀy over rows, with decay: a sum for each chunk, and sums for
+        spans.
 
-        The sum for a chunk, (N, D, Dv), is over the rows of its span that come before the chunk.
+        A *span* is a range of a document's tokens on one rank, which is cut into chunks of rows.
+        The sum for a chunk, (N, D, Dv), is over those rows of its span that come before the chunk.
         The sum for a span is over all rows of the span. `wanted` (spans,) has the index of each
         span's sum in the second result, or −1 for spans whose sum is not wanted.
 
-        With `reverse`, the sum for a chunk is over the rows of its span that come after the chunk,
-        and the sum for a span is what the rows of the span add to the gradient of the state that
-        enters the span.
+        With `reverse`, the sum for a chunk is over those rows of its span that come after the
+        chunk, and the sum for a span is the contribution of its rows to the gradient of the state
+        that enters the span.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)
@@ -205,12 +208,13 @@ class _Work:
     def entering(
         self, number: int, chunk: Chunk, inner: Tensor, outer: Tensor | None, reverse: bool
     ) -> Tensor:
-        """Return the state that enters a chunk, (N, D, Dv).
+        """Return the state that enters a chunk of a span, (N, D, Dv).
 
-        This state is the sum of two states. The first state comes from earlier rows of the span,
-        and is in `inner`. The second state is the state that enters the span, from `outer`, decayed
-        over the rows before the chunk. With `reverse`, `inner` has the gradients that come from
-        later rows of the span, and `outer` has the gradients of the states that leave spans.
+        The returned state is the sum of two states. The first state comes from earlier rows of the
+        span, and is in `inner`. The second state is the state that enters the span, from `outer`,
+        decayed over the rows before the chunk. With `reverse`, the result is a gradient: `inner`
+        has the gradients that come from later rows of the span, and `outer` has the gradients of
+        the states that leave spans.
         """
         index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
         if outer is None or index < 0:

@@ -1,8 +1,9 @@
-"""The backend "reference" for states: each span in the parallel form (QKᵀ ⊙ Λ) V, in plain PyTorch.
+"""The backend "reference" for states: plain PyTorch, which computes each span as (QKᵀ ⊙ Λ) V.
 
-All other backends are tested against it. Tensors of a span have the heads first, grouped by KV
-head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D) and v (B, Hkv, 1, L, Dv), with batch B, G query heads
-that share a KV head, and L rows. States are (n, B, Hkv, D, Dv).
+A *span* is a range of consecutive tokens of a document on one rank. All other backends are tested
+against this backend. Tensors of a span have the heads first, grouped by KV head: q (B, Hkv, G, L,
+D), k (B, Hkv, 1, L, D) and v (B, Hkv, 1, L, Dv), with batch B, G query heads that share a KV head,
+and L rows. States are (n, B, Hkv, D, Dv).
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class _Work:
         """Do nothing: `finish` computes everything."""
 
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
-        """Yield, for each span, its rows, its entering state, its leaving state, and its rows of
-        `tensors`.
+        """Yield, for each span, its rows, its two states, and its rows of `tensors`.
 
-        A state is given as its index, or as −1 if the span has no such state. `tensors` are
-        (B, T, H, D), and the rows of a span are (B, Hkv, G or 1, L, D).
+        A *span* is a range of a document's tokens on one rank. The two states are the state that
+        enters the span and the state that leaves the span. Each state is given as an index, or as
+        −1 if this state is not needed. `tensors` are (B, T, H, D), and the rows of a span are (B,
+        Hkv, G or 1, L, D).
         """
         spans = self.spans
         columns = spans.edges[:-1], spans.edges[1:], spans.state_in, spans.state_out

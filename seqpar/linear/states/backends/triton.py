@@ -138,11 +138,11 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
 
 
 class _Walk:
-    """The kernel launches that go through all spans in one direction, for operands of fixed shapes
-    and dtypes.
+    """The kernel launches that process all spans in one direction, for fixed shapes and dtypes.
 
-    A *segment* is a range of rows of a span. The walk has the tables of the segments. It stores the
-    arguments of each kernel launch under the name of the result that the kernel computes.
+    A *span* is a range of a document's tokens on one rank, and a *segment* is a range of rows of a
+    span. The object contains the tables of the segments. It stores the arguments of each kernel
+    launch under the name of the result that the kernel computes.
     """
 
     def __init__(self, tables: kernels.SegmentTables, reverse: bool, k: Tensor, v: Tensor) -> None:
@@ -205,12 +205,13 @@ class _Walk:
 
 
 def _walks(kinds: tuple[str, ...], spans: SpanStates, *operands: Tensor) -> list[_Walk]:
-    """Return one walk for each name in `kinds`. The second operand is k, and the third operand is
+    """Return the kernel launches for each name in `kinds`. `operands[1]` is k, and `operands[2]` is
     v.
 
-    The walk "forward" computes out, "queries" computes dq, and "backward" computes dk and dv.
-    "queries" goes from the start of a span to its end, like "forward", but returns no state that
-    leaves a span. "backward" goes from the end of a span to its start.
+    The kind "forward" computes out, "queries" computes dq, and "backward" computes dk and dv. A
+    span is a range of a document's tokens on one rank. "forward" and "queries" process the rows of
+    a span from the start to the end. "queries" returns no states that leave spans. "backward"
+    processes the rows of a span from the end to the start.
     """
 
     def build() -> list[_Walk]:
