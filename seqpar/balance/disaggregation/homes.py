@@ -1,11 +1,11 @@
 """Choose which rank holds which tokens, for balanced attention and few messages.
 
 The *home* of a token is the rank that holds it. Under a causal mask, the last rows of a document
-have the most work per token. If they are cut off, the remaining rows are again a complete, shorter
-document. A document with more work than the mean work of a rank is therefore cut from its end: the
-last rows are placed on one rank, the rows before them on the next rank, and so on, until the
-remaining rows have at most the mean work of a rank. Short documents are then added until all ranks
-have equal numbers of tokens. With this layout, no queries and few keys are sent.
+have the most work per token. If the last rows are cut off, the remaining rows are again a complete,
+shorter document. A document with more work than the mean work of a rank is therefore cut from its
+end: the last rows are placed on one rank, the rows before them on the next rank, and so on, until
+the remaining rows have at most the mean work of a rank. Short documents are then added until all
+ranks have equal numbers of tokens. With this layout, no queries and few keys are sent.
 """
 
 from __future__ import annotations

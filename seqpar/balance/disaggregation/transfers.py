@@ -114,7 +114,8 @@ class ServerLoads:
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
-        """Return the time at which a server can start work from other servers, in units of work.
+        """Return the time at which a server can start work from other servers. The unit of time is
+        the time in which a server does one unit of work.
 
         A server first computes the work of its own queries, and then waits for data that has not
         arrived yet.
@@ -132,8 +133,9 @@ class ServerLoads:
     def _move(self) -> int | None:
         """Move attention between servers until no server has more work than its limit.
 
-        If a server cannot give work away, although other servers also have too much work, the
-        method stops and returns this server. Otherwise it returns None.
+        The method returns None if it has tried all servers with too much work. If it finds a server
+        that cannot give work away while other servers still have too much work, it stops and
+        returns this server.
         """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]

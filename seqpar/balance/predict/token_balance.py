@@ -7,8 +7,8 @@ program:
 
     min_M max_i Σ_j C_ij M_ij
 
-C has only two values, one inside a node and one between nodes. The program therefore has a simple
-solution: ranks below the mean first receive tokens from those ranks of their node that would
+C has only two values, one inside a node and one between nodes. This linear program therefore has a
+simple solution: ranks below the mean first receive tokens from those ranks of their node that would
 otherwise send longest.
 """
 
