@@ -39,8 +39,9 @@ def candidates(
     """Return the given strategies, each with all shapes of its mesh that are tried. The simplest
     strategy comes first.
 
-    All ranks in one row of a USP mesh are in the same node. A row of a "mesh" is at most about as
-    long as a column, because a query has at least as many bytes as a key.
+    With the strategy "usp", all ranks in one row of the mesh are in the same node. With the
+    strategy "mesh", queries are sent within rows, and keys within columns. Rows that are much
+    longer than columns are left out, because a query has at least as many bytes as a key.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     made = []

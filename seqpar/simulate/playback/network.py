@@ -22,7 +22,7 @@ _SOCKET_BUFFER_BYTES = 2**22
 
 
 class Hardware:
-    """The cores, ports and NICs of a cluster that run a number of ranks.
+    """The cores, ports and NICs that a number of ranks use on a cluster.
 
     If devices send messages while they compute, each device has one port to the other devices of
     its node. Each NIC of a node and each link of a torus carries one message at full rate in each
@@ -304,9 +304,8 @@ class Network:
     ) -> None:
         """Send messages of equal size from all senders to all receivers, over the same links.
 
-        `played` has an entry for each rank whose program is simulated. The programs of either all
-        senders or no senders are simulated, and the programs of either all receivers or no
-        receivers.
+        `played` has an entry for each rank whose program is simulated. The programs of the senders
+        are either all simulated or all not simulated, and the same is true for the receivers.
         """
         flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"

@@ -32,8 +32,9 @@ def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
 def predicted(way: Recommendation, costs: Costs) -> Recommendation:
     """Return a configuration with its predicted time and memory.
 
-    Activations are kept, offloaded or recomputed, whichever is the fastest that fits into memory.
-    If none of these fits, the predictions are for the one that needs the least memory.
+    Activations can be kept, offloaded or recomputed. The predictions are for the fastest of these
+    three ways that fits into memory. If none of the three ways fits, the predictions are for the
+    way that needs the least memory.
     """
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
     manners = _manners(way)

@@ -117,11 +117,13 @@ def recommend(
 
 
 def _rank(x: Recommendation) -> tuple[bool, bool, bool, float, bool, float]:
-    """Return the sort key of a way to train. The best way has the smallest key.
+    """Return the sort key of a way to train, which is one configuration. The best way has the
+    smallest key.
 
-    Ways that fit come first, ordered by seconds. Excluded ways come next, then ways that do not
-    fit: those with a known `longest` first, and those with less missing memory first. Ways that
-    were left out after an interrupt come last.
+    Ways that fit into memory come first, ordered by seconds. Ways that were excluded by a lower
+    bound come next. They are followed by ways that do not fit: those with a known `longest` first,
+    and those with less missing memory first. Ways that were not simulated because of an interrupt
+    come last.
     """
     impossible = x.seconds == np.inf
     lacking = x.memory if impossible and not np.isnan(x.memory) else np.inf

@@ -37,13 +37,14 @@ class Search:
 
     * If the smallest bound belongs to a division, the division is replaced by its ways with a few
       strategies.
-    * If it belongs to a way whose bound was computed by a quick method, a larger and slower bound
-      is computed.
-    * If it belongs to a way that has the slower bound already, the way is simulated.
+    * If the smallest bound belongs to a way whose bound was computed by a quick method, a larger
+      bound is computed by a slower method.
+    * If the smallest bound belongs to a way whose larger bound is known already, the way is
+      simulated.
 
     When all bounds are above the time of the fastest step, the search adds the remaining strategies
-    of the division of the fastest way. It ends when all bounds are above the time of the fastest
-    step again.
+    of the division of the fastest way. The search ends when all bounds are again above the time of
+    the fastest step.
 
     A way whose parameters and activations cannot fit is not simulated. If no way fits, the way with
     the least missing memory is simulated, unless it has too many tokens.

@@ -120,7 +120,8 @@ def _way(
 
 
 def transport_of(layout: Layout, costs: Costs) -> str | None:
-    """Return the fastest transport of linear layers; None for a model without linear layers.
+    """Return the fastest transport of linear layers, which is the way in which ranks exchange
+    states. Return None for a model without linear layers.
 
     The choice does not depend on the strategy of softmax layers. A transport that fits into memory
     is preferred to any transport that does not.
