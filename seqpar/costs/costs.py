@@ -82,8 +82,8 @@ class Costs:
         backward: bool = False,
         heads: int | None = None,
     ) -> Floats:
-        """Return the seconds (owners,) of one softmax layer, if one call computes all tasks of an
-        owner.
+        """Return (owners,): for each owner, the seconds of one softmax layer, if one call computes
+        all tasks of the owner.
 
         A task is a number of query rows that attend to a number of keys. An owner is, for example,
         a rank. `owner` (n,) contains the index of each task's owner. By default, all tasks have the

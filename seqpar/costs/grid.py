@@ -210,12 +210,13 @@ class Grid:
         owner: ArrayLike | None = None,
         owners: int = 1,
     ) -> Floats:
-        """Return the seconds (owners,) of one call per owner, which computes all tasks of the
+        """Return (owners,): for each owner, the seconds of one call that computes all tasks of the
         owner.
 
-        An owner is, for example, a rank. `owner` (n,) is the index of each task's owner. By
-        default, all tasks have the same owner. The time of a call is the sum of the work of its
-        tasks, but at least the time of its longest task in a separate call.
+        A task is a number of query rows with the keys to which they attend. An owner is, for
+        example, a rank. `owner` (n,) is the index of each task's owner. By default, all tasks have
+        the same owner. The time of a call is the sum of the work of its tasks, but at least the
+        time of its longest task in a separate call.
         """
         index = owners_of(owner, tasks.rows, owners)
         work = self.work(tasks, heads, head_dim, backward).ravel()
