@@ -46,9 +46,10 @@ class CutTask(NamedTuple):
 def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
     """Cut a call whose tokens are all on one rank into tasks with about equal work.
 
-    The call has at most `most` tasks. Work that the planner leaves on rank 0 becomes one more task.
-    The planner also tries to send few bytes. A task can have rows of any number of documents. The
-    query rows of a task begin and end at a multiple of `tile` rows, or at the end of a document.
+    A planner assigns the work of the call to at most `most` tasks, and tries to send few bytes.
+    Work that the planner does not assign becomes one more task. A task can have rows of any number
+    of documents. The query rows of a task begin and end at a multiple of `tile` rows, or at the end
+    of a document.
     """
     queries, keys = call.layout, call.kv_layout
     work = int(cells_of(queries, keys, call.mask).areas().sum())

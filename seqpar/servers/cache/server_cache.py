@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class ServerCache:
     """The keys and values of a model's layers, stored by attention servers.
 
-    `put` stores the keys and values of the prefill. A step begins with `extend`. Then, for each
-    layer, `attend` sends the queries, keys and values of the new tokens, and returns attention over
-    all keys. Each call of `attend` sends B·T·(Hq·D + Hkv·(D + Dv)) elements, and receives
-    B·T·Hq·(Dv + 1) numbers in fp32, or in fp64 if the queries are fp64. These sizes do not depend
-    on the length of the sequences.
+    `put` stores the keys and values of the prefill. A *step* of decoding begins with `extend`.
+    Then, for each layer, `attend` sends the queries, keys and values of the new tokens, and returns
+    attention over all keys. Each call of `attend` sends B·T·(Hq·D + Hkv·(D + Dv)) elements, and
+    receives B·T·Hq·(Dv + 1) numbers in fp32, or in fp64 if the queries are fp64. These sizes do not
+    depend on the length of the sequences.
 
     A layer is stored by the server that has the most free memory. With `segment`, a layer is cut
     into segments of `segment` tokens. Each segment is stored by the server that has the most free

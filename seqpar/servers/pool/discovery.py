@@ -55,7 +55,8 @@ def _read(address: str) -> bytes:
 
 
 def expand(addresses: Sequence[str]) -> list[str]:
-    """Read all files and resolve all names; return the servers' addresses without duplicates.
+    """Return the addresses of servers without duplicates. Files with addresses are read, and names
+    are resolved by DNS.
 
     Raises:
         OSError: a file cannot be read, or DNS does not know a name.

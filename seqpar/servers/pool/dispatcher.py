@@ -430,8 +430,8 @@ class Dispatcher:
         """Handle a task that none of the ready servers can compute.
 
         With the option `home`, this process computes the task. Without `home`, the task fails if
-        too many attempts have failed. If fewer attempts have failed, this method returns False, and
-        the pool tries all servers again.
+        servers have failed to compute it too often. If they have failed less often, this method
+        returns False, and the pool tries all servers again.
         """
         if self.options.has_home:
             self.local_worker.take(work)

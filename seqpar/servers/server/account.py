@@ -66,8 +66,8 @@ class Account:
             del self._held[name]
 
     def take(self, name: str, size: int) -> Callable[[], None]:
-        """Reserve `size` units of the resource for a name, and return a function that releases
-        them.
+        """Reserve `size` units of the resource for a client's name, and return a function that
+        releases the units.
 
         If the function is not called, the units are released when the current asyncio task ends.
         The task ends when gRPC drops the call, because until then gRPC can hold parts of a reply in

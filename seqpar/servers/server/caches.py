@@ -60,7 +60,7 @@ class CacheStep:
 
     @torch.no_grad()
     def compute(self) -> list[Tensor]:
-        """Write the new rows into the cache, and return out and lse.
+        """Compute this decoding step: write the new rows into the cache, and return out and lse.
 
         The last step can be computed again with the same result. If an earlier step was not
         computed, `compute` raises a CacheLost, because memory that was never written can contain

@@ -33,10 +33,10 @@ _ROWS = 32  # 32 rows are a multiple of 64 bytes for any dtype, number of heads 
 def kind_of(request: Request, device: torch.device) -> Hashable:
     """Return a key. Requests with equal keys can be computed in one call on this device.
 
-    On a GPU, each forward pass of Triton or ATen gets a unique key, and is therefore never fused.
-    Triton splits long rows of keys depending on the number of rows in the launch. ATen uses cuDNN
-    if all documents are equally long. In a fused call, the bits of a result would therefore depend
-    on the other requests.
+    On a GPU, each forward pass of Triton or ATen gets a unique key, and is therefore never computed
+    in one call with other requests. Triton splits long rows of keys depending on the number of rows
+    in the launch. ATen uses cuDNN if all documents are equally long. In a call of several requests,
+    the bits of a result would therefore depend on the other requests.
     """
     name = _backend_of(request, device)
     alone = name in ("triton", "aten") and device.type == "cuda" and request.output is None

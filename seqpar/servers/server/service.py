@@ -369,8 +369,8 @@ class Service:
     def _opened(self, name: str) -> Iterator[bool]:
         """Yield whether a call may stay open for further tasks, and count the open calls.
 
-        Only a few calls may stay open, because the bytes of the next request of an open call arrive
-        before they are counted in an account.
+        Only a few calls may stay open, because the next request of an open call can arrive before
+        the server has counted its bytes and reserved memory for them.
         """
         of_name, of_all = self._open_calls[name], self._open_calls.total()
         is_open = of_name < _OPEN_CALLS and of_all < _ALL_OPEN_CALLS

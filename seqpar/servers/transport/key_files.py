@@ -51,9 +51,9 @@ def _check_owner(name: str, status: os.stat_result, may_be_sticky: bool = False)
 def read(file: Path) -> bytes:
     """Return the content of a regular file, or raise a ValueError that names the unsafe file.
 
-    A private key that users other than the owner can read is unsafe. The group of the file is an
-    exception if root owns the file and this process does not run as root, because Kubernetes mounts
-    secrets in this way.
+    A private key that users other than the owner can read is unsafe. There is one exception: if
+    root owns the file and this process does not run as root, the file's group may read the key,
+    because Kubernetes mounts secrets in this way.
     """
     # With O_NONBLOCK, opening a fifo does not wait for a process that writes to the fifo.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY

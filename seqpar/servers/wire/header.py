@@ -1,4 +1,5 @@
-"""The sizes of a payload, computed from the header and checked before memory is allocated.
+"""The sizes of a *payload*, the bytes of a request's tensors. They are computed from the request's
+*header*, and are checked before memory is allocated.
 
 No size can overflow, because Python's integers are unbounded. The text of an error names the field
 and the allowed values. The text can contain numbers of the header, but never data of the payload.

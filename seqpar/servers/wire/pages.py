@@ -141,9 +141,9 @@ class Pages:
         """Yield (page, rows of the page, rows of the range) for each page that has some of the rows
         start … stop − 1.
 
-        Both are Python slices, which select the rows that are in the page and in the range. The
-        first slice counts from the start of the page, and the second slice counts from the row
-        `start`.
+        The rows of the page and the rows of the range are Python slices. Both slices select the
+        rows that are in the page and in the range. The first slice counts from the start of the
+        page, and the second slice counts from the row `start`.
         """
         for page, (first, last) in zip(self._pages, _pages(stop), strict=False):
             low, high = max(start, first), min(stop, last)
