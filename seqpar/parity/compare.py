@@ -50,8 +50,8 @@ def compare(
         again: the folder of a second recording of the first run, in which sums have a different
             order, for example because of a different number of threads, kernel or padding. A
             difference between `first` and `second` then counts if it exceeds two bounds: 4 times
-            the difference between `first` and `again`, and the bound of one operation. Without
-            `again`, the bound is computed from dtype and depth.
+            the difference between `first` and `again`, and the rounding error of one operation.
+            Without `again`, the bound is computed from dtype and depth.
         progress: a function that is called with a line of text for each file that is read and for
             each output that is compared.
 
@@ -258,10 +258,12 @@ class _Depths:
 
 
 def distances(reference: Floats, values: Floats) -> Floats:
-    """Return the estimated norm of the difference between the two rows of each pair of summaries.
+    """Return, for each pair of summaries, the estimated norm of the difference between the two rows
+    that were summarised.
 
     The root mean square of the differences of the projections estimates this norm. The difference
-    between the norms of the two rows is a lower bound of it.
+    between the norms of the two rows is a lower bound, so the larger of the two numbers is
+    returned.
     """
     difference = values - reference
     with np.errstate(invalid="ignore"):
@@ -540,10 +542,12 @@ def _of_updates(evidence: Evidence, depths: _Depths) -> list[Finding]:
 
 
 def _use_measured_bounds(evidence: Evidence, measured: Evidence) -> None:
-    """Replace the bounds by 4 times the difference between two recordings of the first run.
+    """Replace the bounds of findings by 4 times the difference between two recordings of the first
+    run.
 
-    A bound is never smaller than the bound of one operation. Bounds of values without rounding,
-    such as labels, do not change. If the two recordings have the same bits, no bound changes.
+    A bound is the largest difference that rounding explains. It is never smaller than the bound
+    after a single operation. Bounds of values without rounding, such as labels, do not change. If
+    the two recordings have the same bits, no bound changes.
     """
     errors = {(x.stage, x.name): x.error for x in measured.findings}
     if not any(error > 0 for error in errors.values()):

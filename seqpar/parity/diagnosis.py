@@ -248,7 +248,8 @@ def border(evidence: Evidence, first: Finding) -> str | None:
 
 
 def label_shift(evidence: Evidence, first: Finding) -> str | None:
-    """Labels differ only at tokens whose next token is on a different rank.
+    """The pattern of labels that were shifted after the batch was cut: labels differ only at tokens
+    whose next token is on a different rank.
 
     If only the numbers of labels are known, the number of labels that are missing in the second run
     must be at most the number of such tokens.

@@ -76,7 +76,8 @@ class Finding:
 
 @dataclass
 class Evidence:
-    """Two recordings with placed tokens, and all findings about them in the order of execution.
+    """Two recordings, and all findings about them in the order of execution. The position of each
+    token in the batch is known.
 
     Attributes:
         a: the first recording, which is the reference.

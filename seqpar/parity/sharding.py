@@ -61,8 +61,9 @@ def _is_integer(x: Tensor) -> bool:
 def token_rows(x: Tensor, batch: Batch) -> Tensor | None:
     """Return `x` as (rows, tokens, features), or None if `x` has no dimension of tokens.
 
-    Tokens can also be the first dimension, as in Megatron, or the dimension after the heads. A
-    tensor with a single row, such as the cosines of RoPE, counts as the first row of the batch.
+    Tokens are usually the dimension after the rows. They can also be the first dimension, as in
+    Megatron, or the dimension after the heads. A tensor with a single row, such as the cosines of
+    RoPE, counts as the first row of the batch.
     """
     rows, tokens = batch
     shape = tuple(x.shape)
