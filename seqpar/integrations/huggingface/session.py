@@ -123,7 +123,7 @@ class Report:
     """Calls and bytes of each attention layer since its model was enabled; str() is a table.
 
     `whole` lists modules with attention that every rank computes for all tokens, such as a vision
-    tower. `memory` lists the bytes that each part of `enable(..., memory=...)` saved in the last
+    tower. `memory` lists the bytes that each option of `enable(..., memory=...)` saved in the last
     step.
     """
 

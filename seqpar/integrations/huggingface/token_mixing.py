@@ -8,9 +8,9 @@ and `end` are called around the model, and then read `_check`, which compares th
 parts.
 
 A module of the user can contain attention layers, or modules whose result depends on positions.
-Such inner modules must not be called on a part of the tokens. Their results in the real call are
-recorded. When the outer module runs again on a sample, the inner modules do not compute: they
-return the recorded rows of the sample. These results are called *replayed*.
+Such inner modules must not be called on a part of the tokens. Their results are recorded when the
+model itself calls them. When the outer module runs again on a sample, the inner modules do not
+compute: they return the recorded rows of the sample. These results are called *replayed*.
 """
 
 from __future__ import annotations
@@ -405,8 +405,8 @@ def _alone(
     part: int,
     training: bool | None,
 ) -> Iterator[None]:
-    """Within this context, run a module without hooks. Those inner modules that are in `replayed`
-    return the results that were recorded in the real call.
+    """Within this context, a call of a module runs no hooks. The inner modules in `replayed` do not
+    compute, but return results that were recorded earlier, in the model's own call of the module.
 
     `part` is the index of the recorded results to return. `training` is whether the module runs in
     training mode. None stands for the module's current mode.

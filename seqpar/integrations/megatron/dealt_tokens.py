@@ -1,4 +1,4 @@
-"""Layouts of the tokens that Megatron deals to the ranks of a context-parallel group.
+"""Layouts of the tokens that Megatron distributes to the ranks of a context-parallel group.
 
 Megatron cuts each sequence into 2P equal chunks for P ranks. Rank r holds chunks r and 2P − 1 − r.
 """
@@ -42,7 +42,7 @@ def layout_of_packed(
 
     Args:
         packed: Megatron's PackedSeqParams.
-        rows: the number of rows of this rank's tokens, and the tokens of each of them.
+        rows: (number of rows, tokens per row) of the tokens that this rank holds.
         ranks: the number of ranks of the context-parallel group.
         per_sequence_balancing: whether Megatron cut each row into chunks, rather than each
             document.

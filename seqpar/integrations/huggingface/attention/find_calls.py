@@ -98,7 +98,7 @@ def _recurrent_call(
     """Return the arguments of `preparation`, once for each dtype in which the step can compute.
 
     The dtype in which a recurrence computes depends on the dtype and device of q. Both can differ
-    between the step and this run.
+    between a training step and the run in which the call was found.
     """
     (options,) = _linear_call(known, attention, args, kwargs)
     if known.keys().isdisjoint(("dtype", "device")):

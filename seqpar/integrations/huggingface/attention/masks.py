@@ -87,7 +87,8 @@ def is_packed(function: Callable[..., Any]) -> bool:
 
 
 def _check_documents(function: Callable[..., Any], position_ids: Tensor | None) -> None:
-    """Raise a ValueError if a mask finds documents in a tensor other than the positions.
+    """Raise a ValueError if a mask function separates documents by a tensor other than the
+    positions.
 
     Up to transformers 5.18, the mask function reads a tensor of document numbers, which is compared
     with the positions. Later versions have a separate mask function for documents that are found

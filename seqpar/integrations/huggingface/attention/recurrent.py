@@ -1,8 +1,8 @@
 """Recurrent layers of a model, and short convolutions, over the ranks of its group.
 
 To mix tokens, the forward of such a layer calls global functions of its Python file. In an enabled
-model, functions of this module replace these global functions (`Overlay` in `model/code.py`). They
-call `causal_conv1d` and `RecurrentAttention`.
+model, functions of this module replace these global functions (`Overlay` in `model/code.py`). The
+new functions call `causal_conv1d` and `RecurrentAttention`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 
 
 def last_tokens(model: Any, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor:
-    """Return (B,): for each row, the index among the B·S tokens of the token that is classified.
+    """Return (B,): for each row, the index of the token that is classified, among all B·S tokens.
 
     As in transformers, this is the last token of the row whose id is not the model's padding id,
     whatever the attention mask says. If the batch has embeddings in place of ids, or the model has

@@ -121,8 +121,8 @@ class Sharding(Opaque):
     """The division of a batch among ranks.
 
     Attributes:
-        main: the tokens that have logits. In a model with encoder and decoder, these are the
-            decoder's.
+        main: the tokens that have logits. In a model with encoder and decoder, these are the tokens
+            of the decoder.
         labels: the number of labels that count in the loss, on all ranks together. None without
             labels.
         whole: whether the model receives all tokens. A hook of its text model then cuts them.

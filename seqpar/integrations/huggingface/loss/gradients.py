@@ -252,11 +252,12 @@ class ModelGradients(Uncopied):
         return total
 
     def begin_backward(self, loss: Any) -> None:
-        """Begin the backward of a loss of all ranks, whose node is `loss`.
+        """Begin the backward of a loss that was summed over the ranks. `loss` is the node of this
+        loss in autograd's graph.
 
-        One backward can contain several losses of all ranks. The first of them registers the
-        functions that run at the end of this backward. After a change of wrappers, the first
-        backward checks that every parameter is averaged.
+        One backward can contain several such losses. The first loss registers the functions that
+        run at the end of the backward. After a change of wrappers, the first backward checks that
+        every parameter is averaged.
         """
         if self.comm.size == 1:
             return

@@ -2,9 +2,9 @@
 
 The router loss (Fedus et al., "Switch Transformers", 2021, equations 4 to 6) is a sum over the
 experts. Each summand is the number of tokens that chose the expert, times the sum of the expert's
-probabilities; both are taken over all tokens and layers. The ranks exchange the numbers of tokens,
-which have no gradient. Each rank then multiplies these numbers by the sums of its own tokens'
-probabilities. The router loss is the sum of the results of all ranks.
+probabilities. The number and the sum are taken over all tokens and layers. The ranks exchange the
+numbers of tokens, which have no gradient. Each rank then multiplies these numbers by the sums of
+its own tokens' probabilities. The router loss is the sum of the results of all ranks.
 """
 
 from __future__ import annotations

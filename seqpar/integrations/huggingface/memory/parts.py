@@ -25,11 +25,11 @@ PARTS = ("loss", "tiles", "checkpoints", "offload")
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one part of `memory` saved in the model's last step.
+    """How many bytes one option of `enable(memory=...)` saved in the model's last step.
 
     Attributes:
-        part: "loss", "tiles", "checkpoints" or "offload".
-        modules: the number of modules that the part covers.
+        part: the option: "loss", "tiles", "checkpoints" or "offload".
+        modules: the number of modules that the option changes.
         saved_bytes: the bytes that this rank's device did not hold.
     """
 

@@ -2,7 +2,8 @@
 
 All other files of this folder only call public functions of transformers or register hooks. The
 code that is read or changed here can change with any release of transformers. Each function
-therefore says what it relies on, and refuses a model for which this does not hold.
+therefore says what it assumes about the code, and refuses a model for which the assumption does not
+hold.
 
 | code that is read | by | relies on |
 |---|---|---|
@@ -72,7 +73,8 @@ def calls_loss_function(kind: type) -> bool:
 
 
 def read_elsewhere(kind: type) -> set[str]:
-    """Return the attributes of a layer that `eager_attention_forward` of the layer's file reads.
+    """Return the attributes of a layer that are read by `eager_attention_forward` in the layer's
+    file.
 
     Seqpar's attention replaces this function and would ignore these attributes. An exception is
     `sinks` in a layer that also passes its sinks as the argument `s_aux`, which seqpar accepts.

@@ -136,7 +136,8 @@ def kind_of(layer: type) -> str | None:
 def find_layers(
     model: nn.Module, prefix: str, faults: list[str]
 ) -> dict[nn.Module, AttentionLayer]:
-    """Return the attention layers of a model, in a dict from the module of each layer.
+    """Return the attention layers of a model, as a dict from the module of a layer to its
+    `AttentionLayer`.
 
     Raises a ValueError if a layer cannot be computed or `faults` is not empty. The error names all
     such layers and all `faults`.

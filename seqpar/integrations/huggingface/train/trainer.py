@@ -28,8 +28,8 @@ def trainer(base: type) -> type:
 
     All ranks of a group read the same batches, and different groups read different batches. With
     one group, batches, losses, metrics, predictions and checkpoints are the same as on a single
-    process. With several groups, training uses the batches of a training on as many single
-    processes. Evaluation and predictions are still the same as on a single process. If several
+    process. With several groups, training uses the batches of a training in which each group is a
+    single process. Evaluation and predictions are still the same as on a single process. If several
     groups train on a streamed dataset with several workers, the workers only read samples, and the
     training process collates them.
 
