@@ -143,7 +143,7 @@ def choose(
     """Return the candidates ranked by the simulated time of a call on a cluster.
 
     Equal arguments give equal choices. No numbers are computed and no data is sent. On more than
-    128 devices, only four ranks are recorded, and their peers are assumed to post messages at the
+    128 devices, only four ranks are simulated, and their peers are assumed to post messages at the
     same times (`seconds_in_step`). In this case, a candidate is impossible if its tensors exceed
     the memory of a device.
 

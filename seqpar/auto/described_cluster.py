@@ -85,10 +85,10 @@ def _here(seconds: float) -> Cluster:
 def operator_seconds() -> float:
     """Return the seconds that a core needs for one torch operator, whatever its size.
 
-    Strategies run on tiny tensors, for several numbers of ranks, without messages and attention. A
-    line is fitted to the seconds of calls over their numbers of operators, and the result is the
-    slope of this line. The result includes the time of views and of Python code between operators.
-    Measuring takes about one second, and at most about ten seconds.
+    Strategies run on tiny tensors, for several numbers of ranks, without messages and attention.
+    Each call gives a number of operators and a number of seconds. A line is fitted to these points,
+    and the result is the slope of the line. The result includes the time of views and of Python
+    code between operators. Measuring takes about one second, and at most about ten seconds.
     """
     end = time.monotonic() + _MAX_SECONDS
     calls = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]

@@ -94,8 +94,8 @@ class PrivateNames:
     def read(self, x: object, *names: str) -> Any:
         """Return the value of the first attribute in `names` that `x` has.
 
-        The names after the first are those of the attribute in other versions of the library.
-        Raises a RuntimeError if `x` has none of the attributes.
+        The first name is the attribute's usual name. All further names are its names in other
+        versions of the library. Raises a RuntimeError if `x` has none of the attributes.
         """
         for name in names:
             try:

@@ -102,7 +102,8 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Recorder(dispatch_mode()):  # type: ignore[misc]
-    """Records the steps of a function that this thread calls within the context.
+    """Records the steps of a function that this thread calls within the context. A step is an
+    operator of torch, a launch of a kernel or an exchange of messages.
 
     A function cannot be recorded if its steps depend on values of tensors, or if it writes to a
     tensor that is neither an input nor made by a step. For such a function, `recording` returns

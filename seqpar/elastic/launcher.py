@@ -47,13 +47,14 @@ class LauncherLimits:
 
 
 class Launcher:
-    """Keeps the processes of a training, which call `seqpar.elastic.steps`, and their store.
+    """Starts and replaces the processes of a training, which call `seqpar.elastic.steps`, and keeps
+    their store.
 
     Each process of a group reports when the group's training is over or has failed. When all live
-    processes have reported, the launcher gives each of them a place in the next group. A spare gets
-    the rank of a dead process. If there is no spare, the next group is smaller. Spares that start
-    later join a group after the next failure. When no process of a group is left, the training
-    ends.
+    processes have reported, the launcher gives each of them a rank in the next group. A spare,
+    which is a process without a rank, gets the rank of a dead process. If there is no spare, the
+    next group is smaller. Spares that start later join a group after the next failure. When no
+    process of a group is left, the training ends.
     """
 
     def __init__(

@@ -6,10 +6,10 @@ window, for each channel. The *edges* are the rows whose windows are not consecu
 which gives wrong results at the edges. When the rows of other ranks have arrived, the rank computes
 the edges again (`_gathered`), and replaces the wrong results.
 
-In backward, a rank receives the gradients of the sums after its spans, and computes all gradients
-of its own rows. If ranks sent parts of these gradients back instead, the parts would be added in an
-order that depends on the layout. Rows are computed in blocks that fit into a CPU's cache, which is
-five times as fast as ATen's depthwise convolution.
+In backward, a rank receives the gradients of the sums at the tokens after its spans, and computes
+all gradients of its own rows. If ranks sent parts of these gradients back instead, the parts would
+be added in an order that depends on the layout. Rows are computed in blocks that fit into a CPU's
+cache. The computation in blocks is five times as fast as ATen's depthwise convolution.
 
 T is the number of rows, B the batch and C the number of channels. In this file, rows are (T, B, C),
 and windows are (n, reach + 1, B, C).

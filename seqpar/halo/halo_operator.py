@@ -1,4 +1,5 @@
-"""The operators of a convolution over sharded tokens, the arguments of a call, and their checks.
+"""The torch operators of a convolution over sharded tokens, with the arguments of a call and the
+checks of these arguments.
 
 x is (B, T, C). The result is out. `received` (room, B, C) has the rows of other ranks, and is kept
 for backward. Without a weight, a call shifts tokens. Backward is a convolution in which the window

@@ -1,11 +1,11 @@
-"""The rows of other ranks that a rank's spans need, and the windows to which these rows belong.
+"""Find the rows of other ranks that a rank needs, and the windows that contain these rows.
 
 A *span* is a range of consecutive tokens of a document on one rank. The *window* of a row is the
 row and the `reach` tokens of its document before it, in ascending order. In tables with
 `following`, which are for backward, the window is the row and the tokens after it. Most windows are
-consecutive local rows. The *edges* are the rows with other windows: the first rows of spans or,
-with `following`, the last rows of spans. Some tokens of their windows are in other spans, on other
-ranks, or beyond the document.
+consecutive local rows. The *edges* are the rows whose windows are not consecutive local rows. These
+are the first rows of spans or, with `following`, the last rows of spans. Some tokens of their
+windows are in other spans, on other ranks, or beyond the document.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from seqpar.layout.geometry import Geometry
 class HaloRows(NamedTuple):
     """The rows that a rank sends and receives, and the edges among the rows of the rank.
 
-    An *edge* is a row whose window is not a range of consecutive local rows. A row is given as the
+    The *window* of a row is the row and the tokens before it that are needed for its result. An
+    *edge* is a row whose window is not a range of consecutive local rows. A row is given as the
     index of a local token or of a received token.
     """
 
