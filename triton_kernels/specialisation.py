@@ -1,4 +1,5 @@
-"""Arguments on which Triton must not specialise, so that one compilation serves every pack.
+"""Arguments on which Triton must not specialise, so that a kernel is compiled only once for all
+packs of documents.
 
 Triton compiles a kernel again for each set of integers that are 1 or multiples of 16, and for each
 set of addresses that are multiples of 16. For operands this is useful, because the model sets their

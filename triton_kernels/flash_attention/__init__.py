@@ -1,6 +1,8 @@
-"""FlashAttention-2 over slices, in Triton.
+"""FlashAttention-2 over the slices of a mask, in Triton. A slice is a range of query rows and a
+range of key rows.
 
-The forward can continue a partial result, and the backward adds to gradients.
+The forward can continue a partial result, which is the result over some of the keys. The backward
+adds to gradients.
 
 Start with `reference.py`, then `forward_kernels.py`. `tables.py` makes the tables that list the
 work of a launch.

@@ -43,7 +43,8 @@ def check_slopes(shapes: Shapes, slopes: Tensor | None) -> int:
 def check_call(q: Tensor, k: Tensor, v: Tensor, shapes: Shapes | None = None) -> Shapes:
     """Check the operands of all kernels: q (B, T, H, D), k (B, K, G, D) and v (B, K, G, V).
 
-    Returns the sizes, which are added to `shapes`. Raises a ValueError that names a wrong argument.
+    Returns the sizes by letter, such as B and T. The sizes are added to `shapes`. Raises a
+    ValueError that names a wrong argument.
     """
     shapes = Shapes() if shapes is None else shapes
     for name, x, dims in (("q", q, "B T H D"), ("k", k, "B K G D"), ("v", v, "B K G V")):

@@ -1,13 +1,15 @@
-"""FlashAttention-2's backward over tile tables: deterministic in two passes.
+"""FlashAttention-2's backward over tables of tiles, in two passes, which make it deterministic.
 
-It needs the whole row's (out, lse). Dao, "FlashAttention-2" (2023), section 3.1, algorithm 2. With
-p = exp(score − lse) and delta = out·dout − dlse, dscore = p · (dout·v − delta). `flash_delta`
-computes delta once per row; it is the paper's D = rowsum(dO ∘ O) (line 4) and also takes the
-gradient of lse. One pass walks query blocks for each key tile (dk, dv), another walks key blocks
-for each query tile (dq). On request the first pass also adds to dq, atomically. This takes five
-matrix products instead of seven, but the order of additions, and so the last bits of dq, may vary.
-Given the whole row's lse, keys contribute independently, so keys on other ranks need only these
-kernels over their own slices.
+Backward needs out and lse of each query over all of its keys. Dao, "FlashAttention-2" (2023),
+section 3.1, algorithm 2. With p = exp(score − lse) and delta = out·dout − dlse, dscore = p ·
+(dout·v − delta). `flash_delta` computes delta once per row. Without a gradient of lse, delta is the
+paper's D = rowsum(dO ∘ O) (line 4). The first pass computes dk and dv: for each tile of keys, it
+loops over the blocks of queries. The second pass computes dq: for each tile of queries, it loops
+over the blocks of keys. On request the first pass also adds to dq, atomically, and there is no
+second pass. Backward then needs five matrix products instead of seven, but the order of additions,
+and therefore the last bits of dq, may vary. Because lse is that of all keys, each key contributes
+independently of all other keys. A rank can therefore compute the gradients of some keys by these
+kernels over the slices of these keys.
 
 Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) head dim of
 v and out. A tile has pieces of BLOCK_D and REST_D dims, or BLOCK_DV and REST_DV (`tiles.py`).

@@ -1,6 +1,6 @@
 """Configurations of the kernels: sizes of tiles, warps and stages.
 
-They depend on architecture, precision and head dim.
+The configuration of a kernel depends on the architecture, the precision and the head dim.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Config:
         return self.cut_resources is not None
 
     def described(self, has_full: bool, descriptors: bool, from_host: bool) -> str:
-        """Return who makes the tensor descriptors of full blocks, the kernels' TMA; "" for nobody.
+        """Return who makes the tensor descriptors of full blocks: "host", "device" or "" for
+        nobody.
 
         The arguments say whether a launch has full blocks, whether the operands can have
         descriptors, and whether the host could make the descriptors.
@@ -204,8 +205,10 @@ def padded(dim: int) -> int:
 def pieces(dim: int) -> tuple[int, int]:
     """Return the dims of the two pieces of a tile, which are powers of two of at least 16.
 
-    A head dim that fits into a half and a quarter of its padded dim has two pieces of these sizes;
-    192 has pieces of 128 and 64. For all other head dims, the second piece is 0.
+    The padded dim is the head dim, rounded up to a power of two. If the padded dim is at least 64,
+    and the head dim is at most 3/4 of the padded dim, there are two pieces: a half and a quarter of
+    the padded dim. For example, 192 has pieces of 128 and 64. In all other cases, the second piece
+    is 0.
     """
     whole = padded(dim)
     two = whole >= 64 and dim <= 3 * whole // 4
@@ -221,9 +224,9 @@ def width_of(*dims: int) -> int:
 def choose(kind: str, q: Tensor, v: Tensor, device: torch.device | None = None) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
-    A tuned configuration takes precedence over the table's. The choice depends on the device, the
-    dtype, and the head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv). By default the
-    device is that of the queries.
+    A configuration that the tuner found takes precedence over the configuration in the table. The
+    choice depends on the device, the dtype, and the head dims of queries (B, T, H, D) and values
+    (B, Tk, Hkv, Dv). By default the device is that of the queries.
     """
     check_kind(kind, KernelConfigs._fields)
     check_operand("q", q)

@@ -1,4 +1,4 @@
-"""Call the forward kernels (`forward_kernels.py`) for one hop of a table."""
+"""Call the forward kernels (`forward_kernels.py`) for one block of keys and values."""
 
 from __future__ import annotations
 
@@ -72,13 +72,14 @@ def forward(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Write the attention of queries over keys and values, for one hop of a table.
+    """Write the attention of queries over one of several blocks of keys and values.
 
     q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv). Tiles with the flag LAST are
     written to `out` (B, T, H, Dv) and `lse` (B, T, H) fp32. `out` may have any dtype of operands,
     and the `sinks` (H,) are part of its denominator. `lse` is natural and does not include the
-    sinks. All other tiles continue in `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H)
-    fp64, which are None if there are no such tiles. Strides are arbitrary, but rows of `out` and
+    sinks. For all other tiles, later calls add the results over further keys. Until then, the
+    results of these tiles are in `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64,
+    which are None if there are no such tiles. Strides are arbitrary, but rows of `out` and
     `partial_out` are contiguous. With `slopes` (H,) or (B, H) fp32, the slope times the distance of
     the two positions is subtracted from scores (ALiBi).
     """

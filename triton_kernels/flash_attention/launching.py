@@ -39,8 +39,8 @@ class Prepared:
         flags: the compile-time arguments, `num_warps` and `num_stages`.
         blocks: the rows and dims of a block of each tensor with a descriptor from the host.
         compiled: a list with the compiled kernel's launcher, or empty before the first launch. One
-            launcher is enough: tensors with other alignments have another key, and thus another
-            `Prepared`.
+            launcher is enough, because tensors with different alignments have a different key and a
+            different `Prepared`.
     """
 
     kernel: Any

@@ -1,4 +1,5 @@
-"""Merge the results of several hops in one pass, and add gradients to sums.
+"""Merge the results of several hops in one pass, and add gradients to sums. A *hop* is the
+attention of queries over one of several blocks of keys.
 
 Forward merges results over different keys into one result, with out in fp32 and lse in fp64
 (docs/decisions/softmax.md has the reason). For each row and for one hop after another, with
@@ -203,7 +204,8 @@ def merge_hops(
     partial_lse: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Write the merged results of 1 to `MOST_HOPS` hops, in their order, to out and lse.
+    """Write the merged results of 1 to `MOST_HOPS` hops, in their order, to out and lse. A hop is
+    the attention of some of the query rows over one of several blocks of keys.
 
     out is (B, T, H, Dv) in bf16, fp16 or fp32, and lse is (B, T, H) in fp32 or fp64. Their rows are
     contiguous. If partial_out (B, T, H, Dv) fp32 and partial_lse (B, T, H) fp64 are given, the
@@ -211,9 +213,9 @@ def merge_hops(
     are added to the denominator of out, and are not part of lse. A row that no hop has gets the
     partial result. Without a partial result, it gets out 0 and lse −∞.
 
-    If lse is None, then partial_lse, the sinks and the lse of all hops are None too, and the
-    results are added. A row that no hop has then gets the partial result or, without a partial
-    result, 0.
+    If lse is None, partial_lse, the sinks and the lse of all hops must also be None, and the
+    results are added without weights. In this case, a row that no hop has gets the partial result
+    or, without a partial result, 0.
     """
     check_list("hops", hops, HopResult)
     outs, lses, rows = [x.out for x in hops], [x.lse for x in hops], [x.rows for x in hops]

@@ -182,7 +182,7 @@ def forward_launches(
     programs: int = 0,
     most_runs: int = 0,
 ) -> list[Launches]:
-    """Return the launches of each hop, at most two.
+    """Return the launches of each hop. A hop has one or two launches.
 
     Hops are slices of the same queries that are computed one after another into one result. The
     last hop that touches a tile finishes the tile, and the very last hop finishes tiles that no hop
@@ -192,9 +192,9 @@ def forward_launches(
     columns of each tile, and a second launch merges their parts.
 
     With `most_runs`, the launches depend only on `most_runs` and on the numbers of rows and
-    columns, and their tables are padded (`_padded`). They then accept any slices whose rows have at
-    most `most_runs` runs, so that a CUDA graph can be replayed with different tables. `programs`
-    must then be 0.
+    columns, and their tables are padded (`_padded`). Such tables can be made for any slices whose
+    rows have at most `most_runs` runs, so that a CUDA graph can be replayed with different tables.
+    With `most_runs`, `programs` must be 0.
     """
     check_list("hops", hops, SliceTable)
     if not hops:
@@ -281,7 +281,8 @@ def _padded(launch: Launch, config: Config, most_runs: int) -> Launch:
 
     Additional tiles have no rows. They are placed at the end of the rows, because descriptors of 0
     rows are not defined. The sizes are sufficient if a row attends to one range of columns in its
-    own run, as in layouts that cut a pack into ranges. If they are not, a ValueError is raised.
+    own run, as in layouts that cut a pack into ranges. If the sizes are not sufficient, a
+    ValueError is raised.
     """
     rows, columns = launch.row_positions.numel(), launch.column_positions.numel()
     tiles = rows // config.tile_rows + most_runs

@@ -1,6 +1,6 @@
 """Configurations of the kernels: sizes of chunks, warps and stages.
 
-They depend on architecture, precision and head dim.
+The configuration of a kernel depends on the architecture, the precision and the head dim.
 """
 
 from __future__ import annotations

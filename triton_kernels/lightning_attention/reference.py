@@ -1,6 +1,6 @@
 """The recurrence token by token in plain PyTorch, to test the kernels.
 
-It is differentiable by autograd.
+Autograd can differentiate the recurrence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The states of segments and spans, and the contribution of an entering state to a span's rows.
+"""The states of segments and spans, and what a state that enters a span adds to the results of its
+rows.
 
 Qin et al., "Lightning Attention-2" (2024), section 3.2, carries one state KV through a sequence,
 block by block. Here the states of all segments are first computed in parallel, each from zero. A

@@ -1,5 +1,5 @@
-"""Cut spans into segments, the rows of which one program computes in order, and list them in
-tables.
+"""Cut spans into segments, and list the segments in tables. One program computes the rows of a
+segment in order.
 
 A span is a stretch of adjacent rows of one document, and a segment is a stretch of adjacent rows of
 a span. A walk is the order in which a recurrence computes the segments of a span: forward or from
