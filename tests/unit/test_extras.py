@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -105,6 +106,7 @@ def modules_of_extras():
     return found
 
 
+@pytest.mark.exhaustive
 def test_missing_packages_name_their_extras():
     installed = importlib.util.find_spec("transformers") is not None
     cases = [x for x in MISSING if installed or x[0] not in ("accelerate", "safetensors")]

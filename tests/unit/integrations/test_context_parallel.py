@@ -424,6 +424,7 @@ def refuse_while_another_thread_compiles():
         call(False)
 
 
+@pytest.mark.exhaustive
 def test_other_attention_is_refused_while_another_thread_compiles():
     """In a new process: after some tests of a whole run, torch compiles nothing in a thread."""
     name = refuse_while_another_thread_compiles.__name__

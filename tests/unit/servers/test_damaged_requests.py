@@ -15,6 +15,7 @@ def send(tmp_path):
         yield lambda count: fuzz(0, range(count), server.address, tmp_path / "canary")
 
 
+@pytest.mark.exhaustive
 def test_damaged_requests_are_refused(send):
     counts = send(1500)
     assert counts["refused"] > 1000 and counts["right"] > 150

@@ -14,7 +14,7 @@ from tests.tools import fuzz_sequences
 from tests.tools.fuzz_sequences import OWNER, Violation, fuzz_sequence
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", exhaustive_seeds(1, 2))
 def test_no_client_reaches_another_clients_session(number):
     assert fuzz_sequence(7, number, hostile=200) > 250
 

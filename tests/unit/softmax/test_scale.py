@@ -21,7 +21,7 @@ from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import module
 from tests.support.fakes import Held, fake_group
 from tests.support.formulas import FORMULAS, Setting, moved_keys
-from tests.support.tiers import few_rows
+from tests.support.tiers import few_rows, quickly
 
 PLANNED = {"disaggregated": "disaggregated+half to next"}
 
@@ -109,7 +109,7 @@ def test_kept_tokens_leave_two_groups_of_heads(monkeypatch, strategy):
     assert tokens[0] < 0.6 * heads[0]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "token_ring", "ulysses", "usp"])
+@pytest.mark.parametrize("strategy", quickly("ring", "token_ring", "ulysses", "usp"))
 def test_more_ranks_for_more_tokens_hold_the_same(monkeypatch, strategy):
     """O(N/P) memory a rank; of Ulysses' up to the factor (P − 1)/P, and as long as there are KV
     heads for all ranks, of which all have the same number of groups."""

@@ -17,6 +17,7 @@ from seqpar.servers.wire.versions import Version
 from tests.support.faults import LIMIT
 from tests.support.requests import random_request
 from tests.support.servers import Gate, connect, running, same
+from tests.support.tiers import quickly
 
 REQUESTS = [random_request(i, 16, 16) for i in range(6)]
 ROOT = Path(__file__).parents[4]
@@ -92,7 +93,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", quickly(*PROGRAMS))
 def test_a_process_with_an_open_pool_ends_quietly(tmp_path, monkeypatch, name):
     if "on its way" in name or "another thread" in name:
         Gate(monkeypatch)  # which stays closed for 20 s

@@ -41,6 +41,7 @@ EXCHANGE = """
 """
 
 
+@pytest.mark.exhaustive
 def test_listeners_of_this_process_alone():
     with (
         socket.create_server(("127.0.0.1", 0)) as own,
@@ -91,6 +92,7 @@ def test_all_that_nixl_opens_is_named():
     assert said.count("UCX_NET_DEVICES is not set") == 2
 
 
+@pytest.mark.exhaustive
 @nixl
 def test_nixl_listens_on_the_interface_that_ucx_is_given():
     printed, said = run(EXCHANGE, UCX_NET_DEVICES="lo")
@@ -100,6 +102,7 @@ def test_nixl_listens_on_the_interface_that_ucx_is_given():
     assert "UCX_NET_DEVICES" not in said
 
 
+@pytest.mark.exhaustive
 @nixl
 def test_a_server_prints_what_nixl_opens(tmp_path):
     words = ["serve", "--bind", f"ipc://{tmp_path}/server", "--transports", "nixl"]
