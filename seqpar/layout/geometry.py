@@ -180,11 +180,12 @@ class Geometry:
 
     @property
     def worst_case(self) -> Geometry:
-        """The geometry for which messages are planned.
+        """The geometry for which messages are planned. Usually, it is this geometry itself.
 
-        Usually, this property is the geometry itself. For a layout with `most_documents`, it is a
-        geometry with a single document of all tokens. Such a layout is for CUDA graphs, which can
-        be replayed with different documents only if messages do not depend on the documents.
+        A layout with `most_documents` is for CUDA graphs. A graph can be replayed with different
+        documents only if the sizes of its messages do not depend on the documents. For a layout
+        with `most_documents`, this property is therefore a geometry in which all tokens belong to a
+        single document.
         """
         if not self.cut.most_documents:
             return self

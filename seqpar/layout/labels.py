@@ -17,8 +17,8 @@ def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens, by: int = 1) -> Tensor:
 
     The label of a token is the id of the next token of its document. For multi-token prediction,
     the label is the id of the token that is `by` tokens later. The last `by` tokens of each
-    document get −100, the index that `cross_entropy` ignores. Shift before you shard, because the
-    next row on a rank is often not the next token of the document.
+    document get −100, the index that `cross_entropy` ignores. Shift the labels before you shard
+    them, because the next row on a rank is often not the next token of the document.
 
     Raise a ValueError unless `ids` has T tokens in its last dimension and a signed integer dtype.
     """

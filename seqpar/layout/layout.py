@@ -119,11 +119,12 @@ class Layout:
         With `most_documents`, the layout gets additional empty documents, so that it has this
         number of documents. This option requires `equal`. If two layouts have the same
         `most_documents` and the same number of tokens, calls with these layouts run the same
-        kernels and send messages of the same sizes. Only the contents of their tables differ. A
-        CUDA graph that was captured with one layout can therefore compute the other layout
-        (`load_tables`). Messages are as large as for a single document with all tokens, and GPUs
-        use our Triton kernels. Only ring, all_gather, ulysses, and usp over ring or all_gather
-        accept such a layout, with the masks that `causal` and `window_size` make.
+        kernels and send messages of the same sizes. Only the contents of the tables that kernels
+        read differ. A CUDA graph that was captured with one layout can therefore compute attention
+        for the other layout (`load_tables`). Messages are as large as if all tokens belonged to a
+        single document, and GPUs use our Triton kernels. Only ring, all_gather, ulysses, and usp
+        over ring or all_gather accept a layout with `most_documents`, with the masks that `causal`
+        and `window_size` make.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if most_documents is None:
@@ -150,15 +151,15 @@ class Layout:
         """Cut each document of L tokens at ⌊cL/2P⌋ into 2P chunks. Rank c holds chunks c and 2P − 1
         − c.
 
-        Under a causal mask, all ranks then have the same work. With `equal`, the chunks of a
+        Under a causal mask, all ranks have about the same work. With `equal`, the chunks of a
         document differ by up to two tokens, so that all ranks hold the same number of tokens of the
         pack.
 
         With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
         are not cut. These documents are dealt to the ranks in parts of 2·min_chunk tokens,
-        beginning with the longest document. All ranks then hold ⌈T/P⌉ tokens, except that fewer
-        than P tokens in total are missing. Ranks have nearly the same work if there are enough of
-        these documents for all ranks.
+        beginning with the longest document. Each rank holds ⌈T/P⌉ tokens, except that the last
+        ranks together hold up to P − 1 tokens fewer. Ranks have nearly the same work if there are
+        enough of these documents for all ranks.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if min_chunk is not None:
@@ -180,12 +181,13 @@ class Layout:
     ) -> Layout:
         """Cut each document into stripes of `stripe` tokens. Rank s mod P holds stripe s.
 
-        By default, a stripe has 128 tokens. If some ranks would then get no tokens, stripes are
-        counted through the whole pack and not per document. A stripe then has an eighth of a rank's
-        tokens, but at most 128. The last P stripes are smaller, so that all ranks hold ⌈T/P⌉
-        tokens, except that fewer than P tokens in total are missing.
+        By default, a stripe has 128 tokens. If some ranks would get no tokens with stripes of 128
+        tokens, stripes are counted through the whole packed batch instead of separately for each
+        document. In this case, a stripe has an eighth of a rank's tokens, but at most 128 tokens.
+        The last P stripes are smaller, so that each rank holds ⌈T/P⌉ tokens, except that the last
+        ranks together hold up to P − 1 tokens fewer.
 
-        With `equal`, stripes are counted through the whole pack for any `stripe`.
+        With `equal`, stripes are counted through the whole packed batch for any `stripe`.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if stripe is not None:
@@ -297,8 +299,8 @@ class Layout:
     def remap(self, x_local: Tensor, to: Layout, group: Group, dim: int = 0) -> Tensor:
         """Return this rank's tokens in layout `to`: (T_local, …) -> (T_local of `to`, …).
 
-        Only tokens whose rank changes are sent, directly to their new rank. Gradients are sent in
-        the reverse direction. `to.remap(…, to=self)` restores every bit.
+        Only tokens whose rank changes are sent. They are sent directly to their new rank. Gradients
+        are sent in the reverse direction. `to.remap(…, to=self)` restores every bit.
 
         Raise a ValueError unless both layouts have the same documents and ranks.
         """
@@ -311,9 +313,9 @@ class Layout:
         """Return a layout in which each document is cut into documents of `size` tokens.
 
         Every rank holds the same tokens in the same order as before, so attention takes the same q,
-        k and v. No query attends to a key outside its chunk. The last chunk of a document may be
-        shorter. `position_ids` of the result count from the start of the chunk. The result is
-        cached in this layout.
+        k and v. With the returned layout, no query attends to a key outside the query's chunk. The
+        last chunk of a document may be shorter. `position_ids` of the result count from the start
+        of the chunk. The result is cached in this layout.
         """
         size = min(as_int("size", size, 1), MAX_DOCUMENT_TOKENS)
         if self.geometry.cut.most_documents:
@@ -343,12 +345,12 @@ class Layout:
 
         `attn` is an attention module, and `call` are the arguments of its method `preparation`:
         `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
-        causal=True)`. Call `prepare` once for each kind of call. Without `prepare`, the first call
-        builds the tables.
+        causal=True)`. Call `prepare` once for each combination of arguments with which `attn` will
+        be called. Without `prepare`, the first call builds the tables.
 
-        A pickled layout includes its prepared tables, so another process can prepare the layout. If
-        FlashAttention-4 is installed and the process uses a GPU, `prepare` also compiles its
-        kernels for these calls.
+        A pickled layout includes its prepared tables, so a different process can prepare the
+        layout. If FlashAttention-4 is installed and the process uses a GPU, `prepare` also compiles
+        the kernels of FlashAttention-4 for these calls.
 
         Raise a ValueError that names a wrong argument.
         """
@@ -363,15 +365,15 @@ class Layout:
 
         The other layout must have the same ranks, tokens and `most_documents`. All calls on GPUs
         that this process has made with this layout have tables on the GPU. The tables of the other
-        layout are copied over these tables, in the current stream. From then on, the same calls
-        compute the documents of the other layout, and so do CUDA graphs of these calls that are
-        replayed in this stream.
+        layout are copied over these tables, in the current stream. After `load_tables`, repetitions
+        of these calls compute the documents of the other layout. CUDA graphs of these calls,
+        replayed in this stream, also compute the documents of the other layout.
 
         After `load_tables`, this layout refuses calls of a new kind, such as a call with a
         different mask, or the first call with a backward. The attributes of this layout do not
-        change. To return to its own documents, load a new layout of them. Call `prepare` on the
-        other layout to build its tables ahead of time. Copy position ids and other inputs of a
-        graph yourself.
+        change. To return to the documents of this layout, load a new layout with these documents.
+        To build the tables of the other layout ahead of time, call its method `prepare`. Position
+        ids and other inputs of a graph must be copied by the user.
 
         Raise a ValueError if the other layout does not have the same ranks, tokens and
         `most_documents`, or if this layout has had no call on a GPU.
@@ -414,11 +416,11 @@ class Layout:
         return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """Return the indices or positions of a rank's tokens: in graphs of torch.compile by an
-        operator, and outside graphs from the geometry.
+        """Return the indices or the positions of a rank's tokens.
 
-        Outside graphs, the operator would fail under a FakeTensorMode, because the mode refuses a
-        real handle.
+        In graphs of torch.compile, an operator returns them. Outside graphs, they are read from the
+        geometry, because the operator would fail under a FakeTensorMode, which refuses a real
+        handle.
         """
         rank = self._rank(rank)
         if not is_traced():

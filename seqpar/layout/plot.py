@@ -45,10 +45,10 @@ class DrawnMask(Protocol):
 
 # Separate functions compute what the pictures show, so that tests can compare numbers.
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
-    """Return which fraction of the tokens of each picture column each rank holds, (ranks, columns).
+    """Return the fraction of the tokens in each column of a picture that each rank holds.
 
-    A column stands for consecutive tokens. A batch of at most `columns` tokens has one column per
-    token, so all fractions are 0 or 1.
+    The result is (ranks, columns). A column stands for consecutive tokens. A batch of at most
+    `columns` tokens has one column per token, so all fractions are 0 or 1.
     """
     geometry = layout.geometry
     columns = min(columns, geometry.tokens)

@@ -1,7 +1,7 @@
-"""The form in which the tables of a layout are sent to another process.
+"""Pack the tables of a layout, to send them to another process.
 
-All arrays are packed into one tensor. Processes can share the memory of a tensor, so unpickling
-copies nothing.
+All arrays of the tables are packed into one tensor. Processes can share the memory of a tensor, so
+unpickling copies nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _Place = tuple[bool, int, Any, tuple[int, ...]]
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
     """Return the tables of a geometry for another process, or None if a table cannot be pickled.
 
-    A table on a GPU, for example, cannot be pickled. The results are a pickle, the content of all
-    arrays as one tensor (n,) uint8, and a number of bytes. The arrays of tensors come first in the
-    tensor, and have this number of bytes. The arrays of numpy follow.
+    A table on a GPU, for example, cannot be pickled. The results are a pickle, a tensor (n,) uint8
+    with the contents of all arrays, and a number of bytes. In the tensor, the contents of torch
+    tensors come first, and have this number of bytes. The contents of numpy arrays follow.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)

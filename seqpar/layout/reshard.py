@@ -182,12 +182,12 @@ def move(
 def share(
     rank: int, own: Geometry, other: Geometry, device: torch.device = _CPU
 ) -> tuple[Tensor, list[int]]:
-    """Return which rows of a rank go to which rank when tokens move from layout `own` to layout
-    `other`.
+    """Return which rows of a rank are sent to which rank when tokens move to another layout.
 
-    The first result is the rank's rows in `own`, (T_local,) on `device`. They are sorted by the
-    rank that holds the token in `other`, then by their order in the packed batch. The second result
-    is a list: how many of the rows each rank holds in `other`.
+    Tokens move from the layout `own` to the layout `other`. The first result is the rank's rows in
+    `own`, (T_local,) on `device`, sorted by the rank that holds the token in `other`. Rows for the
+    same rank are in the order of the packed batch. The second result is a list with the number of
+    rows for each rank.
     """
 
     def build() -> tuple[Tensor, list[int]]:

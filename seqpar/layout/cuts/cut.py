@@ -1,10 +1,10 @@
 """`Cut`, the interface of the rules that assign the spans of a packed batch to ranks.
 
-A *span* is a range of positions of one document that one rank holds. A cut consists of the number
-of ranks and a few options. Most cuts do not store spans. They compute the spans of one rank at a
-time from `cu_seqlens`, so that memory does not grow with the number of ranks. Two cuts are in this
-file: `Spans`, which stores a list of spans, and `Merged`, which treats several consecutive ranks of
-another cut as one rank.
+A *span* is a range of positions of one document that one rank holds. A *cut* is such a rule, for
+example zigzag. A cut consists of the number of ranks and a few options. Most cuts do not store
+spans. They compute the spans of one rank at a time from `cu_seqlens`, so that memory does not grow
+with the number of ranks. Two cuts are in this file: `Spans`, which stores a list of spans, and
+`Merged`, which treats several consecutive ranks of another cut as one rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Columns = tuple[Ints, Ints, Ints]  # the documents, starts and stops of spans
 class Counts(NamedTuple):
     """The numbers of tokens, spans and runs on each rank, as arrays (ranks,).
 
-    A *run* is all tokens of one document on one rank. `continued` is the number of spans that do
-    not begin at the start of their document.
+    A *span* is a range of positions of one document that one rank holds. A *run* is all tokens of
+    one document on one rank. `continued` is the number of spans that do not begin at the start of
+    their document.
     """
 
     tokens: Ints
@@ -35,7 +36,9 @@ class Counts(NamedTuple):
 
 
 class HeldSpans(NamedTuple):
-    """Spans and the ranks that hold them, as arrays.
+    """Spans, and the ranks that hold the spans, as arrays.
+
+    A *span* is a range of positions of one document that one rank holds.
 
     Attributes:
         numbers: the document of each span, as an index into the documents that the caller has
@@ -98,11 +101,10 @@ class Cut(Protocol):
         """Return a function that finds the ranks that hold given positions of documents."""
 
     def mirrored_edges(self, lengths: Ints) -> Ints | None:
-        """Return the edges of mirrored chunks, (documents, 2P + 1), or None if the cut has no such
-        chunks.
+        """Return the edges of the chunks of documents, (documents, 2P + 1), or None.
 
-        Documents are cut into 2P mirrored chunks if each rank c of P ranks holds the chunks c and
-        2P − 1 − c of every document. Some chunks may be empty.
+        The result is None unless every document is cut into 2P *mirrored* chunks, some of which may
+        be empty. Chunks are mirrored if each rank c of P ranks holds the chunks c and 2P − 1 − c.
         """
 
 
@@ -248,11 +250,11 @@ def merged(parts: Sequence[Columns]) -> Columns:
 
 
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
-    """Join adjacent spans of one rank.
+    """Join adjacent spans of one rank. A *span* is a range of positions of one document.
 
     Returns the joined spans and, for each joined span, the index of its first span in `columns`. If
-    `columns` has spans of several ranks, they are sorted by rank, and `ranks` has the rank of each
-    span.
+    `columns` has spans of several ranks, the spans are sorted by rank, and `ranks` has the rank of
+    each span.
     """
     documents, starts, stops = columns
     apart = np.ones(documents.size, bool)

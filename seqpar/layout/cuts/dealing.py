@@ -43,11 +43,11 @@ class DealtBefore(NamedTuple):
 
 
 class Deal:
-    """The rule by which T tokens are dealt to P ranks.
+    """The rule by which the T tokens of a batch are dealt to P ranks like cards, in rounds.
 
-    In the first `singles` rounds, each rank gets one token. In each later round, each rank gets a
-    part of `part` tokens. Parts of the last round may be smaller. All methods use formulas, so they
-    need no arrays with an entry for each round or document.
+    In each of the first `singles` rounds, each rank gets one token. In each later round, each rank
+    gets `part` consecutive tokens. In the last round, ranks may get fewer tokens. All methods use
+    formulas, so they need no arrays with an entry for each round or document.
     """
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:

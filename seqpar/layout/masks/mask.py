@@ -40,15 +40,16 @@ Positions = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys of its document a query attends to.
+    """The rule that says to which keys of its document a query attends.
 
     A query at position i attends to the keys at the positions i − left … i + right, and to the
     first `prefix` keys. `left` and `right` may be `UNLIMITED`. `prefix` is None, or has one number
-    for each document. If the mask has `ranges`, only these determine the pairs.
+    for each document. If the mask has `ranges`, only the ranges determine to which keys a query
+    attends.
 
-    With a `kv_layout`, a document has L_q queries, and may have a different number of keys, L_kv.
-    The last query and the last key of the document are then aligned: query i is treated as if its
-    position were i + L_kv − L_q.
+    With a `kv_layout`, a document may have L_q queries and a different number of keys, L_kv. The
+    last query and the last key of the document are aligned: query i is treated as if its position
+    were i + L_kv − L_q.
     """
 
     left: int
@@ -153,10 +154,10 @@ class Slices:
     """Which queries of one block attend to which keys of another block, as a list of slices.
 
     A *slice* is a range of query rows and a range of key rows of one document, with a band of
-    positions (see the module's docstring). If different ranks hold the queries and the keys, one
-    block is sent, and the receiver computes with the block that it holds. The sent block has only
-    rows that belong to some visible pair. The block that is not sent has all rows of the receiver.
-    If one rank holds both blocks, both blocks have all rows of this rank.
+    positions (see the module's docstring). If different ranks hold the queries and the keys, one of
+    the two blocks is sent to the rank that holds the other block. The sent block has only rows that
+    belong to some visible pair. The block that is not sent has all rows of the receiver. If one
+    rank holds both blocks, both blocks have all rows of this rank.
     """
 
     q_rows: Ints  # (n, 2): the range of query rows of each slice
@@ -197,8 +198,8 @@ class Slices:
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
         """Return the range of key rows to which each query row of slice i attends.
 
-        The results are the starts and the stops of the ranges, (rows,) each. They count from the
-        slice's first key.
+        A *slice* is a range of query rows and a range of key rows. The results are the starts and
+        the stops of the ranges, (rows,) each. Key rows are counted from the first key of the slice.
         """
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]
@@ -428,11 +429,11 @@ def _middle(lengths: Ints) -> Ints:
 
 
 def _row(start: Ints, stop: Ints) -> int:
-    """Return the query row at which a slice is cut, so that its two halves have about the same
-    number of (query, key) pairs.
+    """Return the query row at which a slice is cut into two halves with about the same work.
 
-    The arguments are the ranges of keys from `key_intervals`. In long slices, the row is a multiple
-    of the number of rows that kernels compute together.
+    A *slice* is a range of query rows and a range of key rows. The work is the number of (query,
+    key) pairs. Query i attends to the keys start[i] … stop[i] − 1. In long slices, the row is a
+    multiple of the number of rows that kernels compute together.
     """
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]

@@ -61,10 +61,11 @@ class Ranges(NamedTuple):
         return Ranges(self.documents[index], *edges, lows, highs), index
 
     def of_queries(self, q: Holding) -> tuple[tuple[Ints, Ints], Ranges]:
-        """Cut the query rows of a rank that lie in each range into clusters (`slices_of_band.py`).
+        """Cut the query rows of a rank that lie in each range of the mask into clusters.
 
-        Returns the first row of each cluster and the row after its last row, and the range of each
-        cluster.
+        A *cluster* is a set of query rows that attend to one range of keys without gaps
+        (`slices_of_band.py`). Returns the first row of each cluster, the row after the last row of
+        each cluster, and the range of the mask to which each cluster belongs.
         """
         begins, ends = (sort_keys(self.documents, edges) for edges in self[1:3])
         own = self.take(np.flatnonzero(q.holds_some(begins, ends)))
@@ -79,10 +80,10 @@ class Ranges(NamedTuple):
 
 
 class MaskRanges:
-    """The ranges of a mask that is a list of ranges. They do not overlap, and are sorted by
-    document, queries, keys and band.
+    """The ranges of a mask that a user has given as a list of ranges.
 
-    `handle` is a 1-D int64 tensor on the CPU. It contains a digest (`key`), then the ranges.
+    The ranges do not overlap. They are sorted by document, queries, keys and band. `handle` is a
+    1-D int64 tensor on the CPU that contains a digest (`key`), followed by the ranges.
     """
 
     def __init__(self, columns: Ranges) -> None:
@@ -222,8 +223,8 @@ def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
 
     The results are the indices of the two ranges, (2,), and the positions of the query and the key
     of the pair. The ranges must be sorted by document, then by `q_starts`. For n ranges, the search
-    makes about n log n comparisons. Inserting a range into the list of current ranges also moves
-    all list entries with later keys.
+    makes about n log n comparisons. In addition, each insertion of a range into the list of current
+    ranges moves all list entries with later keys.
     """
     pairs = _neighbours(ranges)
     one, other = (ranges.take(column) for column in pairs)

@@ -126,11 +126,12 @@ class ReachedRows(NamedTuple):
 
 
 class AttentionSide(NamedTuple):
-    """The queries or the keys of all ranks, and which of them form pairs with rows of one rank, the
-    asking rank.
+    """The queries or the keys of all ranks, which form pairs with rows of one rank, the asking
+    rank.
 
-    If the asking rank's rows are queries, the rows of the other ranks are keys. If they are keys,
-    the rows of the other ranks are queries.
+    A pair is a query and a key to which the query attends. If the rows of the asking rank are
+    queries, the rows of all ranks are keys. If the rows of the asking rank are keys, the rows of
+    all ranks are queries.
     """
 
     others: Geometry  # the geometry of the other ranks' rows
@@ -148,10 +149,12 @@ class AttentionSide(NamedTuple):
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
-        """Return the rows of the asking rank that form pairs with rows of each rank.
+        """Return, for each rank, the rows of the asking rank that form pairs with rows of this
+        rank.
 
-        If `groups` (ranks,) assigns each rank to a group, return the rows that form pairs with rows
-        of each group.
+        A pair is a query and a key to which the query attends. If `groups` (ranks,) assigns each
+        rank to a group, the result has instead, for each group, the rows that form pairs with rows
+        of the group.
         """
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
@@ -222,11 +225,13 @@ class AttentionSide(NamedTuple):
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
-        """Return the result of `own_rows` if the cut has mirrored chunks and the mask has no limit
-        on the left.
+        """Return the result of `own_rows` for a layout such as zigzag and a mask without a left
+        limit.
 
-        With such a mask, the two chunks of a rank together reach all positions before or after a
-        single position. A list of spans is therefore not needed.
+        In such a layout, each rank holds two chunks of a document. With such a mask, the rows of
+        these two chunks form pairs with all positions before a single position, or with all
+        positions after a single position. A list of the ranges of tokens on each rank is therefore
+        not needed.
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
@@ -284,13 +289,13 @@ class AttentionSide(NamedTuple):
 
 
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
-    """Return the position that limits the reach of each rank's two mirrored chunks, (documents,
-    ranks).
+    """Return the position that limits which tokens a rank's two chunks reach, (documents, ranks).
 
-    With `to_keys`, the chunks are queries, and the position is the end of the rank's last chunk of
-    the document. Without `to_keys`, the chunks are keys, and the position is the start of the
-    rank's first chunk. For a rank without tokens of the document, the position is −far for queries
-    and far for keys.
+    The chunks reach a token if some token of the chunks forms a (query, key) pair with it. With
+    `to_keys`, the chunks are queries, and the position is the end of the rank's last chunk of the
+    document. Without `to_keys`, the chunks are keys, and the position is the start of the rank's
+    first chunk. If a rank has no tokens of a document, the position is −far for queries, and far
+    for keys.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]

@@ -16,10 +16,11 @@ Bounds = tuple[Ints, Ints]
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
     """Return the run, the first row and the row after the last row of each cluster of query rows.
 
-    A *cluster* is a group of neighbouring spans of a run. A run is cut into clusters at each gap
-    between spans that is wider than the band, hi − lo. The queries of a cluster therefore attend to
-    a range of keys without gaps. Keys between the ranges of two clusters are attended to by no
-    query, and are not sent.
+    A *run* is all tokens of a document on one rank. It consists of *spans*, which are ranges of
+    positions without gaps. A *cluster* is a set of neighbouring spans of a run. A run is cut into
+    clusters at each gap between spans that is wider than the band of allowed distances, hi − lo.
+    The queries of a cluster therefore attend to a range of keys without gaps. No query attends to
+    keys between the ranges of two clusters, so these keys are not sent.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -29,11 +30,12 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 
 
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges of query rows at each gap between spans that is wider than the range's band.
+    """Cut ranges of query rows at each wide gap between the positions of neighbouring rows.
 
-    Each range must lie within a run, which is all tokens of a document on one rank. `widths` is hi
-    − lo of each range's band. Returns three arrays with an entry for each piece of a range: the
-    index of the range, the piece's start, and the piece's stop. An empty range has no piece.
+    Each range must lie within one document. A gap is wide if it is wider than the band of allowed
+    distances of the range. `widths` has the width of the band, hi − lo, of each range. Returns
+    three arrays with an entry for each piece of a range: the index of the range, the start of the
+    piece, and the stop of the piece. An empty range has no piece.
     """
     # Ranges with a gap wider than their band are cut together, at all gaps that are wider than the
     # narrowest of their bands.
@@ -69,8 +71,11 @@ def in_reach(
 ) -> Ints:
     """Return slices between clusters of query rows and runs of keys.
 
-    There is one slice for each cluster that attends to at least one key of the run. The result is
-    an array (6, n) of q start and stop, k start and stop, lo and hi.
+    A *run* is all tokens of a document on one rank. A *cluster* is a set of query rows of a run
+    that attend to a range of keys without gaps. A *slice* is a range of query rows and a range of
+    key rows with a band. There is one slice for each cluster that attends to at least one key of
+    the run with which the cluster is compared. The result is an array (6, n) of q start and stop, k
+    start and stop, lo and hi.
 
     Args:
         q: the holding of the queries.
@@ -99,10 +104,11 @@ def in_reach(
 def of_band(
     q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
 ) -> Ints:
-    """Return the slices of a mask with a window and a prefix, as an array (6, n) like that of
-    `in_reach`.
+    """Return the slices of a mask with a window and a prefix, as an array (6, n).
 
-    `shift` is added to the positions of queries to align them with the keys of their document.
+    A *slice* is a range of query rows and a range of key rows with a band. The array is like the
+    result of `in_reach`. `shift` is added to the positions of queries to align the last query with
+    the last key of each document.
     """
     documents, q_start, q_stop = clusters(q, left + right)
     prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)

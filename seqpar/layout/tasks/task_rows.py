@@ -1,4 +1,4 @@
-"""The rows that are sent for tasks: between which ranks, and in which stage.
+"""Find the rows that ranks send to each other for tasks, and the stage in which a row is sent.
 
 A *task* is a rectangle of query positions and key positions (`tasks.py`). The *server* of a task is
 the rank that computes it. The *owner* of a row is the rank that holds it. A row that a server
@@ -303,9 +303,11 @@ def _held(parts: Parts, queries: Geometry) -> Ints:
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
     """Return the slices of some parts of tasks between the query rows and key rows of a server.
 
-    There is one slice for each combination of a part, a cluster of query rows and a run of key rows
-    that has pairs. `shift` (documents,) is added to the positions of queries to align them with the
-    keys.
+    A *part* is a rectangle of query positions and key positions with a band. A *run* is all tokens
+    of a document on one rank, and a *cluster* is a set of query rows of a run that attend to a
+    range of keys without gaps. There is one slice for each combination of a part, a cluster of
+    query rows and a run of key rows, if the combination has (query, key) pairs. `shift`
+    (documents,) is added to the positions of queries to align them with the keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)

@@ -1,7 +1,7 @@
-"""Tasks: rectangles of query positions and key positions, which any rank may compute.
+"""Tasks, which are rectangles of query positions and key positions that any rank may compute.
 
-Under a mask, a *task* consists of one or more *parts*. A part is a rectangle with one *band*, a
-range of the difference between key position and query position.
+To compute attention under a mask, a *task* is cut into one or more *parts*. A part is a rectangle
+with one *band*, a range of the difference between key position and query position.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from seqpar.layout.masks.slices_of_band import trim
 
 
 class TaskRectangles(NamedTuple):
-    """Rectangles of query and key positions, and the rank that computes each, as arrays (n,).
+    """Tasks: rectangles of query and key positions, and the rank that computes each, as arrays
+    (n,).
 
-    A task consists of the visible pairs in its rectangle. If the task has a band, the task consists
-    only of the visible pairs in this band. Every visible pair must be in exactly one task. Hidden
-    pairs may be in any number of tasks. Positions of queries are counted among the document's
-    queries, and positions of keys among the document's keys. The last query and the last key of a
-    document have different positions if `kv_layout` has more keys than queries.
+    A task is attention for the visible (query, key) pairs in its rectangle. A task with a band is
+    attention only for the visible pairs in this band. Every visible pair must be in exactly one
+    task. Hidden pairs may be in any number of tasks. Positions of queries are counted among the
+    document's queries, and positions of keys among the document's keys. The last query and the last
+    key of a document have different positions if `kv_layout` has more keys than queries.
 
     Attributes:
         documents: the document of the queries and keys.
@@ -111,12 +112,13 @@ def digest_of(tasks: TaskRectangles) -> str:
 
 
 class Parts(NamedTuple):
-    """Rectangles of query and key positions with one band each, as arrays (n,). Each rectangle is
-    as small as its pairs allow.
+    """Parts of tasks: rectangles of query and key positions with one band each, as arrays (n,).
 
-    A band applies to query positions that are counted from the document's first query, and to key
-    positions that are counted from the document's first key. The bands of parts include the shift
-    by which `Mask` aligns the last query with the last key of a document.
+    A *band* low ≤ k_pos − q_pos ≤ high says which queries of the rectangle attend to which keys.
+    Each rectangle is as small as its pairs allow. A band applies to query positions that are
+    counted from the document's first query, and to key positions that are counted from the
+    document's first key. The bands of parts include the shift by which `Mask` aligns the last query
+    with the last key of a document.
     """
 
     documents: Ints  # the document of the queries and keys
@@ -130,9 +132,11 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-        """Cut each task into parts: one part for the keys of the mask's prefix, and one part for
-        the keys behind the prefix. For a mask with ranges, a task has one part for each range that
-        overlaps the task.
+        """Cut each task into parts, which are rectangles of positions with one band each.
+
+        A task has one part for the keys in the prefix of the mask, and one part for the keys behind
+        the prefix. For a mask with ranges, a task has one part for each range that overlaps the
+        task.
         """
         if mask.ranges is not None:
             return cls._of_ranges(tasks, mask.ranges.columns)
@@ -175,10 +179,10 @@ class Parts(NamedTuple):
         return self._below(self.highs) - self._below(self.lows - 1)
 
     def _below(self, bounds: Ints) -> Ints:
-        """Return the number of pairs of each part with k_pos − q_pos ≤ bound.
+        """Return the number of (query, key) pairs of each part with k_pos − q_pos ≤ bound.
 
-        If a part has w keys, query i has clip(i + c, 0, w) such pairs, where c depends on the
-        bound.
+        A part is a rectangle of query positions and key positions. If the part has w keys, query i
+        has clip(i + c, 0, w) of these pairs, where c depends on the bound.
         """
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
@@ -190,11 +194,12 @@ class Parts(NamedTuple):
         return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
-        """Cut the queries of each part at the edges of the part's server.
+        """Cut the queries of each part at the edges of the rank that computes the part, its server.
 
-        `edges` (servers, n + 1) are indices of the pack, in which document d begins at `starts[d]`.
-        Returns the cut parts, and for each cut part the index of the interval between two edges
-        that contains its queries.
+        A part is a rectangle of query positions and key positions. `edges` (servers, n + 1) are
+        indices of the packed batch, in which document d begins at `starts[d]`. Returns the cut
+        parts, and for each cut part the index of the interval between two edges that contains its
+        queries.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
@@ -203,7 +208,7 @@ class Parts(NamedTuple):
 
 
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut each range at its edges, (ranges, n + 1).
+    """Cut each range at the edges of the range, (ranges, n + 1).
 
     Returns four arrays with an entry for each nonempty piece of a range: the index of the range,
     the piece's start, the piece's stop, and the index of the interval between two edges that
