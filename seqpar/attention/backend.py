@@ -159,6 +159,7 @@ def rank_invariant_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
     if q.device.type != "cuda":
         return None
     if name not in (DEFAULT, "triton"):
-        found = 'got "ranks": its sums on CUDA depend on how many heads a rank has'
+        reason = "the bits of this backend on CUDA depend on how many heads a rank has"
+        found = f'got "ranks": {reason}; use the backend "triton"'
         return f"deterministic must be True or False with the backend {name!r}, {found}"
     return triton_refusal(q, v)

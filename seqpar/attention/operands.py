@@ -67,10 +67,11 @@ def prepare_operands(
     """
     check_tensor("q", q)
     dims, device = q.dim(), q.device
+    shapes = {3: "(T, H, D)", 4: "(B, T, H, D)"}
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, device)
-        if x.dim() != dims or dims not in (3, 4):
-            expected = "(T, H, D), or (B, T, H, D) like the others"
+        if x.dim() != dims or dims not in shapes:
+            expected = f"{shapes[dims]} like q" if dims in shapes else " or ".join(shapes.values())
             raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}")
         if 0 in x.shape[-2:]:
             wanted = "at least one head and a head dim of at least 1"
@@ -145,7 +146,7 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q must be of one of the dtypes {DTYPES}, got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            way_out = "cast it, or call under torch.autocast"
+            way_out = f"cast {name}, or call under torch.autocast"
             raise ValueError(f"{name} must be of q's dtype, {q.dtype}, got {x.dtype}: {way_out}")
 
 
@@ -186,7 +187,7 @@ def _way_out(name: str, x: Tensor, expected: int) -> str:
     The text is for tensors that are transposed or not sharded.
     """
     if x.shape[2] == expected:
-        return f": its heads come before its tokens, so give {name}.transpose(-3, -2)"
+        return f": if heads come before tokens, pass {name}.transpose(-3, -2)"
     if x.shape[1] > expected:
-        return f": of a whole tensor, give layout.shard({name}, attn.rank)"
+        return f": if {name} has the tokens of all ranks, pass layout.shard({name}, attn.rank)"
     return ""

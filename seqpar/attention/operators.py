@@ -213,8 +213,8 @@ def refuse_transforms(operator: str) -> None:
 
 def _refuse_transform(*_: object, **__: object) -> None:
     raise NotImplementedError(
-        "seqpar attention cannot be called within torch.func's grad, vjp, vmap and the like: "
-        "it has no forward-mode derivative, and for gradients there is torch.autograd.grad"
+        "seqpar attention cannot be called within torch.func's grad, vjp, vmap and other "
+        "transforms: compute gradients with torch.autograd.grad"
     )
 
 

@@ -44,7 +44,7 @@ _ADVICE = {
     **dict.fromkeys(("past_key_value", "past_key_values", "use_cache", "block_table"), _CACHE),
     **dict.fromkeys(("k_cache", "v_cache", "cache_seqlens", "kv_cache"), _CACHE),
     "enable_gqa": "leave it out: k and v may always have fewer heads than q",
-    "group": "it belongs to the module, which was made with it",
+    "group": "leave it out: the module was made with its group",
 }
 _MASKS = "attn_mask", "attention_mask", "block_mask", "key_padding_mask", "attn_bias"
 
@@ -73,7 +73,9 @@ def unknown_argument(others: Mapping[str, object], known: list[str]) -> TypeErro
     name, value = next(iter(others.items()))
     instead = advice(name, known)
     given = f"{name} is not an argument of a call, got {name}={shown(value)}"
-    return TypeError(f"{given}{f': {instead}' * bool(instead)}; those are {', '.join(known)}")
+    return TypeError(
+        f"{given}{f': {instead}' * bool(instead)}; the arguments are {', '.join(known)}"
+    )
 
 
 def unknown_option(name: str, strategy: str, options: list[str], call: list[str]) -> TypeError:

@@ -118,8 +118,8 @@ class _Returning(dispatch_mode()):  # type: ignore[misc]
             return func(*args, **(kwargs or {}))
         if not self._kept[func]:
             raise RuntimeError(
-                "Trying to backward an extra time through a checkpoint, or through one whose "
-                "function makes other calls of attention when it runs again"
+                "Trying to backward an extra time through a checkpoint, or through a checkpoint "
+                "whose function calls attention more often when it runs again"
             )
         return _map(self._unpack, self._kept[func].pop(0))
 

@@ -168,9 +168,10 @@ class _Head(NamedTuple):
         _check_tensors(hidden, **others)
         if hidden.dtype not in DTYPES:
             raise ValueError(f"hidden must be fp64, fp32, bf16 or fp16, got {hidden.dtype}")
-        if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-            channels = hidden.shape[-1:].numel()
-            raise ValueError(f"weight must be (V, {channels}), got {tuple(weight.shape)}")
+        if hidden.dim() < 1:
+            raise ValueError("hidden must be (..., C), got ()")
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
         if weight.shape[0] == 0:
             raise ValueError("weight must have a row for at least one word, got none")
         if bias is not None:

@@ -74,7 +74,7 @@ class _TiledForward:
         module = self._module
         if not isinstance(x, Tensor) or x.dim() < 2 or not x.is_floating_point():
             what = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-            expected = "one tensor (..., T, C) of numbers as its first argument"
+            expected = "one tensor (..., T, C) of floats as its first argument"
             raise ValueError(f"a tiled module takes {expected}, got {what}")
         if _holds_tensor([args, kwargs]):
             raise ValueError(

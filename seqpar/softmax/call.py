@@ -327,7 +327,7 @@ def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:
 
 
 def _check_most_documents(layout: Geometry, kv_layout: Geometry, mask: Mask) -> None:
-    reason = "because its messages would depend on the documents of a layout with most_documents"
+    reason = "because messages cannot depend on the documents of a layout with most_documents"
     if kv_layout is not layout:
         raise ValueError(f"kv_layout must be left out, {reason}")
     if mask.prefix is not None or mask.ranges is not None:

@@ -81,8 +81,8 @@ def layout_of_queries(
         raise ValueError(f"cu_seqlens must have {expected}, got {cu.size}")
     if (lengths > kv_lengths).any():
         i = int(np.argmax(lengths > kv_lengths))
-        expected = f"the keys of its own tokens, {lengths[i]} in document {i}"
-        raise ValueError(f"kv_layout must have {expected}, got {kv_lengths[i]} tokens there")
+        expected = f"at least the {lengths[i]} tokens that q has in document {i}"
+        raise ValueError(f"kv_layout must have {expected}, got {kv_lengths[i]}")
 
     def build() -> Layout:
         whole = [(i, 0, length) for i, length in enumerate(lengths.tolist()) if length]

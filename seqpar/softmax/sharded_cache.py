@@ -348,7 +348,7 @@ class ShardedCache:
         numbers = as_sequence("sequences", sequences, "integers")
         kept = [as_int(f"sequences[{i}]", x, 0, last) for i, x in enumerate(numbers)]
         if not kept:
-            raise ValueError("sequences must have at least one")
+            raise ValueError("sequences must have at least one number, got none")
         if any(stored.length < self.length for stored in self._layers.values()):
             raise ValueError("sequences must be selected after all layers attended in a step")
         self._step_tokens, before = 0, self.length
@@ -484,7 +484,8 @@ class ShardedCache:
                     raise ValueError(f"{name} must be None in a cache with a window")
             if not 0 <= left <= self._window:
                 expected = f"at most the cache's window, {self._window} keys before a query"
-                raise ValueError(f"window_size must be {expected}, got {left}")
+                found = "no limit (-1)" if left == -1 else left
+                raise ValueError(f"window_size must be {expected}, got {found}")
         if chunk is not None:
             as_int("chunk", chunk, 1)
         for name in ("mask", "prefix_lens"):

@@ -151,7 +151,7 @@ def disaggregate_stages(
     needed = resident + keys.received(servers) * row_bytes.key
     if (needed > room).any():
         i = int(np.argmax(needed - room))
-        least = f"{needed[i]:.0f}, what rank {i} has without any other's work"
+        least = f"{needed[i]:.0f} bytes on server {i}, for its tokens and the keys of its queries"
         raise ValueError(f"memory must be at least {least}, got {room[i]:.0f}")
     exposed = _price(costs) if price is None else as_float("price", price)
     if not 0 <= exposed <= MAX_NUMBER:
@@ -258,7 +258,8 @@ def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
     try:
         found = np.array(np.broadcast_to(np.asarray(values, np.float64), count))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be one number, or {count}, got {shown(values)}") from None
+        expected = f"one number, or one for each of {count} servers"
+        raise ValueError(f"{name} must be {expected}, got {shown(values)}") from None
     if not (found >= 0).all():
         raise ValueError(f"{name} must not be negative or NaN, got {shown(values)}")
     return found

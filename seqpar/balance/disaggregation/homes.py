@@ -57,10 +57,10 @@ def place_homes(
     row_bytes = check_row_bytes(row_bytes)
     tolerance, tile = as_float("tolerance", tolerance), as_int("tile", tile, 1)
     if not 0 <= tolerance < np.inf:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+        raise ValueError(f"tolerance must be at least 0 and finite, got {tolerance}")
     token = float(sum(row_bytes)) if token_bytes is None else as_float("token_bytes", token_bytes)
     if not 0 < token < np.inf:
-        raise ValueError(f"token_bytes must be positive, got {token}")
+        raise ValueError(f"token_bytes must be positive and finite, got {token}")
     mean, most = lengths.sum() / ranks, np.inf
     for slack in SLACKS:
         placing = _Placing(lengths, ranks, row_bytes.key, token, tolerance, tile)

@@ -33,7 +33,7 @@ COMMON = {  # of both kinds: changes of a call, and what the error of all ranks 
     "nested": ({"q": NESTED}, "q must be a dense tensor, got a nested one"),
     "quantized": ({"v": QUANTIZED}, "v must be a dense tensor, got a quantized one"),
     "q 2-D": ({"q": torch.zeros(TOKENS, 8)}, "q must be \\(T, H, D\\)"),
-    "k 4-D": ({"k": torch.zeros(1, TOKENS, 1, 8)}, "k must be .* like the others"),
+    "k 4-D": ({"k": torch.zeros(1, TOKENS, 1, 8)}, "k must be \\(T, H, D\\) like q"),
     "no heads": ({"q": torch.zeros(TOKENS, 0, 8)}, "q must have at least one head"),
     "no head dim": ({"q": torch.zeros(TOKENS, 2, 0)}, "q must have at least one head"),
     "another device": ({"k": META}, "k must be on q's device, cpu, got meta"),
@@ -165,7 +165,7 @@ OTHER_NAMES = {
         "s_aux": "pass sinks;",
         "query": "pass q;",
         "past_key_values": "decode with seqpar.ShardedCache;",
-        "group": "it belongs to the module",
+        "group": "leave it out: the module was made with its group",
     },
     "linear": {
         "is_causal": "pass causal;",

@@ -241,6 +241,7 @@ def test_the_logits_of_all_tokens_are_never_held():
         ({"labels": torch.full((TOKENS,), -1)}, "^labels must be from 0 to 49 .*, got -1"),
         ({"bias": torch.zeros(3).double()}, r"^bias must be \(50,\), one number per word, got"),
         ({"hidden": torch.zeros(TOKENS, CHANNELS).long()}, "^hidden must be fp64, fp32, bf16 or"),
+        ({"hidden": torch.tensor(1.0)}, r"^hidden must be \(\.\.\., C\), got \(\)"),
         ({"labels": [0] * TOKENS}, "^labels must be a tensor, got list"),
         ({"weight": None}, "^weight must be a tensor, got NoneType"),
         (

@@ -164,7 +164,9 @@ def test_new_kinds_of_calls_are_refused_afterwards(copied, monkeypatch):
     layout.load_tables(layout_of([0, 300, TOKENS]))
     tables_read(attn, layout, monkeypatch, **MASKS["causal"], backward=False)
     for options in (MASKS["window"], MASKS["causal"]):  # the latter now with a backward
-        with pytest.raises(ValueError, match="layout must have had such a call before load_tables"):
+        with pytest.raises(
+            ValueError, match="layout must have had a call with the same options before load_tables"
+        ):
             tables_read(attn, layout, monkeypatch, **options)
 
 
@@ -219,7 +221,7 @@ def test_other_layouts_are_not_loaded(copied, monkeypatch):
         Layout.contiguous([0, TOKENS], RANKS).load_tables(layout)
     for other, message in [
         (5, "other must be a seqpar.Layout, got int"),
-        (layout, "other must be another layout"),
+        (layout, "other must be a different layout"),
         (layout_of([0, TOKENS], multiple_of=161), "got 7 documents, 4 ranks and 644 tokens"),
         (layout_of([0, TOKENS], 5), "5 ranks"),
         (Layout.contiguous([0, TOKENS], RANKS, equal=True), "got 0 documents"),

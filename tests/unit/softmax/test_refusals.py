@@ -28,11 +28,14 @@ REFUSALS = [
     (
         dict.fromkeys("qkv", (1, 2, 12, 8)),
         r"q must have the 12 tokens its layout gives this rank, got 2 in \(B, T, H, D\) = "
-        r"\(1, 2, 12, 8\): its heads come before its tokens, so give q.transpose\(-3, -2\)",
+        r"\(1, 2, 12, 8\): if heads come before tokens, pass q.transpose\(-3, -2\)",
     ),
-    ({"q": (24, 2, 8)}, r"got 24 in .* = \(1, 24, 2, 8\): of a whole tensor, give layout.shard\(q"),
+    (
+        {"q": (24, 2, 8)},
+        r"got 24 in .* = \(1, 24, 2, 8\): if q has the tokens of all ranks, pass layout.shard\(q",
+    ),
     ({"q": (12, 8)}, "q must be \\(T, H, D\\)"),
-    ({"k": (1, 12, 1, 8)}, "k must be .* like the others"),
+    ({"k": (1, 12, 1, 8)}, "k must be \\(T, H, D\\) like q"),
     (
         {"q": (2, 12, 2, 8), "k": (3, 12, 1, 8), "v": (2, 12, 1, 8)},
         "k must have q's batch size, 2, got 3",
@@ -43,7 +46,7 @@ REFUSALS = [
     ({"k": (12, 0, 8), "v": (12, 0, 8)}, "k must have at least one head"),
     (
         {"q": torch.zeros(12, 2, 8, dtype=torch.float64)},
-        "k must be of q's dtype, torch.float64, got torch.float32: cast it, or .*torch.autocast",
+        "k must be of q's dtype, torch.float64, got torch.float32: cast k, or .*torch.autocast",
     ),
     ({"q": torch.zeros(12, 2, 8, dtype=torch.int64)}, "q must be of one of the dtypes"),
     ({"k": torch.zeros(12, 1, 8, device="meta")}, "k must be on q's device, cpu, got meta"),

@@ -230,7 +230,9 @@ def test_kept_plans_wait_for_copies_of_other_streams(monkeypatch):
 
 def test_a_captured_first_call_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="such a call before a CUDA graph captures"):
+    with pytest.raises(
+        RuntimeError, match="a call with the same options before a CUDA graph captures"
+    ):
         on_device(torch.arange(3), torch.device("cuda", 0))
 
 

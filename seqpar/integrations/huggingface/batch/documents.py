@@ -129,7 +129,8 @@ def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | Non
     expected = (rows, columns)
     planes = (*shape[:1], *expected), (*shape[:1], 1, columns)
     if shape not in ((columns,), expected, (1, columns), *planes):
-        raise ValueError(f"position_ids must be {expected}, or planes of that, got {shape}")
+        wanted = f"{expected}, or (planes, {rows}, {columns})"
+        raise ValueError(f"position_ids must be {wanted}, got {shape}")
     # The first of four planes (4, B, S) contains positions of text. Three planes do not show
     # documents.
     if len(shape) == 3 and shape[0] != 4:
@@ -150,13 +151,14 @@ def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
     if any(not np.array_equal(cu, other) for other in lists):
         raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q")
     if real.shape[0] != 1 or not real.all() or cu[-1] != real.size:
-        found = f"rows {real.shape[0]}, tokens {int(real.sum())} of {real.shape[1]}, end {cu[-1]}"
-        expected = "the tokens of one row without padding"
-        raise ValueError(f"cu_seq_lens_q must end at {expected}, got {found}")
+        shape = f"{real.shape[0]} rows of {real.shape[1]} tokens"
+        found = f"{shape}, {int((~real).sum())} of them padding, and an end at {cu[-1]}"
+        expected = "at the number of tokens of one row without padding"
+        raise ValueError(f"{names[0]} must end {expected}, got {found}")
     begins = np.zeros_like(real)
     begins[0, cu[:-1][np.diff(cu) > 0]] = True
     if (restarts & ~begins).any():
         column = int(np.argmax(restarts & ~begins))
-        reason = "where cu_seq_lens_q has no document begin"
+        reason = f"where {names[0]} begins no document"
         raise ValueError(f"position_ids restart at token {column}, {reason}")
     return begins

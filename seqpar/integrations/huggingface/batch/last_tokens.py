@@ -26,7 +26,7 @@ def last_tokens(model: Any, batch: Mapping[str, Any], documents: BatchDocuments)
     padding = model.config.get_text_config().pad_token_id
     if padding is None and rows > 1:
         what = "pad_token_id of the model's config must be set for a batch of several rows"
-        raise ValueError(f"{what}, got None: the last tokens of rows are found by it")
+        raise ValueError(f"{what}, got None: seqpar finds the last token of a row by this number")
     last = torch.full((rows,), columns - 1)
     if padding is not None and ids is not None:
         last = (torch.arange(columns, device=ids.device) * (ids != padding)).argmax(-1).cpu()

@@ -277,14 +277,15 @@ class BatchSharder:
         if batch.get("attention_mask") is not None:
             return False
         if self._recurrent:
-            return "its recurrent layers keep their states there; give an attention_mask"
+            reason = "the model's recurrent layers begin no document at a jump"
+            return f"{reason}; give an attention_mask"
         cache = batch.get("use_cache")
         if cache is None:
             cache = getattr(self._model.config.get_text_config(), "use_cache", False)
         if not cache:
             return True
-        hint = "an attention_mask keeps them as positions, use_cache=False begins documents there"
-        return f"transformers decides by its cache what that means; {hint}"
+        hint = "give an attention_mask to keep them as positions"
+        return f"{hint}, or use_cache=False to begin a document at each jump"
 
     def _side(self, batch: Batch, prefix: str, layout: Layout | None, cached: bool = False) -> Side:
         x, documents = self._documents(batch, prefix, cached)
@@ -302,7 +303,9 @@ class BatchSharder:
         if documents.packed and not any(
             side_of_rank(rank=rank).shows_jumps() for rank in range(layout.ranks)
         ):
-            reason = "only where one rank's tokens end, so that no rank's mask shows their meaning"
+            reason = (
+                "only where one rank's tokens end, so that no rank's mask shows what jumps mean"
+            )
             how = "begin documents at position 0, or give an attention_mask to keep the positions"
             raise ValueError(f"position_ids jump {reason}: {how}")
         return side_of_rank(rank=self._comm.rank)
@@ -321,9 +324,12 @@ class BatchSharder:
         if self._chunk and batch.get("attention_mask") is None:
             first = positions[documents.cu_seqlens[:-1]]
             if documents.cu_seqlens.size > documents.rows + 1 and (first % self._chunk).any():
-                reason = f"its layers cut chunks of {self._chunk} tokens by position"
-                where = int(first[np.argmax(first % self._chunk != 0)])
-                raise ValueError(f"position_ids begin a document at {where}, and {reason}")
+                reason = (
+                    f"because the model's layers cut chunks of {self._chunk} tokens by position"
+                )
+                found = int(first[np.argmax(first % self._chunk != 0)])
+                wanted = f"must begin documents at multiples of {self._chunk}"
+                raise ValueError(f"position_ids {wanted}, {reason}, got {found}")
         if "position_ids" in self._takes and not self._with_encoder:
             return
         starts = np.repeat(documents.cu_seqlens[:-1], np.diff(documents.cu_seqlens))
@@ -396,8 +402,8 @@ class BatchSharder:
             if x is not None and got != expected:
                 raise ValueError(f"{name} must be {expected}, a label for each token, got {got}")
             if x is not None and self.shifts is None:
-                what = f"{type(self._model).__name__} has no loss by its loss_function"
-                how = "enable a model with such a head, or pass a loss of its outputs to sp.total"
+                what = f"{type(self._model).__name__} computes no loss by its loss_function"
+                how = "enable a model whose head computes one, or pass your own loss to sp.total"
                 raise ValueError(f"{name} must be None: {what}; {how}")
         if shifted is not None or labels is None:
             return shifted
@@ -414,7 +420,7 @@ _REFUSED = {
     "decoder_attention_mask": "shard makes documents of it",
     "past_key_values": "only those of sp.cache() have sharded keys",
     "use_cache": "give past_key_values=sp.cache() to keep keys",
-    "output_attentions": "no rank has all weights",
+    "output_attentions": "no rank has all attention weights",
     "encoder_hidden_states": "shard does not cut the states of a different model",
     "cross_attention_states": "shard does not cut the states of a different model",
 }  # arguments of a call

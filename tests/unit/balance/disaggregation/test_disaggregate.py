@@ -238,7 +238,7 @@ def test_memory_is_kept():
     found = disaggregate(layout, mask, row_bytes=ROWS, memory=memory)
     used = received(found, layout) + np.array(layout.tokens_per_rank) * home
     assert (used <= memory).all() and used[1] > 0.9 * memory[1]
-    with pytest.raises(ValueError, match=r"memory must be at least 1236480000, what rank 0 has"):
+    with pytest.raises(ValueError, match="memory must be at least 1236480000 bytes on server 0"):
         disaggregate(layout, mask, row_bytes=ROWS, memory=1e9)
 
 
@@ -360,11 +360,11 @@ WRONG = {
         "kv_layout": Layout.contiguous([0, 3, 5], 2)
     },
     "tolerance must be at least 0, .* got -1.0": {"tolerance": -1},
-    "weights must be one number, or 2, got": {"weights": [1, 2, 3]},
+    "weights must be one number, or one for each of 2 servers, got": {"weights": [1, 2, 3]},
     "weights must be finite, and not 0 for all servers": {"weights": 0},
     "weights must be finite": {"weights": [1, np.inf]},
     "weights must not be negative or NaN": {"weights": [1, np.nan]},
-    "memory must be one number, or 2": {"memory": "much"},
+    "memory must be one number, or one for each of 2 servers": {"memory": "much"},
     "price must be at least 0, .* got -1.0": {"price": -1},
     "price must be at least 0, .* got inf": {"price": np.inf},
     "row_bytes must be RowBytes, got": {"row_bytes": (4, 1)},

@@ -72,8 +72,10 @@ WRONG = {
     "ranks must be at least 1, got 0": {"ranks": 0},
     "lengths must not be negative, got -1": {"lengths": [3, -1]},
     "lengths must each be below 2\\*\\*31 tokens, got 4000000000": {"lengths": [4 * 10**9]},
-    "tolerance must be at least 0, got -0.5": {"tolerance": -0.5},
-    "token_bytes must be positive, got 0.0": {"token_bytes": 0},
+    "tolerance must be at least 0 and finite, got -0.5": {"tolerance": -0.5},
+    "token_bytes must be positive and finite, got 0.0": {"token_bytes": 0},
+    "tolerance must be at least 0 and finite, got inf": {"tolerance": float("inf")},
+    "token_bytes must be positive and finite, got inf": {"token_bytes": float("inf")},
     "tile must be at least 1, got 0": {"tile": 0},
 }
 

@@ -54,6 +54,11 @@ BATCHES = {
         {},
         "cu_seq_lens_q must end",
     ),
+    "documents of other lengths in cu_seq_lens_k alone": (
+        lambda: {"input_ids": IDS[:1], "cu_seq_lens_k": torch.tensor([0, 10])},
+        {},
+        "cu_seq_lens_k must end",
+    ),
     "documents that do not start at 0": (
         lambda: {"input_ids": IDS[:1], "cu_seq_lens_k": torch.tensor([1, 22])},
         {},
