@@ -65,8 +65,9 @@ def sequence_mesh(accelerator: Accelerator) -> DeviceMesh:
     if vars(accelerator).get("_prepare_cp") is _as_they_are:
         return mesh
     if _ACCELERATE.read(accelerator, "_models"):
-        reason = "torch's attention is hooked into this model"
-        raise ValueError(f"accelerator must not have prepared a model: {reason}; call this before")
+        reason = "torch's attention is hooked into the model"
+        way_out = "call sequence_mesh before accelerator.prepare"
+        raise ValueError(f"accelerator must not have prepared a model: {reason}; {way_out}")
     _ACCELERATE.check()
     changed: Any = accelerator
     changed._prepare_cp, changed.maybe_context_parallel = _as_they_are, _refuse

@@ -80,7 +80,7 @@ def enable(
     if hasattr(model, _HOOK):
         name = type(model).__name__
         raise ValueError(
-            f"model must not have its own {_HOOK}, which {name} has: leave it as it is"
+            f"model must not have its own {_HOOK}, which {name} has: do not enable the model"
         )
     parameters = inspect.signature(type(model).forward).parameters
     if all(x.kind is not x.VAR_KEYWORD for x in parameters.values()):
@@ -147,7 +147,7 @@ def _check_loss(loss: Any) -> None:
     from nemo_automodel.components.loss.linear_ce import LinearCrossEntropy
 
     if isinstance(loss, LinearCrossEntropy):
-        reason = "it keeps the logits of one token, and each rank would keep its own"
+        reason = "Automodel then keeps the logits of one token, a different one on each rank"
         how = "use MaskedCrossEntropy"
         raise ValueError(
             f"loss_fn must be a loss of logits, got {type(loss).__name__}: {reason}; {how}"
@@ -327,8 +327,9 @@ def _numbers_of_lengths(lengths: Ints, padded: Ints, shape: tuple[int, int]) -> 
     for row, padded_row in zip(lengths, padded, strict=True):
         real, whole = row[row != _NO_DOCUMENT], padded_row[padded_row != _NO_DOCUMENT]
         if real.size != whole.size or (real > whole).any() or whole.sum() != shape[1]:
-            expected = f"at least seq_lens, and {shape[1]} in each row together"
-            raise ValueError(f"seq_lens_padded must be {expected}, got {whole.tolist()}")
+            expected = f"at least seq_lens, with a sum of {shape[1]} in each row"
+            found = f"{whole.tolist()} for {real.tolist()}"
+            raise ValueError(f"seq_lens_padded must be {expected}, got {found}")
         counts = np.stack([real, whole - real], 1).ravel()
         numbers = np.stack([np.arange(1, real.size + 1), np.zeros(real.size, int)], 1).ravel()
         rows.append(np.repeat(numbers, counts))
@@ -375,9 +376,6 @@ def _shard_layout(part: PackedPart, shape: tuple[int, int], device: torch.device
 
 
 def _refuse_indices(cp_mesh: Any, padded_seq_len: int, device: Any) -> NoReturn:
-    reason = "Automodel gathers as many tokens from each rank"
+    reason = "Automodel's functions for the sharded batch gather equally many from each rank"
     how = "use layouts with equal=True, or layout.shard and layout.unshard"
-    raise ValueError(
-        f"layout must give all ranks the same number of tokens, of a batch that was sharded "
-        f"before: {reason}; {how}"
-    )
+    raise ValueError(f"layout must give all ranks the same number of tokens: {reason}; {how}")

@@ -48,11 +48,11 @@ _SOFTMAXES |= {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.speci
 _SOFTMAXES |= {torch.logsumexp, Tensor.logsumexp, torch.special.softmax, torch.special.logsumexp}
 _ATTENTIONS = "attention", "attn", "transformer_encoder_layer"  # in the names of functions
 _LOCAL_KEYS = (
-    "within context_parallel attends to this rank's keys only, if its last dimension is keys: "
+    "within context_parallel attends to this rank's keys only, if the last dimension is keys: "
     "call F.scaled_dot_product_attention, which attends to the keys of all ranks"
 )
 _LOCAL_POSITIONS = (
-    "within context_parallel counts this rank's tokens from 0, as positions it is wrong: take "
+    "within context_parallel counts this rank's tokens from 0, and gives wrong positions: take "
     "positions from layout.position_ids(rank), or from tables among the buffers"
 )
 _entered = threading.local()  # `active` is True while this thread is in a context

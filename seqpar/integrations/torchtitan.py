@@ -60,7 +60,7 @@ class InnerAttention(Module):
         """Return the layout of a batch, from this rank's positions (B, L_local)."""
         if self.attention is None:
             raise ValueError(
-                "spmd_backend must be spmd_types or full_dtensor: with others, torchtitan does not "
+                "spmd_backend must be spmd_types or full_dtensor: otherwise, torchtitan does not "
                 "tell seqpar the group"
             )
         to_local = getattr(positions, "to_local", None)  # a method of DTensors
@@ -180,7 +180,7 @@ def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
     balanced = balanced and ranks > 1  # torchtitan does not reorder the tokens of one rank
     if balanced and held % 2:
         expected = f"a multiple of {2 * ranks}, two chunks for each rank"
-        raise ValueError(f"seq_len must be {expected}, with load_balancer headtail")
+        raise ValueError(f"seq_len must be {expected}, with headtail, got {held * ranks}")
     dealt = torch.stack(parts).cpu().numpy()  # (P, B, L_local)
     owners = head_and_tail(ranks) if balanced else np.arange(ranks)
     size = held * ranks // owners.size
@@ -192,8 +192,8 @@ def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
     steps = whole[:, 1:] == whole[:, :-1] + 1
     if not (begins[:, 0].all() and (steps | begins[:, 1:]).all()):
         named = "headtail" if balanced else "None"
-        reason = "positions that it puts together do not count up from 0 in each document"
-        found = f"{named}: {reason}"
+        reason = "with which the ranks' positions do not count up from 0 in each document"
+        found = f"{named}, {reason}"
         raise ValueError(f"load_balancer must be that of torchtitan's config, got {found}")
     tokens = rows * held * ranks
     cu_seqlens = np.r_[np.flatnonzero(begins), tokens]

@@ -183,7 +183,8 @@ def balanced_partitions(
     """
     partitions = as_int("partitions", partitions, 1)
     if partitions > len(lengths):
-        raise ValueError(f"partitions must be at most {len(lengths)}, got {partitions}")
+        limit = f"{len(lengths)}, the number of sequences"
+        raise ValueError(f"partitions must be at most {limit}, got {partitions}")
     made = plan(lengths, cluster, model, capacity=sum(lengths), micro_batches=partitions)
     return [sorted(batch.documents.tolist()) for batch in made.micro_batches]
 

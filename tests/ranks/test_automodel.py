@@ -421,7 +421,7 @@ def of(**keys):
         ),
         (
             {"seq_lens": torch.full((2, 1), 20), "seq_lens_padded": torch.full((2, 1), 21)},
-            "seq_lens_padded must be at least seq_lens, and 22 in each row together",
+            "seq_lens_padded must be at least seq_lens, with a sum of 22 in each row",
         ),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q must end at the 44 tokens"),
     ],

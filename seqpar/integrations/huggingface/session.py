@@ -579,9 +579,9 @@ class SequenceParallel(EnabledModel):
             check_loss_function(self.inner)
             check_loss_terms(self.inner)
             if self._label_users:
-                what = f"{self._label_users[0]} uses them itself, and would get none"
-                reason = "the loss of all ranks is made after its call"
-                how = "add its terms to outputs.loss, those of tokens by sp.total"
+                what = f"{self._label_users[0]} uses labels itself, and would get none"
+                reason = "seqpar computes the loss after the call"
+                how = "pass your own loss to sp.total"
                 raise ValueError(f"labels must be None: {what}, because {reason}; {how}")
         if reasons := adapter_faults(root, self.inner, kwargs.get("labels") is not None):
             raise ValueError(reasons[0])
@@ -612,7 +612,7 @@ class SequenceParallel(EnabledModel):
             return
         if self.comm.size > 1 and int(items) == int((labels != -100).sum()):
             found = f"{int(items)}, the labels of this rank's part"
-            how = f"count whole batches by sp.count_labels: this one has {sharding.labels}"
+            how = f"count whole batches by sp.count_labels: this batch has {sharding.labels}"
             raise ValueError(f"num_items_in_batch must be of all ranks, got {found}; {how}")
 
     @_outside_graphs

@@ -133,7 +133,8 @@ class TokenMixing:
         self.abandon()
         self._session.agree(partial(_raise_first, faults), dict)
         if self._session.check_ranks:
-            reason = "code in the model changes it by the tokens of one rank; sum it over the ranks"
+            reason = "code in the model changes the buffer by one rank's tokens"
+            reason = f"{reason}; sum the change over the ranks"
             check_same_model(self._session.comm, self._changed_buffers(), {}, reason)
 
     def abandon(self) -> None:

@@ -31,7 +31,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8_multi_head_attention": ((False,), "attention is computed in the dtype of q"),
     "batch_invariant_mode": ((False,), "pass deterministic='ranks' to sequence_parallel"),
     "cuda_graph_impl": (("none",), "a graph would keep the documents of the batch it captured"),
-    "softmax_type": (("vanilla", "off-by-one", "learnable"), "Megatron has no others"),
+    "softmax_type": (("vanilla", "off-by-one", "learnable"), "Megatron has no other types"),
     "experimental_attention_variant": ((None, "gated_delta_net"), "it selects keys"),
 }
 

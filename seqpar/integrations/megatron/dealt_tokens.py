@@ -64,7 +64,7 @@ def _layout(packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balanci
     tokens = rows[0] * rows[1] * ranks
     if documents[-1] != tokens:
         expected = f"{tokens} tokens, {rows[0] * rows[1]} on each of {ranks} ranks"
-        raise ValueError(f"cu_seqlens_q must have {expected}, got {documents[-1]}")
+        raise ValueError(f"cu_seqlens_q must end at {expected}, got {documents[-1]}")
     if packed.qkv_format != "thd":
         row = rows[1] * ranks
         dealt, name, unit = np.arange(0, tokens + 1, row), "seq_length", "rows"
@@ -80,7 +80,7 @@ def _layout(packed: Any, rows: tuple[int, int], ranks: int, per_sequence_balanci
         i = int(np.argmax(uneven > 0))
         expected = f"{unit} of a multiple of {2 * ranks} tokens, two chunks for each rank"
         way_out = ": pad the documents, or pass qkv_format='sbhd'" if unit == "documents" else ""
-        found = f"{dealt[i + 1] - dealt[i]} tokens in number {i}"
+        found = f"{dealt[i + 1] - dealt[i]} tokens in {unit[:-1]} {i}"
         raise ValueError(f"{name} must have {expected}, got {found}{way_out}")
     if ranks == 1:
         return Layout.contiguous(edges, 1)
@@ -107,13 +107,15 @@ def _documents(packed: Any) -> tuple[Ints, Ints]:
     ):
         if other is not None and not np.array_equal(x, other):  # type: ignore[arg-type]
             same = name.replace("kv", "q")
-            raise ValueError(f"packed_seq_params.{name} must be equal to {same}: {shown(other)}")
+            raise ValueError(
+                f"packed_seq_params.{name} must be equal to {same}, got {shown(other)}"
+            )
     if padded is None:
         documents = np.unique(real)
         return documents, documents
     lengths = np.diff(real)
     if padded.size != real.size or (lengths > np.diff(padded)).any():
         expected = "room for each document of cu_seqlens_q"
-        found = f"{shown(padded)} for {shown(real)}"
-        raise ValueError(f"packed_seq_params.cu_seqlens_q_padded must have {expected}: {found}")
+        found = f"got {shown(padded)} for {shown(real)}"
+        raise ValueError(f"packed_seq_params.cu_seqlens_q_padded must have {expected}, {found}")
     return np.unique(padded), np.union1d(padded, padded[:-1] + lengths)

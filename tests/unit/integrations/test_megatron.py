@@ -342,7 +342,9 @@ CALLS = {
     "attn_mask_type must be one of": {"attn_mask_type": AttnMaskType.causal_bottom_right},
     "qkv_format must be 'thd' or 'sbhd', got 'bshd'": {"packed": packed_of([16], "bshd")},
     "cu_seqlens_q must be given, got None": {"packed": PackedSeqParams("sbhd")},
-    "cu_seqlens_q must have 16 tokens, 16 on each of 1 ranks, got 12": {"packed": packed_of([12])},
+    "cu_seqlens_q must end at 16 tokens, 16 on each of 1 ranks, got 12": {
+        "packed": packed_of([12])
+    },
     "cu_seqlens_q must have an entry at the start of each row of 8": {
         "packed": packed_of([4, 16], "sbhd"),
         "rows": 2,
@@ -382,7 +384,7 @@ def test_uneven_chunks_are_refused():
         with pytest.raises(ValueError, match=r"seq_length must be a multiple of 4, .*got 10"):
             core(*[x[:, None]] * 3, None)
         expected = (
-            "cu_seqlens_q must have documents of a multiple of 4 tokens.*6 tokens in number 0"
+            "cu_seqlens_q must have documents of a multiple of 4 tokens.*6 tokens in document 0"
         )
         with pytest.raises(ValueError, match=f"{expected}: pad the documents, or pass qkv_format"):
             core(x, x, x, None, packed_seq_params=packed_of([6, 10]))

@@ -51,8 +51,9 @@ def session_of(module: nn.Module) -> EnabledModel | None:
 def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
     session = session_of(module)
     if session is None:
-        where = f"a layer {type(module).__name__} belongs to a copy of an enabled model, or to none"
-        raise ValueError(f"{where}: copy the model before you enable it")
+        what = f"a layer {type(module).__name__} must belong to an enabled model"
+        way_out = "copy the model before you enable it"
+        raise ValueError(f"{what}, got one of a copy, or of a model that is not enabled: {way_out}")
     layer: AttentionLayer = getattr(module, KEY)
     return session, layer
 

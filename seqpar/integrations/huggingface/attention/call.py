@@ -23,6 +23,7 @@ from seqpar.integrations.huggingface.model.layers import AttentionLayer, Uncopie
 from seqpar.softmax.module import Attention
 
 _IN_MAIN = "call sp.shard with the batches that the loader returns"
+_OWN_MASK = "the model's layers must not make their own mask, but a layer"
 NAME = "seqpar"  # the name of the attention implementation in configs
 T = TypeVar("T")
 
@@ -126,14 +127,14 @@ class ModelCall:
         """
         layers = self.session.layers
         reached = {x for x, layer in layers.items() if layer.calls > self.counted[x]}
+        reason = "other code replaced their forwards, or skipped them; undo that, or sp.disable()"
         if not reached:
-            reason = "something replaced their forwards, or skipped them; undo that, or disable()"
             raise ValueError(f"0 of {len(layers)} attention layers were reached: {reason}")
         for blocks in self.session.blocks:
             missed = [x for x in blocks.values() if x and not x & reached]
             if missed and any(x & reached for x in blocks.values()):
                 names = ", ".join(layers[x].name for inside in missed for x in inside)
-                raise ValueError(f"attention layers were not reached: {names}")
+                raise ValueError(f"the attention layers {names} were not reached: {reason}")
 
     @property
     def decodes(self) -> bool:
@@ -162,18 +163,18 @@ class ShardedMask(Opaque):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         if any(isinstance(x, torch.dtype | Tensor) for x in (*args, *kwargs.values())):
-            raise _NoTensor("the model's layers make their own mask: they cast it")
+            raise _NoTensor(f"{_OWN_MASK} casts the mask")
         return self
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Tensor, name):
-            raise _NoTensor(f"the model's layers make their own mask: they read its {name}")
+            raise _NoTensor(f"{_OWN_MASK} reads the mask's {name}")
         raise AttributeError(name)
 
     def __getitem__(self, index: Any) -> ShardedMask:
         if all(map(_keeps_all, index if isinstance(index, tuple) else (index,))):
             return self
-        raise ValueError("the model's layers make their own mask: they cut it")
+        raise ValueError(f"{_OWN_MASK} cuts the mask")
 
 
 def _keeps_all(index: Any) -> bool:

@@ -58,7 +58,7 @@ def _check_functions(module: nn.Module, layer: str, body: Any) -> None:
         if name != NAME and not is_kernel and _is_users(function):
             given = getattr(function, "__qualname__", type(function).__name__)
             reason = f"{layer} has {name!r}, the function {given}, which seqpar would not call"
-            how = "if it computes the same, call model.set_attn_implementation('sdpa') first"
+            how = "for the usual attention, call model.set_attn_implementation('sdpa') first"
             raise ValueError(f"model must have {what} of transformers: {reason}; {how}")
 
 

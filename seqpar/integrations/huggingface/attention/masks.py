@@ -41,9 +41,9 @@ class MaskShape:
 
     def __and__(self, other: MaskShape) -> MaskShape:
         if self.ranges is not None or other.ranges is not None:
-            raise ValueError("it intersects a union of masks with a mask")
+            raise ValueError("the mask intersects a union of masks with a mask")
         if self.chunk and other.chunk and self.chunk != other.chunk:
-            raise ValueError(f"it cuts chunks of {self.chunk} and of {other.chunk} tokens")
+            raise ValueError(f"the mask cuts chunks of {self.chunk} and of {other.chunk} tokens")
         return MaskShape(
             self.causal or other.causal,
             _narrower(self.left, other.left),
@@ -132,7 +132,7 @@ def _read(function: Callable[..., Any]) -> MaskShape:
     if name == "or_masks":
         names = ", ".join(map(_name, within["mask_functions"]))
         raise ValueError(f"the mask is a union, of {names}")
-    raise ValueError(f"the mask has {name}")
+    raise ValueError(f"the mask has the function {name}, which seqpar does not know")
 
 
 def _name(function: Callable[..., Any]) -> str:

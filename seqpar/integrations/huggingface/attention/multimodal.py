@@ -140,7 +140,8 @@ def _mask(mask: Any, call: ModelCall) -> Any:
         return None
     for x in mask.values() if isinstance(mask, dict) else [mask]:
         if x is not None and not isinstance(x, ShardedMask):
-            raise ValueError(f"the model makes its own mask: a {type(x).__name__}")
+            found = f"a {type(x).__name__}, which the model made itself"
+            raise ValueError(f"the mask of the text model must be transformers' own, got {found}")
     return mask
 
 

@@ -468,8 +468,9 @@ def _to_step(
     rows, past = cache.batch_size, cache.get_seq_length()
     x = given[0] if len(given) == 1 else None
     if x is None or x.dim() < 2 or x.shape[0] != rows or not x.shape[1]:
-        found = "both or none" if x is None else tuple(x.shape)
-        raise ValueError(f"input_ids must be ({rows}, T), new tokens of the cache's rows: {found}")
+        found = tuple(x.shape) if x is not None else "both" if given else "none"
+        wanted = f"({rows}, T), the new tokens of the cache's rows"
+        raise ValueError(f"input_ids or inputs_embeds must be {wanted}, got {found}")
     tokens = x.shape[1]
     mask = made.pop("attention_mask", None)
     _check_mask(cache, mask, tokens)

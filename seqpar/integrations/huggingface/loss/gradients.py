@@ -52,12 +52,12 @@ from seqpar.integrations.huggingface.model.layers import Uncopied
 _BUCKET_ELEMENTS = 1 << 24
 _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
-    "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
+    "tokens, or one that each rank makes of unsharded outputs, has different gradients on each rank"
 )
 _TOTAL = "_seqpar_total"  # marks a loss of all ranks, also where autograd records no graph
 _TWICE = (
-    "loss must be this rank's part of a loss, and it is one of all ranks: outputs.loss and results "
-    "of sp.total are sums over the ranks; add them to what sp.total returns"
+    "loss must be this rank's part of a loss, got a loss of all ranks: outputs.loss and results of "
+    "sp.total are already sums over the ranks; add them to what sp.total returns"
 )
 _REENTRANT = (
     "use_reentrant must be False for a checkpoint around the model's call: autograd's graph does "

@@ -42,14 +42,15 @@ def losses_of(
     """
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
-        reason = f"its loss is made of them, got a {type(outputs).__name__}"
-        raise ValueError(f"model must return logits by name for a batch with labels: {reason}")
+        found = f"got a {type(outputs).__name__}: seqpar computes the loss from the logits"
+        raise ValueError(f"model must return logits by name for a batch with labels, {found}")
     if not isinstance(outputs, Mapping):
         return found
     if call.labels is not None:
         if outputs.get("loss") is not None:
-            reason = "labels must be None: the model returned a loss of its own without them"
-            raise ValueError(f"{reason}, which is of one rank")
+            reason = "the model returned a loss of its own, of one rank's tokens, without labels"
+            how = "compute your own loss from outputs.logits, and pass it to sp.total"
+            raise ValueError(f"labels must be None: {reason}; {how}")
         sum_of_losses = chunked(call, outputs["logits"])
         if sum_of_losses is not None:
             found["loss"] = total(sum_of_losses / _count_of(call))
@@ -63,7 +64,7 @@ def losses_of(
             raise ValueError(_unknown_router_loss(model))
         logits = outputs.get("router_logits", call.router_logits)
         if logits is None:
-            reason = "its router loss is made of them, on the tokens of all ranks"
+            reason = "seqpar computes the router loss of all ranks from them"
             raise ValueError(f"model must return router_logits beside aux_loss: {reason}")
         found["aux_loss"] = total(routers.share(logits, call.sharding.main, comm))
         call.router_logits = None  # frees the logits before backward
@@ -102,7 +103,7 @@ def check_loss_terms(model: Any) -> None:
             if value := getattr(config, name, 0):
                 what = f"{name} of the model's config is {value}, which adds a term to the loss"
                 how = "set it to 0, or compute your own loss from the outputs for sp.total"
-                raise ValueError(f"labels must be None: {what} that is not offered; {how}")
+                raise ValueError(f"labels must be None: {what} that seqpar does not know; {how}")
 
 
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
@@ -172,7 +173,9 @@ def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[s
     if not asked or global_of(model, ROUTER_LOSS) is None:
         return []
     if padded:
-        return ["output_router_logits must not be set for images in rows with padding: pack them"]
+        return [
+            "output_router_logits must not be set for images in rows with padding: pack the rows"
+        ]
     return [] if RouterLoss.of(model) is not None else [_unknown_router_loss(model)]
 
 

@@ -75,7 +75,7 @@ def check_of_tokens(outputs: Any) -> None:
     for names, x in tensors_in(outputs):
         if x.is_floating_point() and x.shape[:1] == (1,) and not hasattr(x, KEY):
             found = f"{'.'.join(names)} is {tuple(x.shape)}"
-            reason = "it answers for whole sequences, whose tokens no rank has"
+            reason = "it answers for whole sequences, and no rank has all tokens of a sequence"
             raise ValueError(f"model must return values for each token, but {found}: {reason}")
 
 

@@ -77,7 +77,7 @@ class ChunkedHead:
             raise ValueError(f'memory must not include "loss": {reason}; {_INSTEAD}')
         labels = call.labels.to(hidden.device)
         if hidden.shape[:-1] != labels.shape:
-            found = f"{tuple(hidden.shape[:-1])} of {tuple(labels.shape)}"
+            found = f"shape {tuple(hidden.shape[:-1])} for labels {tuple(labels.shape)}"
             raise ValueError(f"the model's head must get all tokens of its batch, got {found}")
         weight: Any = head.weight
         bias: Any = getattr(head, "bias", None)

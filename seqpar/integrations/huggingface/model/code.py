@@ -271,7 +271,7 @@ def check_forward(module: nn.Module, names: Iterable[str]) -> None:
         reason = f"a {found} does not call {', '.join(missing)}"
         raise ValueError(f"model must be of a release of transformers that seqpar knows: {reason}")
     if not _holds_what_it_decorates(type(module).forward):
-        reason = f"a decorator of a {found}'s forward finds it elsewhere than in a closure"
+        reason = f"a decorator of a {found}'s forward does not hold the forward in a closure"
         raise ValueError(f"model must have forwards that can be copied: {reason}")
 
 

@@ -35,14 +35,14 @@ _CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention"
 # Attributes of a layer that transformers' eager functions may read.
 _READ = {"num_key_value_groups", "training", "is_causal", "config", "layer_idx", "head_dim"}
 _MIXING_SETTINGS = {
-    "trigram_input": "embeddings mix neighbouring tokens, of a rank",
-    "expert_capacity": "experts take the first tokens that choose them, of a rank",
-    "token_dropout": "embeddings depend on how many tokens a rank's sequence has",
+    "trigram_input": "embeddings mix neighbouring tokens",
+    "expert_capacity": "experts take the first tokens that choose them",
+    "token_dropout": "embeddings depend on how many tokens a sequence has",
 }
 # Families that cannot be computed exactly and that only the name of the family identifies.
 _MODEL_TYPES = {
-    "t5gemma": "without a mask, it makes one of the tokens that are equal to padding's; choose "
-    "another family",
+    "t5gemma": "without a mask, the model hides all tokens that are equal to the padding token; "
+    "choose another family",
 }
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -181,7 +181,7 @@ def loss_shifts(model: Any) -> bool | None:
     if kind is None and re.search(r"For[A-Z]\w+$|DoubleHeads", name):
         kind = name
     if kind is not None and kind not in _LOSSES:
-        reason = "it answers for whole sequences, whose tokens no rank has"
+        reason = "it answers for whole sequences, and no rank has all tokens of a sequence"
         raise ValueError(f"model must have a head for each token, got {name}: {reason}")
     # BartForCausalLM, for example, computes its loss itself, and does not shift the labels.
     if kind is None or (kind == "ForCausalLM" and not calls_loss_function(type(model))):
@@ -305,7 +305,8 @@ def _mixing(
     for config in configs_of(model):
         others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if others and not outermost:
-            reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
+            unknown = ", ".join(map(str, others))
+            reasons.append(f"layer_types of its config has {unknown}, which seqpar does not know")
     for name, x in modules.items():
         if isinstance(x, nn.ModuleList) and not outermost and not re.search(r"\.\d+\.", name):
             blocks = [f"{name}.{i}" for i in range(len(x))]
@@ -326,7 +327,9 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
             reasons.append(f"{name}: its attention reads {strange}, whose meaning is unknown")
         if hasattr(x, "has_relative_attention_bias"):
             how = "choose a family without relative biases"
-            reasons.append(f"{name} adds a bias to its scores, which is not offered: {how}")
+            reasons.append(
+                f"{name} adds a bias to its scores, which seqpar does not support: {how}"
+            )
     reasons += layerdrop_faults(model)
     for config in configs_of(model):
         kind = getattr(config, "model_type", None)
@@ -334,7 +337,7 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
             reasons.append(f"its model_type is {kind}: {_MODEL_TYPES[kind]}")
         for name, meaning in _MIXING_SETTINGS.items():
             if getattr(config, name, False):
-                reasons.append(f"{name} is set, by which {meaning}")
+                reasons.append(f"{name} is set: {meaning}, and a rank has only some")
     return reasons
 
 
@@ -344,7 +347,9 @@ def layerdrop_faults(model: nn.Module) -> list[str]:
     for name, x in model.named_modules():
         p = getattr(x, "layerdrop", 0) if x.training else 0
         if isinstance(p, float) and p > 0:
-            reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
+            reasons.append(
+                f"{name} has layerdrop {p}, which would skip different layers on each rank"
+            )
     return reasons
 
 

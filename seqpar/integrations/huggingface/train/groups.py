@@ -56,8 +56,9 @@ class Groups:
         groups = gather_object([processes]) if accelerator.use_distributed else [processes]
         members = sorted(rank for group in {min(x): x for x in groups}.values() for rank in group)
         if members != list(range(accelerator.num_processes)):
-            found = f"groups of {accelerator.num_processes} processes with members {members}"
-            raise ValueError(f"group must divide all processes, got {found}")
+            wanted = f"each of the {accelerator.num_processes} must be in one group"
+            found = sorted(set(map(tuple, groups)))
+            raise ValueError(f"group must divide all processes: {wanted}, got {found}")
         firsts = sorted({min(group) for group in groups})
         return cls(accelerator, firsts, firsts.index(min(processes)))
 

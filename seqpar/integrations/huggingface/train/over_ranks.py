@@ -229,6 +229,6 @@ def sessions_of(model: nn.Module) -> list[SequenceParallel]:
 def session_in(model: Any) -> SequenceParallel:
     sessions = sessions_of(model)
     if not sessions:
-        how = "huggingface.enable(model)"
+        how = "call huggingface.enable(model, group) first"
         raise ValueError(f"model must be enabled before the trainer is made: {how}")
     return sessions[0]

@@ -18,7 +18,7 @@ from seqpar.integrations.huggingface.train.preferences import OverRanksPreferenc
 
 _REFUSED = {
     "use_vllm": "vLLM would generate with a different number of processes",
-    "use_transformers_continuous_batching": "it has a cache of its own, of one rank's keys",
+    "use_transformers_continuous_batching": "generation would cache one rank's keys only",
     "tools": "each rank would call them, and the answers may differ",
     "environment_factories": "each rank would have environments of its own",
     "rollout_func": "each rank would have completions of its own",

@@ -447,7 +447,7 @@ def test_classes_beyond_the_head_are_refused():
 def test_labels_without_a_head_are_refused():
     model = hf.tiny("LlamaModel")
     text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm).shard(hf.batch()))
-    assert "labels must be None: LlamaModel has no loss by its loss_function; enable a" in text
+    assert "labels must be None: LlamaModel computes no loss by its loss_function; enable a" in text
 
 
 def test_weights_by_the_config_are_refused():
@@ -651,7 +651,7 @@ def test_a_users_own_terms_of_labels_are_refused(llama, kind):
         model(**sp.shard({"input_ids": IDS}))
         model(**sp.shard(hf.batch()))
 
-    assert hf.refusal(run).startswith(f"labels must be None: {kind.__name__} uses them itself")
+    assert hf.refusal(run).startswith(f"labels must be None: {kind.__name__} uses labels itself")
 
 
 @pytest.mark.parametrize("kind", [Passing, Renaming, Plain, Joining])

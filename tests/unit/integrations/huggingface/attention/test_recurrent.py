@@ -230,7 +230,9 @@ def test_decorators_that_copies_would_lose_are_refused():
         def forward(self):
             return CASES
 
-    with pytest.raises(ValueError, match="a Layer's forward finds it elsewhere than in a closure"):
+    with pytest.raises(
+        ValueError, match="a Layer's forward does not hold the forward in a closure"
+    ):
         check_forward(Layer(), ["CASES"])
 
 

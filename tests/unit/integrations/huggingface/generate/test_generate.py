@@ -234,7 +234,7 @@ WRONG = [
     ),
     (
         lambda own, sp: own(input_ids=TOKEN[:1], past_key_values=filled(own, sp)),
-        r"input_ids must be \(2, T\), new tokens of the cache's rows: \(1, 1\)",
+        r"input_ids or inputs_embeds must be \(2, T\), the new tokens of .*, got \(1, 1\)",
     ),
     (
         lambda own, sp: own(input_ids=TOKEN, attention_mask=TOKEN, past_key_values=filled(own, sp)),
