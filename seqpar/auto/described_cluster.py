@@ -76,9 +76,9 @@ def _here(seconds: float) -> Cluster:
     try:
         return with_host(bounded(measured, _ACTIVITY, limit))
     except TimeoutError:
-        remedy = "call seqpar.balance.Cluster.here() in a program before this one"
-        message = "%s: not done after %.0f s, so figures are assumed; %s"
-        _log.warning(message, _ACTIVITY, limit, remedy)
+        remedy = "call seqpar.balance.Cluster.here() once in an earlier program, to keep them"
+        message = "rank 0 has not measured this machine after %.0f s, so its speeds are assumed; %s"
+        _log.warning(message, limit, remedy)
         return Cluster.assumed()
 
 

@@ -159,7 +159,7 @@ class AutoAttention(Attention):
         self._settled = False
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
-            raise ValueError(f"strategies must be some that {comm.size} ranks can use, got {names}")
+            raise ValueError(f"strategies must include one for {comm.size} ranks, got {names}")
 
     @property
     def sent_bytes(self) -> int:

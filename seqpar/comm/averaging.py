@@ -103,8 +103,8 @@ class Averaging:
                 if not ddp.static_graph:
                     check_averaged(ddp)
             except RuntimeError as fault:
-                way_out = "set find_unused_parameters=True, and give backward() no inputs"
-                reason = f"some got no gradient, and DDP waited for them; {way_out}"
+                way_out = "set find_unused_parameters=True, and call backward() without inputs="
+                reason = f"DDP waited for parameters that got no gradient; {way_out}"
                 raise ValueError(f"loss must reach all parameters in DDP: {reason}") from fault
 
     @classmethod
@@ -160,7 +160,9 @@ class Averaging:
             _check("FSDP", [fsdp2_hook(group)], mesh, comm)
             divisor = fsdp2_divisor(group)
             if divisor is not None and divisor != len(mesh):
-                stated = f"set_gradient_divide_factor({divisor}) makes it divide by another number"
+                stated = (
+                    f"set_gradient_divide_factor must be {len(mesh)}, or not set, got {divisor}"
+                )
                 raise ValueError(f"FSDP {_RULE}: {stated}")
             self.wrappers.append(group)
             self._by_fsdp2 |= {(id(owner), name) for owner, name in fsdp2_names(group)}

@@ -218,7 +218,9 @@ def _reconnect(address: _Address) -> Comm:
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():
-        raise RuntimeError(f"{_described(address)}, but torch.distributed is not initialised here")
+        way_out = "call init_process_group first"
+        reason = f"but torch.distributed is not initialised here: {way_out}"
+        raise RuntimeError(f"{_described(address)}, {reason}")
     known = {group: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
     groups = [group for group, found in known.items() if found == ranks]
     named = [group for group in groups if group.group_name == name]
@@ -229,7 +231,7 @@ def _reconnect(address: _Address) -> Comm:
         named = [default]
     if not groups:
         listed = ", ".join(str(list(found)) for found in known.values())
-        raise RuntimeError(f"{_described(address)}; those of this process are of ranks {listed}")
+        raise RuntimeError(f"{_described(address)}, but this process has groups of ranks {listed}")
     return Comm._of((named or groups)[0], order, shape)
 
 
@@ -237,7 +239,7 @@ def _described(address: _Address) -> str:
     kind = f"a mesh of shape {address.shape}" if len(address.shape) > 1 else "a group"
     called = "the default group" if address.world else f"the process group {address.name!r}"
     ranks = list(address.ranks)
-    return f"the module is on {kind}, and to load it needs {called} of the global ranks {ranks}"
+    return f"to load a module on {kind}, a process needs {called} of the global ranks {ranks}"
 
 
 _by_key: weakref.WeakValueDictionary[str, BoundStrategy[Named]] = weakref.WeakValueDictionary()

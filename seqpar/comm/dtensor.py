@@ -57,8 +57,9 @@ class HeadPlacement:
         assert self.mesh is not None
         for i, sharded in enumerate(self._sharded):
             if sharded and x.shape[heads_dim] % self.mesh.size(i):
-                expected_heads = f"a multiple of the mesh's {self.mesh.size(i)} ranks as heads"
-                raise ValueError(f"{name} must have {expected_heads}, got {x.shape[heads_dim]}")
+                multiple = f"a multiple of the mesh's {self.mesh.size(i)} ranks"
+                wanted = f"a number of heads that is {multiple}"
+                raise ValueError(f"{name} must have {wanted}, got {x.shape[heads_dim]}")
 
     def placements(self, dims: int, heads_dim: int) -> tuple[Placement, ...]:
         from torch.distributed.tensor import Replicate, Shard

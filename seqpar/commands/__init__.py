@@ -15,7 +15,9 @@ def seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"must be seconds, above 0 and at most a day: {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0, at most 86400, got {text!r}"
+        )
     return value
 
 

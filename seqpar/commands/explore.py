@@ -57,14 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             Path(arguments.html).write_text(page(result, {}), encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"html: {arguments.html}: {error.strerror}") from None
+            raise ValueError(
+                f"html: {arguments.html} cannot be written: {error.strerror}"
+            ) from None
         sent = size(int(result.bytes.sum(1).max()))
         print(f"{arguments.html}: {milliseconds(result.outcome.seconds)}, {sent} sent at most")
         return 0
     try:
         server = listening(as_int("port", arguments.port, 0, 65535))
     except OSError as error:
-        raise ValueError(f"port {arguments.port}: {error.strerror}") from None
+        raise ValueError(f"port: {arguments.port} cannot be used: {error.strerror}") from None
     with server:
         query = question.address()
         print(f"http://{HOST}:{server.server_port}/{'?' if query else ''}{query}", flush=True)

@@ -54,7 +54,7 @@ def _named_faults(option: str, file: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{option}: {file}: {error.strerror}") from None
+        raise ValueError(f"{option}: {file} cannot be written: {error.strerror}") from None
 
 
 def _progress(text: str) -> None:

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             cluster.to_json(arguments.save_cluster)
         except OSError as error:
-            reason = f"{arguments.save_cluster}: {error.strerror}"
-            raise ValueError(f"save-cluster must be a file that can be written, {reason}") from None
+            reason = f"{arguments.save_cluster} cannot be written: {error.strerror}"
+            raise ValueError(f"save-cluster: {reason}") from None
     recommendations = recommend(
         model,
         cluster,
@@ -174,7 +174,7 @@ def _read(name: str, path: Path) -> str:
     try:
         return path.read_text()
     except OSError as error:
-        raise ValueError(f"{name}: {path}: {error.strerror}") from None
+        raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: {path} is not text: {error}") from None
 

@@ -55,5 +55,5 @@ def gigabytes(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be GB, above 0: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of GB above 0, got {text!r}")
     return value

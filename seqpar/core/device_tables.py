@@ -210,9 +210,10 @@ def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     wait.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        reason = "a graph would copy its tables only when it is replayed"
+        reason = "the first call copies tables to the GPU, and a graph would copy only in a replay"
         raise RuntimeError(
-            f"layout must have had such a call before a CUDA graph captures it: {reason}"
+            "layout must have had a call with the same options before a CUDA graph captures the "
+            f"call: {reason}"
         )
     addresses = {x.untyped_storage().data_ptr() for x in tables}
     packed = _pinned.get(addresses.pop()) if len(addresses) == 1 else None

@@ -94,7 +94,9 @@ class Cluster:
         match = re.fullmatch(r"(\d+)x(\d+)-(\w+)", name.lower() if isinstance(name, str) else "")
         if not match or match[3] not in NODES:
             known = ", ".join(NODES)
-            raise ValueError(f'preset must be like "4x8-h100", of {known}; got {shown(name)}')
+            raise ValueError(
+                f'preset must be like "4x8-h100", of the devices {known}; got {shown(name)}'
+            )
         nodes, devices, kind = int(match[1]), int(match[2]), NODES[match[3]]
         if not 1 <= devices <= 8:
             raise ValueError(f"preset {name!r}: a node has 1 to 8 devices, got {devices}")

@@ -200,7 +200,7 @@ class Costs:
         if nics > min(cluster.nics, cluster.devices_per_node):
             most = min(cluster.nics, cluster.devices_per_node)
             raise ValueError(
-                f"nics must be at most {most}, the NICs and the devices of a node, got {nics}"
+                f"nics must be at most {most}, the smaller of a node's NICs and devices, got {nics}"
             )
         # The fraction of a message that each NIC sends. If there are more senders than NICs / x, a
         # NIC sends parts of several messages.

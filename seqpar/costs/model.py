@@ -36,11 +36,11 @@ UNKNOWN = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), "Mamba layers"),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), "a second kind of heads"),
     "hybrid_layer_pattern": "mixed blocks",
-    "mlp_layer_types": "feed-forward parts by layer",
-    "moe_num_experts": "a mixture of experts with these names",
+    "mlp_layer_types": "a choice of the feed-forward part for each layer",
+    "moe_num_experts": "a mixture of experts that is described by this name",
     "num_kv_shared_layers": "layers that share keys",
     "H_cycles": "repeated stacks of layers",  # HRM
-    "block_auto_adjust_ff_dim": "another feed-forward width than intermediate_size",  # LFM2
+    "block_auto_adjust_ff_dim": "a feed-forward width other than intermediate_size",  # LFM2
     "keep_window_size": "a dynamic mask",  # Doge
     "hidden_size_per_layer_input": "embeddings for each layer",  # Gemma 3n and 4
     "kv_channels": "a mixture of attention heads",  # JetMoE
@@ -256,8 +256,8 @@ class _Config:
                     value = getattr(self._config, name, None)
                 # Raised by transformers if layers have different values.
                 except RuntimeError as error:
-                    found = "a value that differs between layers"
-                    raise ValueError(f"config.{name}: {found} is not described") from error
+                    wanted = "must be the same for all layers: other models are not supported"
+                    raise ValueError(f"config.{name} {wanted}") from error
             if value is not None:
                 return value
         return default
@@ -347,8 +347,8 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
         raise ValueError(f"config.layer_types must have {entries}, got {types!r}")
     unknown = {*types} - {*LAYER_KINDS}
     if unknown:
-        found = f"{min(unknown, key=str)!r} is not described"
-        raise ValueError(f"config.layer_types must be of {[*LAYER_KINDS]}: {found}")
+        found = shown(min(unknown, key=str))
+        raise ValueError(f"config.layer_types must be among {[*LAYER_KINDS]}, got {found}")
     kinds = [LAYER_KINDS[name] for name in types]
     window = config.number("sliding_window") if "window" in kinds else None
     return [(kind, window if kind == "window" else None) for kind in kinds]

@@ -43,8 +43,8 @@ class LighthouseRendezvous:
         """Connect to the lighthouse. torchrun must have started this process."""
         where = launch.place()
         if where is None or where.serves:
-            reason = "a store that outlives this process: start it with torchrun --standalone"
-            raise ValueError(f"{VARIABLE} needs {reason}")
+            way_out = "start this process with torchrun --standalone"
+            raise ValueError(f"{VARIABLE} needs a store that outlives this process: {way_out}")
         host = socket.gethostname()
         self._address = address
         self._store = f"{host if where.host in _THIS_HOST else where.host} {where.port}"
@@ -143,7 +143,7 @@ class LighthouseRendezvous:
             except TimeoutError:
                 silent = self._silent_since
                 if silent is not None and time.monotonic() - silent > _SILENCE_SECONDS:
-                    raise self._no_answer("it has been silent") from None
+                    raise self._no_answer(f"it was silent for {_SILENCE_SECONDS:g} s") from None
                 _log.warning("waiting for the lighthouse %s to form a group", self._address)
 
     def _beat(self) -> None:

@@ -49,7 +49,7 @@ class _Checkpoint:
         content = {name: each.state_dict() for name, each in states.items()}
         for name, value in content.items():
             if _has_dtensor(value):
-                reason = "each rank must hold all of it, to survive the loss of others"
+                reason = "each rank must hold the whole state, to survive the loss of other ranks"
                 raise ValueError(f"states[{name!r}] must not have DTensors: {reason}")
         file = io.BytesIO()
         torch.save({"finished": finished, "states": content}, file)

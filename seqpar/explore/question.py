@@ -63,11 +63,13 @@ class Question:
             expected = f"must keep ranks² × documents at most {MAX_PARTS:,}"
             raise ValueError(f"ranks and lengths {expected}, got {parts:,}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads must be a multiple of {self.kv_heads}, got {self.heads}")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads, {self.kv_heads}, got {self.heads}"
+            )
         if self.strategy in MESHES and self.ranks % self.mesh:
             raise ValueError(f"mesh must divide {self.ranks} ranks, got {self.mesh}")
         if self.on().nodes * self.on().devices_per_node < self.ranks:
-            raise ValueError(f"cluster must have {self.ranks} devices, got {self.cluster}")
+            raise ValueError(f"cluster must have at least {self.ranks} devices, got {self.cluster}")
         if self.on().nodes > MAX_RANKS:
             raise ValueError(f"cluster must have at most {MAX_RANKS} nodes, got {self.cluster}")
 
@@ -87,7 +89,9 @@ class Question:
     def documents(self) -> list[int]:
         lengths = read_lengths("lengths", self.lengths, MAX_DOCUMENTS)
         if not 0 < sum(lengths) <= MAX_TOKENS:
-            raise ValueError(f"lengths must be 1 to {MAX_TOKENS:,} tokens, got {sum(lengths):,}")
+            raise ValueError(
+                f"lengths must sum to 1 to {MAX_TOKENS:,} tokens, got {sum(lengths):,}"
+            )
         return lengths
 
     def on(self) -> Cluster:

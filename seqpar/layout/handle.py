@@ -137,7 +137,7 @@ def described(handle: Tensor, canonical: bool) -> object:
 
 
 def _decode(words: Ints) -> Geometry:
-    error = "layout: the tensor that describes it was changed since it was made"
+    error = "layout: code has written to the tensor that describes the layout"
     content = content_of(words, error)
     stop = 1 + int(content[0])
     geometry = Geometry(content[1:stop], decode(content[stop:]))

@@ -389,7 +389,9 @@ class Layout:
         if actual != expected:
             raise ValueError(f"other must have {expected}, padding included, got {actual}")
         if other.geometry is self.geometry:
-            raise ValueError("other must be another layout; make a new one of the same documents")
+            raise ValueError(
+                "other must be a different layout: make a new one, even for the same documents"
+            )
         load_tables(self.geometry, other.geometry)
 
     def pin_memory(self) -> Layout:
@@ -443,5 +445,7 @@ class Layout:
 
     def _rank(self, rank: int) -> int:
         if (number := as_int("rank", rank, 0)) >= self.ranks:
-            raise ValueError(f"rank must be below {self.ranks}, the layout's, got {shown(number)}")
+            raise ValueError(
+                f"rank must be below the layout's {self.ranks} ranks, got {shown(number)}"
+            )
         return number

@@ -38,8 +38,8 @@ def remember(
     """
     if _LOADED in layout.derived:
         raise ValueError(
-            "layout must have had such a call before load_tables, which replaces the tables of "
-            "earlier calls only: make each kind of call once, then load tables"
+            "layout must have had a call with the same options before load_tables, which replaces "
+            "only the tables of earlier calls: first make one call with each set of options"
         )
     _calls(layout).append(_Call(device, tables_of(layout), tables_of))
 

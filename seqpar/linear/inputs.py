@@ -161,12 +161,12 @@ def check_heads(inputs: Inputs) -> None:
     states = inputs.heads
     for name, x in (("k", inputs.k), ("v", inputs.v)):
         if states % x.shape[2]:
-            expected = f"a number of heads that divides {states}, that of states"
+            expected = f"a number of heads that divides the {states} heads of the states"
             raise ValueError(f"{name} must have {expected}, got {x.shape[2]}")
     heads = inputs.q.shape[2]
     if states % heads and heads % states:
-        expected = f"a multiple or a divisor of {states} heads, those of states"
-        raise ValueError(f"q must have {expected}, got {heads}")
+        expected = f"a multiple or a divisor of the {states} heads of the states"
+        raise ValueError(f"q must have a number of heads that is {expected}, got {heads}")
 
 
 def check_gates(kind: Kind, inputs: Inputs, rows: str) -> None:

@@ -203,8 +203,9 @@ def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> s
     rank, document, count, tokens = fine[:, short[0]].tolist()
     where = f"in document {document} on rank {rank}"
     return (
-        f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
-        f"{what} outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
+        f"layout must have spans of at least {math.ceil(least)} tokens on average, or at most "
+        f"{_MANY_SPANS} spans of a document on a rank, got {count} spans of {tokens / count:.4g} "
+        f"tokens {where}: {what} of shorter spans have more bytes than k and v"
     )
 
 

@@ -215,7 +215,8 @@ class Recorder:
             shapes = {name: tuple(x.shape) for name, x in inputs.items()}
             stated = "layout" if self.tokens is None else "tokens"
             raise ValueError(
-                f"{stated} has {known} tokens on this rank, the model got inputs of shapes {shapes}"
+                f"{stated} has {known} tokens on this rank, but no input of the model has so many: "
+                f"the shapes of the inputs are {shapes}"
             )
         self._batch = batch
         self._inputs.append({name: x.detach().clone() for name, x in inputs.items()})

@@ -86,10 +86,10 @@ def of_missing_group(group):
 
 def test_a_missing_group_is_named(pool):
     messages = pool(4, of_missing_group)
-    known = "those of this process are of ranks [0, 1, 2, 3]"
+    known = "this process has groups of ranks [0, 1, 2, 3]"
     for message in (messages[rank] for rank in MISSING):
         assert "needs the process group '" in message
-        assert f"of the global ranks {MISSING}; {known}" in message
+        assert f"of the global ranks {MISSING}, but {known}" in message
 
 
 def test_a_module_without_a_group_cannot_be_saved():

@@ -80,7 +80,9 @@ def test_ranks_that_die_hang_or_refuse_are_replaced(monkeypatch):
     time = {"do": "time", "workload": small.as_dict(), "contender": "ring"}
     with RankProcesses(None, 2, "cpu") as ranks:
         assert min(ranks.ask(2, time, LIMIT)) > 0
-        with pytest.raises(PointError, match="refused: ranks must divide KV heads, got 1"):
+        with pytest.raises(
+            PointError, match="refused: the number of ranks must divide the KV heads, got 1"
+        ):
             ranks.ask(2, time | {"contender": "all-to-all-by-hand"}, LIMIT)
         assert ranks._started == 1  # they have gone on
         with pytest.raises(PointError, match=r"it took more than 0\.5 s"):

@@ -135,7 +135,7 @@ def test_commands_name_what_is_wrong(words, wrong, capsys):
 def test_a_timeout_that_is_none_is_refused(command, text, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([command, "ipc:///tmp/s", f"--timeout={text}"])
-    assert "--timeout: must be seconds" in capsys.readouterr().err
+    assert "--timeout: must be a number of seconds" in capsys.readouterr().err
 
 
 def test_what_is_taken_is_left_to_its_owner(tmp_path, busy, capsys):

@@ -230,8 +230,8 @@ class Batches:
             place = self._place()
             yield made
             if self._place() != place:
-                found = f"the batches are at {self._place()} by now, and this iteration at {place}"
-                raise RuntimeError(f"{found}: begin another one once a state is loaded")
+                found = f"the batches are now at {self._place()}, but this iteration is at {place}"
+                raise RuntimeError(f"{found}: begin a new iteration after load_state_dict")
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ class _StepPlanner:
         parts = [replace(x, documents=documents[x.documents]) for x in plan.micro_batches]
         if self.micro_batches is not None:
             if len(parts) > self.micro_batches:
-                wanted = f"micro_batches must be at least {len(parts)}, as a step's plan has"
-                got = f"got {self.micro_batches}: raise it, or lower tokens"
+                wanted = f"micro_batches must be at least {len(parts)}, the number in a step's plan"
+                got = f"got {self.micro_batches}: raise micro_batches, or lower tokens"
                 raise ValueError(f"{wanted}, {got}")
             parts += [MicroBatch.empty(plan.ranks)] * (self.micro_batches - len(parts))
         if self.prepare is not None:

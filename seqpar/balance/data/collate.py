@@ -141,8 +141,9 @@ def _document(
             )
     item = {name: _as_tensor(value) for name, value in item.items()}
     for name in per_token or ():
-        if not _per_token(item.get(name), length):
-            wanted = f"an entry for each of {length} tokens, as per_token says"
+        if not _per_token(value := item.get(name), length):
+            size = tuple(value.shape) if isinstance(value, Tensor) else shown(value)
+            wanted = f"an entry for each of {length} tokens, as per_token says, got {size}"
             raise ValueError(f"dataset: {name} of document {index} must have {wanted}")
     for name in ("input_ids", "labels"):
         value = item.get(name, item["input_ids"])
@@ -152,8 +153,8 @@ def _document(
             raise ValueError(f"dataset: {name} of document {index} must be {wanted}, got {size}")
         item[name] = value.long()
     if not masked and (item["labels"] < 0).any():
-        reason = "so label_tokens must say how many the step has"
-        raise ValueError(f"dataset: document {index} has labels that do not count, {reason}")
+        way_out = "pass label_tokens, the number of labels in the step that are not -100"
+        raise ValueError(f"dataset: document {index} has labels that do not count: {way_out}")
     item["labels"] = shift_labels(item["labels"], length)
     return item
 

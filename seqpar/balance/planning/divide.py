@@ -62,8 +62,8 @@ def even(batch: DocumentBatch, count: int) -> list[Ints]:
     if found is None:
         needed = math.ceil(batch.held.sum() / batch.room)
         raise ValueError(
-            f"micro_batches must be more than {count}, into which the documents do not fit: their "
-            f"tokens alone fill {needed}"
+            f"micro_batches must be more than {count}, into which the documents do not fit: even "
+            f"without gaps, their tokens fill {needed}"
         )
     by_number = np.lexsort((order, found))
     return np.split(order[by_number], np.searchsorted(found[by_number], np.arange(1, count)))

@@ -121,7 +121,8 @@ class Plan:
             raise ValueError(f"text: {error}") from None
         if not same:
             raise ValueError(
-                "text: digest must be that of the micro-batches, so the text was changed or damaged"
+                "text: digest must be that of the micro-batches: the text was changed or damaged "
+                "after to_json wrote it, so make the plan again"
             )
         return plan
 

@@ -38,7 +38,7 @@ class SharedHeads(Costs):
         divided = {
             "a node's devices": cluster.devices_per_node,
             "the model's heads": model.heads,
-            "its heads of keys and values": model.kv_heads,
+            "the model's KV heads": model.kv_heads,
         }
         for name, count in divided.items():
             if count % heads:

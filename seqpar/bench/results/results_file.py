@@ -219,7 +219,7 @@ def _parsed(path: Path, text: str) -> SweepFile:
         if not isinstance(content.get(name), kind):
             raise ValueError(f"results: {path} has no {name}")
     if not all(map(_is_row, content["rows"])):
-        raise ValueError(f"results: {path} has rows that are not of points")
+        raise ValueError(f"results: {path} has rows that no sweep has written")
     links = content.get("links", ...)
     if links is not None and not (isinstance(links, dict) and links.keys() >= _LINKS):
         raise ValueError(f"results: {path} has no links")
@@ -251,5 +251,5 @@ def check_same(
         if then.get(name) != now[name]:
             raise ValueError(
                 f"results: {path} is {what}: {name} is {shown(then.get(name))} there and "
-                f"{shown(now[name])} here; continue there, or choose a different --folder"
+                f"{shown(now[name])} here; use a different --folder"
             )

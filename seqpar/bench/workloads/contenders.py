@@ -113,8 +113,10 @@ def _all_to_all(x: Tensor, to_heads: bool) -> Tensor:
 
 def all_to_all_by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Ulysses written by hand: SDPA between two all-to-alls."""
-    if k.shape[1] % plain.rank_of_all()[1]:
-        raise ValueError(f"ranks must divide KV heads, got {k.shape[1]}")
+    _, ranks = plain.rank_of_all()
+    if k.shape[1] % ranks:
+        heads = f"{k.shape[1]} heads on {ranks} ranks"
+        raise ValueError(f"the number of ranks must divide the KV heads, got {heads}")
     q, k, v = (_all_to_all(x, True) for x in (q, k, v))
     return _all_to_all(sdpa(q, k, v, causal), False)
 
@@ -140,7 +142,9 @@ def ring_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 def even_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
     """Return a rank's tokens if the batch is cut into equal, contiguous parts."""
     if batch.tokens % ranks:
-        raise ValueError(f"it needs equal tokens on all ranks, got {batch.tokens} on {ranks}")
+        raise ValueError(
+            f"it needs equal tokens on all ranks, got {batch.tokens} tokens on {ranks}"
+        )
     return Layout.contiguous(batch.tokens, ranks).token_indices(rank)
 
 
@@ -213,5 +217,5 @@ def lacking(name: str) -> str | None:
 
 def make_peer(name: str, batch: PackedBatch, device: torch.device) -> Peer:
     if not batch.plain:
-        raise ValueError("here it computes one document, causal or full, and no other batch")
+        raise ValueError("here it only computes batches of one document with a causal or full mask")
     return PEERS[name][0](batch, device)

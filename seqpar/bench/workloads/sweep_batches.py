@@ -60,8 +60,8 @@ def parse(name: str) -> tuple[str, str | None, int | None]:
         kind = words
     if kind not in KINDS:
         raise ValueError(
-            f"masks must be of {list(KINDS)}, alone or as in causal-pile with one of "
-            f"{list(COLLECTIONS)}, got {shown(name)}"
+            f"masks must be among {list(KINDS)}, alone or followed by one of "
+            f"{list(COLLECTIONS)}, as in causal-pile, got {shown(name)}"
         )
     if not colon:
         return kind, collection, NUMBERED.get(kind)

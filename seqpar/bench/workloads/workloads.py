@@ -149,8 +149,8 @@ class SweepOptions:
         shapes = itertools.product(self.heads, self.masks, self.passes)
         for (ranks, tokens), (heads, mask, passes) in itertools.product(lengths, [*shapes]):
             if not ranks <= tokens <= MAX_LENGTH:
-                limits = f"from the number of ranks, {ranks}, to {MAX_LENGTH}"
-                raise ValueError(f"lengths must be tokens, {limits}, got {tokens} in all")
+                limits = f"{ranks} tokens, one for each rank, to {MAX_LENGTH} tokens"
+                raise ValueError(f"lengths must give batches of {limits}, got {tokens}")
             workload = Workload(ranks, tokens, *heads_of(heads), mask, self.dtype, passes)
             workloads[workload] = None
         return list(workloads)

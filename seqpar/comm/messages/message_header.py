@@ -325,7 +325,7 @@ def hint_at(arguments: Collection[str]) -> str:
     """Return the usual reason why these arguments differ between ranks, as the end of an error."""
     if "layout" not in arguments:
         return ""
-    return ". All ranks of a group need one batch: does each rank's sampler draw another one?"
+    return ". All ranks of a group need one batch: does each sampler draw a different batch?"
 
 
 def _fields(header: bytearray) -> list[str]:

@@ -243,8 +243,9 @@ def check_tasks(
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
         i = int(wrong[0])
-        reason = f"those of document {i} have some pair twice, or not at all"
-        raise ValueError(f"{name} must have every pair that the mask shows in one task: {reason}")
+        found = f"tasks of document {i} that have some pair twice, or not at all"
+        wanted = "every pair that the mask shows in exactly one task"
+        raise ValueError(f"{name} must have {wanted}, got {found}")
 
 
 def _hashes(

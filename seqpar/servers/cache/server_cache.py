@@ -304,4 +304,6 @@ class ServerCache:
 
 def _check_answered(name: Hashable, layer: LayerCache) -> None:
     if layer.is_busy:
-        raise ValueError(f"layer {name!r} has an answer already: call its result() first")
+        raise ValueError(
+            f"layer {name!r} has an answer already: first call result() of that answer"
+        )

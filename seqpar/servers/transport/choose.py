@@ -30,5 +30,6 @@ def transports_of(names: Sequence[str] | None) -> list[TransportName]:
     if not isinstance(names, list | tuple | set) or not all(name in known for name in names):
         raise ValueError(f"transports must be some of {list(known)}, got {shown(names)}")
     if "nixl" in names and not available():
-        raise ValueError("transports: nixl is not installed, or cannot be loaded")
+        way_out = "pip install 'seqpar[nixl]'"
+        raise ValueError(f"transports: nixl is not installed, or cannot be loaded: {way_out}")
     return ["nixl", "grpc"] if "nixl" in names else ["grpc"]

@@ -107,8 +107,8 @@ def recommend(
     if not ways:
         raise ValueError(
             f"cluster: {model.name} and {np.count_nonzero(lengths)} documents cannot be divided "
-            f"over {cluster.ranks} devices with groups of context ranks that take seconds to "
-            'simulate; parallelism="context" simulates one group'
+            f"over {cluster.ranks} devices in a way that fits into memory and can be simulated in "
+            'seconds: pass parallelism="context", which simulates one group of all devices'
         )
     ways.sort(key=_rank)  # equally good ways keep their order
     best = ways[0]

@@ -231,7 +231,7 @@ WRONG = [
     ({"ranks": 8}, ValueError, "cluster must be a cluster of at least the group's 8 ranks"),
     ({"strategies": []}, ValueError, "strategies must be some of"),
     ({"strategies": ["rings"]}, ValueError, "strategies must be some of"),
-    ({"strategies": ["usp"], "ranks": 1}, ValueError, "strategies must be some that 1 ranks"),
+    ({"strategies": ["usp"], "ranks": 1}, ValueError, "strategies must include one for 1 ranks"),
     ({"backward": 1}, ValueError, "backward"),
     ({"once": "yes"}, ValueError, "once"),
     ({"routing": None}, TypeError, "routing is not an option of 'auto', which has cluster, "),

@@ -61,7 +61,9 @@ def test_a_failure_has_its_reason_and_sweeping_continues(tmp_path):
 
 def test_a_refusal_is_a_reason(tmp_path):
     rows = swept(tmp_path, Here(), peers=["all-to-all-by-hand"], masks=["window:4"])
-    assert rows["all-to-all-by-hand", 32]["failed"].startswith("refused: here it computes one doc")
+    assert rows["all-to-all-by-hand", 32]["failed"].startswith(
+        "refused: here it only computes batches"
+    )
     assert rows["ring", 32]["failed"] is None
 
 

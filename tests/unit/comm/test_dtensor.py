@@ -68,7 +68,9 @@ def test_heads_must_be_divided_evenly(mesh):
         torch.ones(12, 2, 8), mesh["heads"], [Shard(1)], run_check=False,
         shape=torch.Size((12, 3, 8)), stride=(24, 8, 1),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="q must have a multiple of the mesh's 2 ranks as heads"):
+    with pytest.raises(
+        ValueError, match="q must have a number of heads that is a multiple of the mesh's 2 ranks"
+    ):
         attn(q, q, q, LAYOUT, causal=True)
 
 

@@ -58,7 +58,7 @@ def test_a_cluster_is_saved_and_contradictions_are_named(files, capsys, tmp_path
     assert plan(capsys, *words, "--cluster", "1x2-h100")[0] == 0
     described = json.loads(saved.read_text())
     code, _, err = plan(capsys, *words[:4], "--cluster", "1x2-h100", words[4], str(tmp_path))
-    assert code == 2 and "save-cluster must be a file that can be written" in err
+    assert code == 2 and "save-cluster: /" in err and "cannot be written" in err
     assert {x.name for x in tmp_path.parent.glob(f"{tmp_path.name}.*")} == set()
     for change, message in (
         ({"ranks": 5}, "ranks must be nodes · devices_per_node = 2"),
@@ -103,10 +103,10 @@ def test_an_interrupted_plan_is_printed_as_partial(files, capsys, monkeypatch):
 WRONG = [
     ({"model": "llama"}, "plan: preset must be one of"),
     ({"cluster": "4x9-h100"}, "a node has 1 to 8 devices"),
-    ({"cluster": "none"}, "plan: cluster: .*none.json: No such file"),
-    ({"model": "none"}, "plan: model: .*none.json: No such file"),
+    ({"cluster": "none"}, "plan: cluster: .*none.json cannot be read: No such file"),
+    ({"model": "none"}, "plan: model: .*none.json cannot be read: No such file"),
     ({"model": "lengths"}, "plan: model: .*lengths.json is not JSON"),
-    ({"lengths": "none"}, "plan: lengths: .*none.json: No such file"),
+    ({"lengths": "none"}, "plan: lengths: .*none.json cannot be read: No such file"),
     ({"lengths": "model"}, "plan: lengths: .*model.json must be numbers of tokens such as 4096"),
     ({"lengths": "0"}, "plan: lengths must have at least one token"),
     *(

@@ -25,7 +25,7 @@ def test_it_prints_a_program_with_its_command_and_predictions(capsys):
     [
         (["gpt-9", "--gpus", "8xh100"], "invalid choice"),
         (["qwen3-8b", "--gpus", "8xh100", "--tokens", "many"], "tokens must be numbers"),
-        (["qwen3-8b", "--gpus", "8xh100", "--memory", "-1"], "must be GB, above 0"),
+        (["qwen3-8b", "--gpus", "8xh100", "--memory", "-1"], "must be a number of GB above 0"),
         (["qwen3-8b", "--gpus", "8"], "gpus must be like"),
     ],
 )

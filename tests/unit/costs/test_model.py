@@ -180,7 +180,7 @@ def test_a_value_that_differs_between_layers():
         def head_dim(self):  # as transformers does for Gemma 4
             raise RuntimeError("'head_dim' is a per-layer attribute")
 
-    with pytest.raises(ValueError, match=r"^config\.head_dim: a value that differs"):
+    with pytest.raises(ValueError, match=r"^config\.head_dim must be the same for all layers"):
         Model.from_config(Config(**(LLAMA | {"model_type": "gemma4_text"})))
 
 

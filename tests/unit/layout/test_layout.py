@@ -102,7 +102,7 @@ def test_shard_is_differentiable():
         (lambda: Layout.from_spans([[(1, 0, 1), (0, 0, 4)]], 4), "does not, there are 1 documents"),
         (lambda: Layout.from_spans([[(0, 0)]], 4), "triples"),
         (lambda: Layout.from_spans([[(0, 0.0, 4.0)]], 4), "integers"),
-        (lambda: Layout.zigzag(4, 2).spans(2), "rank must be below 2, the layout's, got 2"),
+        (lambda: Layout.zigzag(4, 2).spans(2), "rank must be below the layout's 2 ranks, got 2"),
         (lambda: Layout.zigzag(4, 2).position_ids(-1), "rank must be at least 0"),
         (lambda: Layout.zigzag(4, 2).shard(torch.zeros(5), 0), "x must have 4 tokens"),
         (lambda: Layout.zigzag(4, 2).shard(torch.zeros(4), 0, dim=1), "x must have 4 tokens"),

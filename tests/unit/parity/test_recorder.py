@@ -147,7 +147,9 @@ def test_wrong_arguments_are_refused(tmp_path):
     refused(ValueError, "layout must be a Layout, one of", tmp_path / "a", model(), layout=3)
     with pytest.raises(ValueError, match="tokens must be None with layout"):
         step(tmp_path / "a", model(), layout="striped", tokens=torch.arange(6))
-    with pytest.raises(ValueError, match="tokens has 5 tokens on this rank, the model got"):
+    with pytest.raises(
+        ValueError, match="tokens has 5 tokens on this rank, but no input of the model"
+    ):
         step(tmp_path / "a", model(), tokens=torch.arange(5))
     with pytest.raises(ValueError, match="layout must have 1 ranks, as the group, got 2"):
         step(tmp_path / "a", model(), layout=Layout.contiguous(12, 2))

@@ -134,12 +134,12 @@ def test_an_iteration_ends_when_another_begins():
     running, before = iter(batches), batches.state_dict()
     next(running)
     batches.load_state_dict(before | {"seed": 3, "step": 1})
-    with pytest.raises(RuntimeError, match=r"'seed': 3.*begin another one"):
+    with pytest.raises(RuntimeError, match=r"'seed': 3.*begin a new iteration"):
         next(running)
     running = iter(batches)
     next(running)
     next(iter(batches))
-    with pytest.raises(RuntimeError, match="begin another one"):
+    with pytest.raises(RuntimeError, match="begin a new iteration"):
         next(running)
 
 

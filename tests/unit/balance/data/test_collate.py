@@ -83,7 +83,7 @@ def test_masked_labels_are_shifted_and_need_their_count():
         ids = ids_of(document)
         return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
 
-    with pytest.raises(ValueError, match="label_tokens must say"):
+    with pytest.raises(ValueError, match="pass label_tokens, the number of labels"):
         balance.collate(PLAN, Dataset(make), 0)
     for rank in RANKS:
         for batch, got in zip(

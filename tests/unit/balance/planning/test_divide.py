@@ -106,7 +106,7 @@ def test_dealing_to_full_steps_takes_seconds():
     [
         ({"micro_batches": 0}, "micro_batches must be at least 1"),
         ({"micro_batches": 1.5}, "micro_batches"),
-        ({"micro_batches": 2}, "micro_batches must be more than 2, .* tokens alone fill 3"),
+        ({"micro_batches": 2}, "micro_batches must be more than 2, .* their tokens fill 3"),
         ({"micro_batches": 9, "method": "contiguous"}, "micro_batches must be None with contig"),
     ],
 )

@@ -111,7 +111,7 @@ def test_plans_say_so_and_json_keeps_it():
         ({"heads": 0}, "heads must be at least 1"),
         ({"heads": 3}, "heads must divide a node's devices, 8, got 3"),
         ({"heads": 16}, "heads must divide a node's devices"),
-        ({"heads": 8, "model": "qwen3-next-80b"}, "heads must divide its heads of keys"),
+        ({"heads": 8, "model": "qwen3-next-80b"}, "heads must divide the model's KV heads"),
         ({"heads": 2, "model": "qwen3-next-80b"}, "heads must be 1 for a model with linear layers"),
         ({"heads": 2, "remap": True}, "remap must be False with heads"),
         ({"lengths": [2000], "heads": 2}, "at most 1600, the capacity of all 16 ranks"),

@@ -62,7 +62,7 @@ def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
     ('{"format": 1}', "has no environment"), ("\ufffe", "is not JSON"),
     ("[" * 100_000, "is not JSON"),
     ('{"format": 1, "environment": {}, "options": {}, "rows": 3}', "has no rows"),
-    ('{"format": 1, "environment": {}, "options": {}, "rows": [{}]}', "rows that are not of"),
+    ('{"format": 1, "environment": {}, "options": {}, "rows": [{}]}', "rows that no sweep has"),
 ])  # fmt: skip
 def test_files_that_are_no_results_are_left_alone(tmp_path, text, said):
     (tmp_path / NAME).write_text(text)
@@ -72,9 +72,9 @@ def test_files_that_are_no_results_are_left_alone(tmp_path, text, said):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"workload": {}}, "rows that are not of"), ({"workload": "x"}, "rows that are not of"),
-    ({"seconds": None}, "rows that are not of"), ({"seconds": ["1"]}, "rows that are not of"),
-    ({"failed": 1}, "rows that are not of"), ({"costs": {}}, "rows that are not of"),
+    ({"workload": {}}, "rows that no sweep has"), ({"workload": "x"}, "rows that no sweep has"),
+    ({"seconds": None}, "rows that no sweep has"), ({"seconds": ["1"]}, "rows that no sweep has"),
+    ({"failed": 1}, "rows that no sweep has"), ({"costs": {}}, "rows that no sweep has"),
     ({"links": {}}, "has no links"), ({"links": ...}, "has no links"),
 ])  # fmt: skip
 def test_damaged_parts_of_results_are_named(written, tmp_path, changes, said):

@@ -58,11 +58,11 @@ def test_packages_are_called_as_they_say(called, name, mask, layout, call):
 
 @pytest.mark.parametrize(("name", "mask", "tokens", "wrong"), [
     ("ring-flash-attn", "causal", 18, "4 equal chunks, got 18"),
-    ("ring-flash-attn", "full", 17, "equal tokens on all ranks, got 17 on 2"),
+    ("ring-flash-attn", "full", 17, "equal tokens on all ranks, got 17 tokens on 2"),
     ("all-to-all-by-hand", "causal", 17, "equal tokens on all ranks"),
     ("torch-context-parallel", "full", 18, "4 equal chunks, got 18"),
-    *((name, "causal-pile", 512, "one document, causal or full") for name in PEERS),
-    *((name, "window:4", 16, "one document, causal or full") for name in PEERS),
+    *((name, "causal-pile", 512, "one document with a causal or full mask") for name in PEERS),
+    *((name, "window:4", 16, "one document with a causal or full mask") for name in PEERS),
 ])  # fmt: skip
 def test_what_a_peer_cannot_is_refused(name, mask, tokens, wrong):
     with pytest.raises(ValueError, match=wrong):
@@ -72,5 +72,7 @@ def test_what_a_peer_cannot_is_refused(name, mask, tokens, wrong):
 def test_heads_that_cannot_be_exchanged_are_refused():
     q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 4)
     _, attend, _ = make_peer("all-to-all-by-hand", PackedBatch.of("causal", 16), CPU)
-    with pytest.raises(ValueError, match="ranks must divide KV heads, got 1"):
+    with pytest.raises(
+        ValueError, match="number of ranks must divide the KV heads, got 1 heads on 2"
+    ):
         attend(q, k, k)

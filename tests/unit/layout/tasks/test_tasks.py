@@ -99,7 +99,7 @@ GOOD = at_home(*[Layout.zigzag([0, 9, 20], 2).geometry] * 2, None)
     ({"q_stops": 10}, r"q_stops\[0\] from 0 to 9, got 10"),
     ({"k_starts": -1}, r"k_starts\[0\] from 0 to 9, got -1"),
     ({"k_stops": 12}, r"k_stops\[0\] from 0 to 9, got 12"),
-    ({"q_stops": 1}, "those of document 0 have some pair twice, or not at all"),
+    ({"q_stops": 1}, "tasks of document 0 that have some pair twice, or not at all"),
 ])  # fmt: skip
 def test_wrong_tasks_are_refused_by_name(changes, message):
     geometry = Layout.zigzag([0, 9, 20], 2).geometry

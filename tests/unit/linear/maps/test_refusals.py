@@ -21,15 +21,24 @@ GOOD = {
 REFUSALS = [
     ({"q": torch.zeros(11, 2, 8)}, "q must have the 12 tokens its layout gives this rank, got 11"),
     ({"k": torch.zeros(HERE, 2, 4)}, "k must have q's head dim, 8, got 4"),
-    ({"k": torch.zeros(HERE, 3, 8)}, "k must have a number of heads that divides 4, .* got 3"),
-    ({"v": torch.zeros(HERE, 5, 6)}, "k must have a number of heads that divides 5, .* got 2"),
-    ({"q": torch.zeros(HERE, 3, 8)}, "q must have a multiple or a divisor of 4 heads, .* got 3"),
+    (
+        {"k": torch.zeros(HERE, 3, 8)},
+        "k must have a number of heads that divides the 4 heads .* got 3",
+    ),
+    (
+        {"v": torch.zeros(HERE, 5, 6)},
+        "k must have a number of heads that divides the 5 heads .* got 2",
+    ),
+    (
+        {"q": torch.zeros(HERE, 3, 8)},
+        "q must have .* multiple or a divisor of the 4 heads .* got 3",
+    ),
     ({"k": torch.zeros(HERE, 2, 8).half()}, "k must be of q's dtype"),
     ({"layout": Layout.zigzag(36, 3)}, "layout must be for the group's 2 ranks, got one for 3"),
     ({"layout": 5}, "layout must be a seqpar.Layout, got int"),
     (
         {"layout": Layout.striped(24, 2, 1)},
-        "layout must have spans of at least 8 tokens, shorter than which maps outweigh tokens",
+        "layout must have spans of at least 8 tokens on average, or at most 4 spans",
     ),
     ({"log_decay": None}, r"log_decay must be a tensor \(B, T_local, H\) for .*'gated_delta'"),
     ({"beta": None}, r"beta must be a tensor \(B, T_local, H\) for the kind 'gated_delta'"),
