@@ -137,7 +137,7 @@ def described(handle: Tensor, canonical: bool) -> object:
 
 
 def _decode(words: Ints) -> Geometry:
-    error = "layout: code has written to the tensor that describes the layout"
+    error = "layout: code has changed the tensor that describes the layout"
     content = content_of(words, error)
     stop = 1 + int(content[0])
     geometry = Geometry(content[1:stop], decode(content[stop:]))

@@ -166,7 +166,7 @@ def from_handle(handle: Tensor) -> MaskRanges:
     words = words_of(handle)
     found = _by_key.get(key_of(words))
     if found is None:
-        error = "mask: code has written to the tensor that describes the mask"
+        error = "mask: code has changed the tensor that describes the mask"
         content = content_of(words, error)
         found = MaskRanges(Ranges(*content[1:].reshape(7, -1).copy()))
     return found

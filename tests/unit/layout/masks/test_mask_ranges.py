@@ -98,7 +98,7 @@ def test_a_handle_equals_its_original_mask():
     assert found == MaskRanges.of([(0, 0, 7, 0, 9, None, 0)]) and len(found) == 1
     words[-1] += 1
     words[0] += 1
-    with pytest.raises(ValueError, match="mask: code has written to the tensor"):
+    with pytest.raises(ValueError, match="mask: code has changed the tensor"):
         from_handle(words)
 
 
