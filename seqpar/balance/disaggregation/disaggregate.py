@@ -1,14 +1,14 @@
 """Cut attention into tasks, and assign the tasks to servers with free time.
 
 The method is that of DistCA ("Efficient Long-Context Language Model Training by Core Attention
-Disaggregation", 2025). It runs once per micro-batch, and every rank is also an attention server.
-This implementation differs from the paper in three points:
+Disaggregation", 2025). The method runs once per micro-batch, and every rank is also an attention
+server. This implementation differs from the paper in three points:
 
 * Overloaded servers give work away until no server has more than (1 + tolerance) times the mean
   work. The paper fills underloaded servers, which can leave too much work on overloaded servers.
 * A task can contain only some of the keys to which its queries attend.
 * The bytes of a key are counted once for a server, even if several tasks of the server need the
-  key. They are not counted if the server holds the key.
+  key. If the server holds the key, no bytes are counted.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ class _Placing:
     def _choose(self, length: int, room: Floats) -> tuple[int, int]:
         """Choose the rank on which a document, or only the end of a document, is placed.
 
-        This is usually the rank with the most free time. A document is light if it has less work
-        per token than the average of all documents. The time that a rank will need for light
-        documents does not count as free.
+        The chosen rank is usually the rank with the most free time. A document is light if it has
+        less work per token than the average of all documents. The time that a rank will need for
+        light documents does not count as free.
 
         Returns the rank, and the first of the document's positions that are placed on the rank.
         """
