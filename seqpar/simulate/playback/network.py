@@ -153,8 +153,9 @@ class _Message:
 class Network:
     """All messages of a simulation.
 
-    A message starts when sender and receiver have begun their exchanges. It takes the link's
-    latency plus its bytes divided by the link's rate, or longer if other messages share the link.
+    A message starts when sender and receiver have begun their exchanges. The message takes the
+    link's latency plus its bytes divided by the link's rate, or longer if other messages share the
+    link.
 
     On gloo, a rank has one connection to each peer, and sends its messages to this peer one after
     another. When the rank posts a receive, gloo sends a notice to the peer on the same connection,

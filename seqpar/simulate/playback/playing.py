@@ -42,10 +42,10 @@ def play(
             None stands for the device's measured costs.
 
     A message starts when both ends have posted it. If the programs were recorded with `ordered`,
-    the exchanges of a communicator run one after another, as on NCCL. Otherwise, only messages from
-    the same sender to the same receiver run one after another, as on gloo. Computations and
-    messages that use the same link, NIC or core at the same time get equal fractions of this
-    resource. Posting takes no time. Equal arguments give equal outcomes.
+    the exchanges of a communicator run one after another, as on NCCL. If they were recorded without
+    `ordered`, only messages from the same sender to the same receiver run one after another, as on
+    gloo. Computations and messages that use the same link, NIC or core at the same time get equal
+    fractions of this resource. Posting takes no time. Equal arguments give equal outcomes.
 
     Raises:
         ValueError: if `pricing` omits a `Compute`; if there are more ranks than devices; if the two

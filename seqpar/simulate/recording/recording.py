@@ -49,13 +49,13 @@ def record(
 ) -> list[Program]:
     """Return each rank's program: what the rank computes, sends and waits for in `step(comm)`.
 
-    The step runs once for each rank, in this process. It creates modules of seqpar on `comm`, the
+    `step` runs once for each rank, in this process. It creates modules of seqpar on `comm`, the
     rank's group, and runs them forward and backward on tensors of the meta device. `comm.rank` and
     `comm.size` identify the rank; the step's result is ignored. No numbers are computed and no data
     is sent.
 
     Modes of the caller, such as `torch.no_grad`, anomaly mode, `FlopCounterMode` and `use_backend`,
-    do not apply to the step: it must enter the modes that it needs. Other threads can simulate or
+    do not apply to `step`, which must enter the modes that it needs. Other threads can simulate or
     compute attention at the same time.
 
     Args:
@@ -65,7 +65,7 @@ def record(
         mesh: the shape of a mesh, (rows, ranks per row), for `MeshAttention` and `USPAttention`.
         only: the ranks whose programs are returned. None stands for all ranks.
         ordered: whether the ranks use NCCL, which runs the exchanges of a communicator one after
-            another. Otherwise the ranks use gloo, and their devices are CPUs with one thread.
+            another. With False, the ranks use gloo, and their devices are CPUs with one thread.
         operators: whether to record torch's operators in addition to attention's kernels: the FLOPs
             of matrix products, the bytes that other operators read and write, and the memory that
             is held. On CPUs, the memory within attention's kernels is included. On GPUs, only the

@@ -38,7 +38,7 @@ def pipeline(
     The first `ranks / stages` ranks of the cluster are the first stage, and so on. A rank sends its
     result of each micro-batch to the rank with the same index in the next stage, and gradients to
     the rank with the same index in the previous stage. Messages share the links of the cluster.
-    They overlap computation if the devices of the cluster can do so.
+    Messages overlap computation if the devices of the cluster can send messages while they compute.
 
     Args:
         forward, backward: (micro_batches,) or (stages, micro_batches). The seconds of each
