@@ -35,8 +35,8 @@ class Cluster:
         name: a name for messages and tables.
         nodes: the number of nodes.
         devices_per_node: the number of devices per node, one for each rank.
-        nics: the number of NICs per node, which the devices of the node share. It can be 0 if there
-            is only one node.
+        nics: the number of NICs per node, which the devices of the node share. The number can be 0
+            if there is only one node.
         device: the speed and memory of each device.
         inside: the link of each device to the other devices of its node.
         between: the link of each NIC to other nodes.

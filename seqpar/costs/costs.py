@@ -52,9 +52,9 @@ class Costs:
     def key_gradient_itemsize(self) -> int:
         """The number of bytes of an element of dk, as one kernel call returns dk.
 
-        GPUs are assumed to use FlashAttention-4, which returns dk in the dtype of k. If
-        FlashAttention-4 cannot compute a call, dk has the dtype of the accumulator. This is the
-        case on CPUs, for fp32 or fp64 tensors, and for some head dims.
+        GPUs are assumed to use FlashAttention-4, which returns dk in the dtype of k.
+        FlashAttention-4 cannot compute calls on CPUs, calls with fp32 or fp64 tensors, and calls
+        with some head dims. In such calls, dk has the dtype of the accumulator.
         """
         # Only GPU kernels compute all tasks of a call together, so `fused` shows the kind of
         # device.
@@ -230,8 +230,8 @@ class Costs:
 
         `checkpointing` is "none"; "full", which keeps only each layer's input; or "attention",
         which also keeps the results of attention, as `seqpar.checkpoint` does. Logits are not
-        included, because they are computed in chunks. Copies of tokens for several experts are not
-        included either.
+        included, because they are computed in chunks. Copies of tokens for several experts are also
+        not included.
         """
         as_choice("checkpointing", checkpointing, CHECKPOINTING)
         counts = self.model.counts
@@ -344,9 +344,9 @@ class Costs:
     def _layer_bytes(self, layer: Layer) -> int:
         """Return the bytes per token that a layer keeps for backward in PyTorch with fused norms.
 
-        These are the inputs of two norms, the inputs of the projections after these norms, the
-        operands and results of attention, the input and result of the feed-forward part and, if
-        this part is gated, the gate and the product.
+        The layer keeps the inputs of two norms, the inputs of the projections after these norms,
+        the operands and results of attention, and the input and result of the feed-forward part. If
+        the feed-forward part is gated, the layer also keeps the gate and the product.
         """
         model = self.model
         if layer.kind == "linear":

@@ -6,7 +6,7 @@ The rates of devices, memories and links come from NVIDIA's data sheets "H100 Te
 reach these rates. The costs therefore use a fraction of each rate:
 
 * Links: 65% of NVLink with a latency of 10 µs, and 90% of InfiniBand with a latency of 20 µs. These
-  numbers are from calculon-ai/calculon, systems/a100_80g.json. PCIe is assumed to reach 90% too.
+  numbers are from calculon-ai/calculon, systems/a100_80g.json. PCIe is also assumed to reach 90%.
 * Linear modules: 50% of the rate of matrix products, as in the paper on DistCA.
 * Linear attention: 90% of the memory bandwidth. A copy on an H200 reached 4.3 of 4.8 TB/s.
 
@@ -106,8 +106,8 @@ def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: floa
 def core() -> Device:
     """Return one core of a server's CPU, for machines that were not measured.
 
-    The figures are rounded values of a core with AVX-512 in fp32. They suffice to rank strategies,
-    but not to predict seconds.
+    The figures are rounded values of a core with AVX-512 in fp32. The figures suffice to rank
+    strategies, but not to predict seconds.
     """
     rows = keys = np.array([64.0, 512.0, 4096.0])
     heads, dim, rate = 8, 64, 30e9

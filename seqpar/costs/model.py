@@ -117,8 +117,8 @@ class Model:
     """A decoder: layers of attention and feed-forward parts between an embedding and a head.
 
     Create a model with `preset` or `from_config`. Numbers of parameters include all matrices and
-    two norms per layer. They do not include biases, further norms and convolutions, which are less
-    than 0.1% of all parameters.
+    two norms per layer. Biases, further norms and convolutions are not included, because they are
+    less than 0.1% of all parameters.
 
     Attributes:
         name: its name.
@@ -171,8 +171,8 @@ class Model:
         """Return the model that a transformers configuration describes.
 
         `config` is a configuration object, or the mapping in config.json. transformers need not be
-        installed. Decoders with softmax attention are supported. They can have windows in some or
-        all layers, mixtures of experts, and linear layers with the gated delta rule or lightning
+        installed. Decoders with softmax attention are supported. A decoder can have windows in some
+        or all layers, mixtures of experts, and linear layers with the gated delta rule or lightning
         attention. Raises a ValueError that names an attribute if it is missing or not supported.
         """
         return cls(**read_config(config))
