@@ -4,9 +4,9 @@
 * A *segment* is a range of consecutive rows of a layer. One server stores the segment. If the
   server is lost, this process sends the segment to another server. For this purpose, it keeps a
   copy of the segment's rows, or can compute the rows again.
-* A *step* is a request for one segment. It carries queries, and those rows of the segment that the
-  server does not have. The server appends the rows to the segment, and computes attention of the
-  queries over the segment.
+* A *step* is a request for one segment. The step carries queries, and those rows of the segment
+  that the server does not have. The server appends the rows to the segment, and computes attention
+  of the queries over the segment.
 * A *place* is a server together with the session of this process on this server.
 """
 
@@ -249,8 +249,8 @@ class Segment:
         return self._ask(held, self.length, query)
 
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
-        """Return out and lse of the step that `begin` has sent. They are in fp32 or, for fp64
-        queries, in fp64.
+        """Return out and lse of the step that `begin` has sent. Both results are in fp32 or, for
+        fp64 queries, in fp64.
 
         If `begun` is None or the server did not answer the step, this process sends the missing
         rows to a server, and the server computes the step. If no server can compute the step, this

@@ -135,8 +135,8 @@ class StepLostError(Exception):
 
 
 class Dispatcher:
-    """Sends the tasks and decoding steps of a pool to servers. It runs in the event loop, and other
-    threads submit tasks and steps.
+    """Sends the tasks and decoding steps of a pool to servers. The dispatcher runs in the event
+    loop, and other threads submit tasks and steps.
 
     A decoding step can be computed only by the server that stores the step's cache. If this server
     loses the cache, the future of the step raises a StepLostError. The thread that waits for the

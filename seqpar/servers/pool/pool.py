@@ -91,8 +91,8 @@ class ServerPool:
             home: whether this process computes tasks that no server computes. If False, the futures
                 of such tasks raise a ServersError.
             home_depth: the largest number of tasks that this process has at a time while servers
-                are ready. It takes a task if it should finish the task earlier than any server.
-                With 0, it computes only tasks that no server computes.
+                are ready. This process takes a task if it should finish the task earlier than any
+                server. With 0, this process computes only tasks that no server computes.
             sample: the number of rows of each server's result that this process computes again. A
                 server whose answer is wrong is never used again. With 0, results are not checked.
 

@@ -2,7 +2,7 @@
 
 A cache belongs to one client, and exists until the client frees it or the client's session ends. A
 *step* appends rows to a cache, and computes attention over the rows of the cache. The server never
-deletes rows to make space. It refuses a step whose rows do not fit into the memory for caches. If
+deletes rows to make space. A step whose rows do not fit into the memory for caches is refused. If
 the cache of a step is not on the server, the step fails with a CacheLost.
 """
 

@@ -4,8 +4,8 @@ A *fused* call computes several requests of one kind together. The result of eac
 same bits as in a separate call. A fused call concatenates the queries of all requests into one
 tensor, and likewise the keys and the values. The slices of all requests become one table, and no
 slice has rows of two requests. Each request begins at a multiple of 32 rows, so that its rows have
-the same alignment in memory as in a separate call. This matters because the bits of a matrix
-product can depend on the alignment.
+the same alignment in memory as in a separate call. The alignment must be the same because the bits
+of a matrix product can depend on it.
 """
 
 from __future__ import annotations

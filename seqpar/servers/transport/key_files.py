@@ -34,8 +34,8 @@ def shown(path: Path) -> str:
 def check_folder(folder: Path) -> None:
     """Raise an `Unsafe` error if users other than this user and root can change a folder.
 
-    All parent folders are checked too. In parent folders such as /tmp, other users may add files,
-    but must not be able to replace files of this user.
+    All parent folders of the folder are also checked. In parent folders such as /tmp, other users
+    may add files, but must not be able to replace files of this user.
     """
     real = os.path.realpath(folder)
     for name, status in way_to(str(folder)):

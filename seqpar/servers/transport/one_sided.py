@@ -1,8 +1,8 @@
 """The transport NIXL, which writes payloads and results directly into the memory of the receiver.
 
 **Security.** A connected peer can write into this process, and payloads are not encrypted. UCX, the
-library below NIXL, does not authenticate peers. It listens on the interfaces that UCX_NET_DEVICES
-names, by default on all of them. Use NIXL only if you trust the network and all peers as much as
+library below NIXL, does not authenticate peers. UCX listens on the interfaces that UCX_NET_DEVICES
+names, by default on all interfaces. Use NIXL only if you trust the network and all peers as much as
 this process.
 
 Each pool and each server has one NIXL *agent*, and one *block* of memory for received data. Each

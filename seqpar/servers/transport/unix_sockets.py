@@ -113,11 +113,11 @@ def fault_of_socket(path: str, file: int | None = None) -> str | None:
 class PinnedSocket:
     """A server's Unix socket, which stays the same while a client connects to it.
 
-    The constructor checks that a process of this user or of root listens at the socket. It opens
-    the file of the socket, and `target` is an address that refers to this open file. If another
-    process later makes a new socket at the path, `target` still refers to the old file. No second
-    process can ever listen at the old file, so a channel to `target` reaches the checked process or
-    no process. To reach a later server at the path, make a new PinnedSocket.
+    The constructor checks that a process of this user or of root listens at the socket. The
+    constructor also opens the file of the socket, and `target` is an address that refers to this
+    open file. If another process later makes a new socket at the path, `target` still refers to the
+    old file. No second process can ever listen at the old file, so a channel to `target` reaches
+    the checked process or no process. To reach a later server at the path, make a new PinnedSocket.
     """
 
     def __init__(self, path: str) -> None:

@@ -30,7 +30,7 @@ def _of_memory(parts: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a server. They are checked before the server allocates memory for a request.
+    """The limits of a server, which are checked before the server allocates memory for a request.
 
     With the defaults, all requests, results and caches together take at most half of the memory
     that the process may use (`usable_memory`).

@@ -22,8 +22,8 @@ from seqpar.softmax.compute.partial import OutputGradient
 class Request:
     """A request for attention of query rows over key rows, or for its backward pass.
 
-    A request for a backward pass contains all tensors that the backward pass needs. It can
-    therefore be sent to any server, not only to the one that computed the forward pass.
+    A request for a backward pass contains all tensors that the backward pass needs. The request can
+    therefore be sent to any server, and not only to the server that computed the forward pass.
     """
 
     q: Tensor  # (B, Tq, Hq, D)
@@ -96,7 +96,7 @@ class Request:
         """The cost of the request, by which the pool balances servers.
 
         The cost is the product of the number of (query, key) pairs, the batch size, the number of
-        query heads and D + Dv. It is twice as large for a backward pass.
+        query heads and D + Dv. The cost of a backward pass is twice this product.
         """
         dims = self.q.shape[-1] + self.v.shape[-1]
         passes = 1 if self.output is None else 2
