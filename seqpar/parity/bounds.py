@@ -1,11 +1,11 @@
 """How far two correct runs of a model can differ because of rounding.
 
 Consider an operation that sums K products in an accumulator with the unit roundoff a, and rounds
-the result to a dtype with the unit roundoff u. Its relative error is about u + a·√K, because
-rounding errors are independent and add up like a random walk. Two runs that do the same operation
-with different orders of summation therefore differ by about this error. Later operations keep the
-difference and add errors of the same size, so the results of the n-th operation of a step differ by
-about √n·(u + a·√K). The bound is `MARGIN` times this number.
+the result to a dtype with the unit roundoff u. The relative error of the result is about u + a·√K,
+because rounding errors are independent and add up like a random walk. Two runs that do the same
+operation with different orders of summation therefore differ by about this error. Later operations
+keep the difference and add errors of the same size, so the results of the n-th operation of a step
+differ by about √n·(u + a·√K). The bound is `MARGIN` times this number.
 
 The derivation assumes that operations do not enlarge relative differences, on average over a
 token's features. If the operations of a model enlarge differences, for example because attention

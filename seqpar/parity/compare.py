@@ -398,8 +398,8 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
 
     A run does not say whether the loss of the batch is the sum or the mean of the ranks' losses.
     The loss of each run therefore has several possible values. If a value of the first run agrees
-    with a value of the second run, the closest two values are compared. Otherwise the means of both
-    runs are compared.
+    with a value of the second run, the closest two values are compared. If no values agree, the
+    means of both runs are compared.
     """
     x, y = evidence.losses(evidence.a), evidence.losses(evidence.b)
     if not x or not y:

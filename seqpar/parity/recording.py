@@ -1,6 +1,6 @@
 """Record one step of a model: its inputs, outputs, losses, gradients and weights.
 
-Hooks on the modules observe outputs and the gradients of outputs. They keep summaries
+Hooks on the modules observe outputs and the gradients of outputs. The hooks keep summaries
 (`summaries.py`) on the device until the end of the context, so that forward and backward never wait
 for the device. Each rank writes its own files and sends nothing.
 

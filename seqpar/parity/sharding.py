@@ -1,7 +1,7 @@
 """Find which dimensions of a tensor are tokens, and the position of each local token.
 
 A *position* is the index of a token in its whole sequence, or −1 for padding. An *order* describes
-which positions each rank holds. It is a name in `ORDERS`, a `Layout`, or a function.
+which positions each rank holds. An order is given as a name in `ORDERS`, a `Layout`, or a function.
 """
 
 from __future__ import annotations
