@@ -2,8 +2,8 @@
 
 accelerate makes a mesh of ranks, gives the ranks that share a sequence the same batches, and shards
 the weights over these ranks. accelerate then also hooks torch's own attention over ranks into the
-model. `sequence_mesh` removes these hooks and keeps everything else. It is tested with accelerate
-1.15.0.
+model. `sequence_mesh` removes these hooks and keeps everything else. This module is tested with
+accelerate 1.15.0.
 """
 
 from __future__ import annotations

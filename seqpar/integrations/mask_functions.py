@@ -2,8 +2,8 @@
 
 A mask function of (batch, head, query, key) is composed by `and_masks` and `or_masks` from a few
 functions of `transformers.masking_utils`. Evaluating the mask function for all pairs of a query and
-a key would take quadratic time. This module instead recognises the composed functions by name and
-reads the values that they close over. All other functions are refused.
+a key would take quadratic time. This module therefore recognises the composed functions by name,
+and reads the variables in their closures. All other functions are refused.
 
 An *area* is a rectangle of queries and keys, in which the pairs with key − query between two limits
 are visible. The functions below take a list of areas and return the areas that a mask function

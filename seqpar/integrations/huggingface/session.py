@@ -286,7 +286,7 @@ class SequenceParallel(EnabledModel):
 
         Pass the function to a `Collator`. The workers of a DataLoader then build the tables of each
         row's layout, and a training step only copies the tables to a GPU. The function can be
-        pickled. It is made for this rank only: each rank must call `preparation`.
+        pickled. The function is made for this rank only, so each rank must call `preparation`.
 
         The model runs once on `batch`, without backward and in evaluation mode, to find the number
         of heads, the window and other settings of each attention call. A small batch is enough.
@@ -444,8 +444,8 @@ class SequenceParallel(EnabledModel):
 
         The model becomes one graph, which is not recompiled for batches with other documents.
         `report` still lists each layer. Calls with a cache, as in `generate`, are not compiled.
-        Calls in which seqpar checks your own code are not compiled either.
-        `model.compile(**options)` does the same as this method.
+        Calls in which seqpar checks your own code are also not compiled. `model.compile(**options)`
+        does the same as this method.
 
         Raises a ValueError if the model has other layers than causal layers of text, or was enabled
         with `memory`.
@@ -749,8 +749,8 @@ def _has_cache(kwargs: Mapping[str, Any]) -> bool:
 def settings_of(config: Any) -> dict[str, Any]:
     """Return a model's settings that must be equal on all ranks, by the names that users know.
 
-    Paths can differ between ranks. Settings whose names begin with an underscore can also differ.
-    They belong to seqpar and to transformers itself.
+    Paths can differ between ranks. Settings whose names begin with an underscore can also differ,
+    because they belong to seqpar and to transformers itself.
     """
     named = _public(config.to_dict())
     return {f"model.config.{name}": x for name, x in named.items()}

@@ -192,9 +192,9 @@ def has_tokens_of_rank(x: Any) -> bool:
 class TokensOfRank(Tensor):
     """The ids of one rank's tokens, which only an enabled model may look up in its embeddings.
 
-    A model that is not enabled would compute a rank's tokens as if they were a whole batch. It
-    therefore raises a ValueError when it looks up these ids, or copies or slices of them, in its
-    embeddings. All other code can use the ids like any other tensor.
+    A model that is not enabled would compute a rank's tokens as if they were a whole batch. If such
+    a model looks up these ids, or copies or slices of them, in its embeddings, a ValueError is
+    therefore raised. All other code can use the ids like any other tensor.
     """
 
     @classmethod

@@ -29,7 +29,7 @@ _MIXES = re.compile(r"Conv|BatchNorm|Pool|Embedding|Attention|Attn")
 
 
 class Checkpoints:
-    """Checkpoints around blocks. They keep the input of each block and the results of attention.
+    """Checkpoints around blocks, which keep the input of each block and the results of attention.
 
     Attributes:
         handles: objects whose `remove` undoes the changes of the model.
