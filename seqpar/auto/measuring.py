@@ -45,8 +45,8 @@ def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
 def close(choice: Choice, error: float) -> list[Candidate]:
     """Return the candidates to measure, in the order of their predicted times.
 
-    A candidate is measured if its predicted time is close to the fastest prediction. It is also
-    measured if measuring it and all faster candidates takes little time.
+    A candidate is measured if its predicted time is close to the fastest prediction. A further
+    candidate is measured if measuring this candidate and all faster candidates takes little time.
     """
     max_seconds = choice.seconds * (1 + MAX_RELATIVE_ERRORS * error)
     measuring_seconds = 0.0

@@ -713,8 +713,8 @@ def inlined_only(function: T) -> T:
 
 
 def never_compiled(function: T) -> T:
-    """Mark a function that torch.compile may not compile by itself, and whose callees it may not
-    compile either.
+    """Mark a function that torch.compile may not compile by itself. torch.compile may also not
+    compile the functions that this function calls.
 
     The function may still be traced as a part of a caller. Unlike the wrapper of
     `torch.compiler.disable`, the mark takes no time in a call.

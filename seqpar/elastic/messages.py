@@ -30,8 +30,9 @@ class ProcessReport(NamedTuple):
 class Place(NamedTuple):
     """A process's place in the next group.
 
-    `end` is "" if the training continues. Otherwise it is "done" if all steps are done, "unchanged"
-    if no process was lost, "too few" if too few processes are left, or "lost" if none is left.
+    `end` is "" if the training continues. If the training ends, `end` is the reason: "done" if all
+    steps are done, "unchanged" if no process was lost, "too few" if too few processes are left, or
+    "lost" if no process is left.
     """
 
     end: str = ""

@@ -166,9 +166,10 @@ def steps(
     All ranks must hold the whole state, as with DDP or without a wrapper. If a step draws random
     numbers, seed them with the number of the step.
 
-    If the number of ranks stays the same, the results have the same bits as without faults.
-    Otherwise they differ as much as results with different numbers of ranks differ. If a rank dies
-    before the first checkpoint, both statements hold only if `build` sets a seed.
+    If the number of ranks stays the same, the results have the same bits as without faults. If the
+    number of ranks changes, the results differ as much as results with different numbers of ranks
+    differ. If a rank dies before the first checkpoint, both statements hold only if `build` sets a
+    seed.
 
     Args:
         build: a function that is called with each new group, which uses gloo and is the default

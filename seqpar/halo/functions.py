@@ -78,8 +78,8 @@ def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = 
     """Return, for each token, the row of the previous token of its document, or 0 for the first
     token.
 
-    This is RWKV's shift. It does not change bits. Arguments, result, errors and bytes are as in a
-    `causal_conv1d` of width 2 without an activation.
+    This is the token shift of RWKV. The bits of rows do not change. Arguments, result, errors and
+    bytes are as in a `causal_conv1d` of width 2 without an activation.
     """
     return _call(x, None, layout, group, check_ranks)
 

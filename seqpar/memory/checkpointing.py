@@ -61,9 +61,9 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
     These tensors are kept for backward:
 
     * the arguments of `function`;
-    * out and lse of each attention call. They take T·Hq·(Dv·b + 4) bytes, where T is the rank's
-      number of tokens times the batch size, and b is the number of bytes of an element. With fp64
-      tensors, lse takes 8 bytes instead of 4;
+    * out and lse of each attention call. Together out and lse take T·Hq·(Dv·b + 4) bytes, where T
+      is the rank's number of tokens times the batch size, and b is the number of bytes of an
+      element. With fp64 tensors, lse takes 8 bytes instead of 4;
     * with Ulysses, unless it has `keep="tokens"`: q, k, v, out and lse of the rank's heads over all
       tokens, as without checkpointing.
 

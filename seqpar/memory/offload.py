@@ -36,7 +36,7 @@ class offload:
     streams. Tensors are copied to the host while forward computes. In backward, tensors are copied
     back to the device before they are needed. As with `torch.autograd.graph.save_on_cpu`, saved
     tensors must not be changed in place. If `seqpar.checkpoint` is called in this context, the
-    tensors that the checkpoint keeps are copied too.
+    tensors that the checkpoint keeps are also copied.
 
     Args:
         ratio: the fraction of saved bytes to copy, from 0 to 1. When autograd saves a tensor, the

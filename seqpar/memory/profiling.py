@@ -133,9 +133,9 @@ def profile(model: nn.Module, batch: Mapping[str, Any]) -> MemoryProfile:
 
     The step is `model(**batch)` and, if the model returns a loss, the loss's backward. The loss is
     the entry "loss" of a mapping, the first element of a tuple, or the returned tensor itself. The
-    step runs on the meta device, in the mode (training or evaluation) that the model has. It
-    allocates no memory, so a model that is too large for any device can be profiled. The model's
-    parameters can be on the meta device. The model is unchanged afterwards.
+    step runs on the meta device, in the mode (training or evaluation) that the model has. On the
+    meta device, tensors take no memory, so a model that is too large for any device can be
+    profiled. The model's parameters can be on the meta device. The model is unchanged afterwards.
 
     A model of `seqpar.integrations.huggingface.enable` must be enabled on a group of one rank; pass
     the batch that `sp.shard` returned. Each of its attention calls counts as one operator, whose

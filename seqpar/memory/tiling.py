@@ -32,14 +32,14 @@ def tiled(module: M, chunk: int = 4096) -> M:
     draws the same numbers as forward, from torch's default generators.
 
     The module must compute each token separately. Examples are MLPs, norms, and experts without a
-    limit of tokens. It must take one tensor (..., T, C) as its only tensor argument, return one
-    tensor (..., T, C′), and change nothing in place. Hooks of parameters, DDP and FSDP2 see each
-    parameter's gradient once, as without chunks.
+    limit of tokens. The module must take one tensor (..., T, C) as its only tensor argument, return
+    one tensor (..., T, C′), and change nothing in place. Hooks of parameters, DDP and FSDP2 see
+    each parameter's gradient once, as without chunks.
 
     Args:
         module: the module, whose `forward` is replaced. Its parameters keep their names.
         chunk: the number of tokens, along the dimension before the last, that are computed at a
-            time. It need not divide the number of tokens.
+            time. The number of tokens need not be a multiple of `chunk`.
 
     Returns:
         The same module.

@@ -38,8 +38,8 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
     A point is a strategy or a library that computes one batch on P ranks. Each point is timed in
     several rounds.
 
-    `area()` returns the number of (query, key) pairs that the mask allows. It is called only for
-    measured points, because it can take too long for batches that are too large to measure.
+    `area()` returns the number of (query, key) pairs that the mask allows. `area` is called only
+    for measured points, because it can take too long for batches that are too large to measure.
 
     * seconds: the median over rounds of the slowest rank's seconds; spread: the quartiles over
       rounds;
