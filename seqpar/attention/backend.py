@@ -49,7 +49,8 @@ def use_backend(name: str) -> Iterator[None]:
 
     The backends are:
 
-    * "aten": ATen's fused kernels, and plain PyTorch for calls that these do not compute exactly;
+    * "aten": ATen's fused kernels, and plain PyTorch for calls that these kernels do not compute
+      exactly;
     * "triton": our kernels, on CUDA;
     * "flash_attn": the best installed package of FlashAttention, on CUDA;
     * "reference": plain PyTorch;

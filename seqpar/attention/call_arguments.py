@@ -1,5 +1,4 @@
-"""The arguments of a call other than its tensors, as users pass them and as torch operators take
-them.
+"""Convert the arguments of a call, except q, k and v, between modules and torch operators.
 
 Each kind of call declares its arguments as a NamedTuple. The first fields are tensors, such as a
 layout's handle. The last field may be a NamedTuple of options. An operator takes the fields of this
@@ -54,10 +53,11 @@ class Field(NamedTuple):
 
 
 def fields_of(arguments: type) -> list[Field]:
-    """Return the fields that operators take, for a NamedTuple of tensors, arguments or options.
+    """Return the fields of a NamedTuple that operators take as arguments.
 
-    If a field is itself a NamedTuple of options, operators take only the scalars among its fields.
-    These scalars must be its first fields.
+    The NamedTuple has tensors, arguments of a call, or options as fields. If a field is itself a
+    NamedTuple of options, operators take only the scalars among the fields of this inner
+    NamedTuple. These scalars must be its first fields.
     """
     found: list[Field] = []
     for name, hint in get_type_hints(arguments, include_extras=True).items():

@@ -46,9 +46,9 @@ def make_strategy(
 ) -> S:
     """Return a strategy with the given options, or raise a TypeError for an unknown option.
 
-    The error lists the options of the strategy, and the module's further options, which are
-    `others`. `forward` is the function that users call. If one of its arguments does what the
-    unknown option should do, the error names this argument.
+    The error lists the options of the strategy, and the further options of the module, `others`.
+    `forward` is the function that users call. If the unknown option has the same purpose as an
+    argument of `forward`, the error names this argument.
     """
     known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
     for name in options:
@@ -100,8 +100,9 @@ class BoundModule(nn.Module, Generic[S]):
     def sent_bytes(self) -> int:
         """The bytes that this rank has sent so far, in all calls on the group.
 
-        With `routing`, this number includes the bytes of messages that the rank relays. It does not
-        include the texts with which ranks on GPUs compare their kernels in the first forward.
+        With `routing`, this number includes the bytes of messages that the rank relays. In the
+        first forward, ranks on GPUs exchange texts to compare their kernels. The number does not
+        include these texts.
         """
         return self._bound.comm.sent_bytes
 
@@ -136,13 +137,12 @@ class BoundModule(nn.Module, Generic[S]):
         rank: int | None = None,
         **options: object,
     ) -> list[Traffic]:
-        """Return the messages of a rank in a call, by pass, step and peer. The default is this
-        rank.
+        """Return the messages that a rank sends in a call, by pass, step and peer.
 
         Pass the arguments of a call. Of the tensors, only shapes, dtypes and devices matter. Meta
-        tensors stand for tensors on a GPU with FlashAttention-4. This method computes and sends
-        nothing. The rows of the backward pass assume that all ranks run backward. With
-        `return_lse`, they also assume that lse has a gradient.
+        tensors stand for tensors on a GPU with FlashAttention-4. The default of `rank` is this
+        rank. This method computes and sends nothing. The rows of the backward pass assume that all
+        ranks run backward. With `return_lse`, they also assume that lse has a gradient.
         """
         call = self._resolve(q, k, v, layout, **options)
         rank = self.rank if rank is None else as_int("rank", rank, 0)
@@ -218,8 +218,9 @@ class BoundModule(nn.Module, Generic[S]):
         """Return the result of `_operator_inputs`, or raise an error on all ranks.
 
         If this rank refuses the inputs and `check_ranks` is True, all ranks raise the error. With
-        `check_ranks=False`, only this rank raises the error. Calls of meta tensors are resolved
-        here, because the operator's fake rule checks nothing.
+        `check_ranks=False`, only this rank raises the error. For calls with meta tensors, this
+        method also checks the arguments that the operator usually checks, because the operator's
+        implementation for meta tensors checks nothing.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
@@ -241,7 +242,7 @@ class BoundModule(nn.Module, Generic[S]):
     def agreeing(self, *operands: object) -> Iterator[None]:
         """If a ValueError or TypeError is raised within this context, raise it on all ranks.
 
-        In two cases, only this rank raises the error: with `check_ranks=False`, or if all tensors
+        In two cases, only this rank raises the error: with `check_ranks=False`, and if all tensors
         among `operands` are meta tensors.
         """
         try:

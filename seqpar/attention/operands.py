@@ -60,10 +60,11 @@ def prepare_operands(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as (B, T, H, D), with a batch dimension of 1 if they had none.
 
-    Under autocast, they are cast as `F.scaled_dot_product_attention` casts its operands. With some
-    wrong arguments, torch would choose a wrong implementation of the operator. They are therefore
-    refused here with a ValueError: values that are not tensors, a wrong number of dimensions, no
-    heads, operands or `others` on different devices, and forward-mode tangents.
+    Under autocast, q, k and v are cast as `F.scaled_dot_product_attention` casts its operands. With
+    some wrong arguments, torch would choose a wrong implementation of the operator. This function
+    refuses these arguments with a ValueError: values that are not tensors, tensors with a wrong
+    number of dimensions or without heads, operands or `others` on different devices, and tensors
+    with forward-mode tangents.
     """
     check_tensor("q", q)
     dims, device = q.dim(), q.device
@@ -93,7 +94,8 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
-    """Return q and the scale of q·k, after some scales that are tensors were multiplied with q.
+    """Return q and the scale of q·k. If the scale is a tensor, q is usually multiplied with the
+    scale.
 
     Two kinds of scales are multiplied with q, so that autograd computes their gradient: a tensor
     that requires a gradient, and a tensor (Hq,) with one scale per head. The product is rounded

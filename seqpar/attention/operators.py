@@ -104,7 +104,8 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 
 
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-    """Return `call(x)`, the results of an operator that communicates.
+    """Return `call(x)`, the results of an operator that communicates, so that operators keep their
+    order.
 
     x is a small tensor. A compiler may reorder operators that do not depend on each other. The
     order may depend on the sizes of tensors, which differ between ranks. Ranks with different
@@ -269,13 +270,12 @@ class CallContext(FunctionCtx):
 class CallOperator(ABC, Generic[T, A, C]):
     """One kind of call, with two operators: the forward and the backward.
 
-    The forward operator takes tensors first, and the arguments of the call after them. It returns
-    three things. The first is the results that have a gradient. The second is the numbers of the
-    call, (ranks,) on the CPU, which are in the headers of messages
-    (`seqpar.comm.messages.message_header`). The third is tensors that are kept for backward. The
-    backward operator takes the gradients of the results, the fields of `Saved`, the numbers, and
-    the arguments of the call. The numbers of a forward are in the headers of its backward's
-    messages.
+    The forward operator takes tensors first, and the arguments of the call after the tensors. It
+    returns three groups of values: the results that have a gradient, the numbers of the call, and
+    the tensors that are kept for backward. The numbers of the call, (ranks,) on the CPU, are in the
+    headers of its messages (`seqpar.comm.messages.message_header`). The backward operator takes the
+    gradients of the results, the fields of `Saved`, the numbers, and the arguments of the call.
+    Messages of backward have the same numbers in their headers as messages of forward.
     """
 
     name: ClassVar[str]  # the name of the forward; the backward is `name`_backward

@@ -1,8 +1,9 @@
 """Find the tables of a call before the call begins, and send them to the device in one copy.
 
-Tables are the small tensors that strategies and kernels read, such as the rows to send. A rehearsal
-finds them by running the code of a strategy on meta tensors (`core/device_tables.py`). Nothing is
-computed or sent. A `Preparation` rehearses the calls of a module ahead of time, in any process.
+*Tables* are small tensors that strategies and kernels read, such as the indices of the rows to
+send. A *rehearsal* runs the code of a strategy on meta tensors to find the tables that it needs
+(`core/device_tables.py`). Nothing is computed or sent. A `Preparation` rehearses the calls of a
+module ahead of time, in any process.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Rehearsing(Protocol):
 def upload_tables(
     strategy: Rehearsing, comm: Comm, call: RehearsableCall, device: torch.device, backward: bool
 ) -> None:
-    """Copy the tables of a call to a device in one copy.
+    """Copy the tables of a call to a device in one copy. Tables are small tensors of indices.
 
     The tables of forward are always copied. The tables of backward are copied if `backward` is
     True, or if a preparation has already built them. Calls that differ only in the values of
@@ -113,10 +114,10 @@ def upload_tables(
 def tables_of(
     strategy: Rehearsing, comm: Comm, call: RehearsableCall, device: torch.device, backward: bool
 ) -> list[Tensor]:
-    """Return the tables of a call, on the CPU.
+    """Return the tables of a call, on the CPU. Tables are small tensors of indices.
 
-    These are the tables of forward and, if `backward` is True, the tables of backward. The plans
-    and tables are stored with the layouts of the call.
+    The result has the tables of forward and, if `backward` is True, the tables of backward. The
+    plans and tables are stored with the layouts of the call.
     """
 
     def build() -> list[Tensor]:

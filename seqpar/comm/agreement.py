@@ -1,6 +1,6 @@
-"""Check that all ranks make the same call.
+"""Check that all ranks make the same call of attention.
 
-If two ranks make different calls, all ranks raise the same error, and no rank waits forever.
+If two ranks make different calls, all ranks raise the same error, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -69,22 +69,23 @@ def compare_calls(
     """Raise the same error on all ranks if two ranks make different calls, or if a rank refuses its
     call.
 
-    Every rank must run this function in every call, even in a call that it has compared before. If
-    one rank skipped the comparison, a rank that makes a different call would wait for it forever.
+    Every rank must run this function in every call, even if it has compared an equal call before.
+    If one rank skipped the comparison, a rank that makes a different call would wait for this rank
+    forever.
 
     First, the ranks compare a digest of the strategy, the fault and `shared(False)`. Each of P
     ranks sends ⌈log₂ P⌉ messages of 64 bytes. If the digests differ, each rank receives the
     strategy, the fault and `shared(True)` of every rank as text. If a rank has a fault, all ranks
     raise the error of the lowest rank that has a fault. If no rank has a fault but the texts
-    differ, all ranks raise a ValueError. It names an argument that differs between ranks.
+    differ, all ranks raise a ValueError that names an argument that differs between ranks.
 
     Args:
         comm: the ranks.
         strategy: the strategy of the call. `str(strategy)` is compared, and must show all options.
         fault: the error with which this rank refuses the call, or None.
         shared: `shared(True)` returns the arguments that must be the same on all ranks, by argument
-            name. `shared(False)` is a faster description of the arguments. It may differ between
-            ranks even if the arguments are equal.
+            name. `shared(False)` returns a description of the arguments that is computed faster,
+            but may differ between ranks even if the arguments are equal.
         hint: a text that is appended to an error about different arguments.
     """
     first: Described = {"fault": fault}  # JSON writes the fault as a list, or as null

@@ -38,13 +38,14 @@ _OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")
 
 @dataclass
 class Averaging:
-    """The DDP and FSDP wrappers of a model that average its gradients, as found during a call.
+    """The DDP and FSDP wrappers that average the gradients of a model, as found during a call.
 
     Attributes:
         wrappers: the modules of DDP and FSDP1, and the parameter groups of FSDP2.
         flattened: whether a wrapper is FSDP1. With FSDP1, the parameters are views of flat
             parameters during a call.
-        in_no_sync: whether DDP's `no_sync` was active. If it was, DDP averages in a later backward.
+        in_no_sync: whether DDP's `no_sync` was active. If `no_sync` was active, DDP averages in a
+            later backward.
     """
 
     wrappers: list[object] = field(default_factory=list)

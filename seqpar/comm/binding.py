@@ -1,4 +1,4 @@
-"""`BoundStrategy`: a strategy and a group of ranks, which torch operators find by a string.
+"""`BoundStrategy`: a strategy together with a group of ranks, which operators find by a string.
 
 An argument of a torch operator can be a string, but not any Python object. If a bound strategy is
 unpickled in another process, it finds its group by the name and the ranks of the group.
@@ -39,7 +39,8 @@ N = TypeVar("N", bound=Named)
 
 @dataclass(frozen=True, eq=False)
 class BoundStrategy(Generic[S]):
-    """A strategy and its group: everything that operators need from a module.
+    """A strategy together with a group of ranks, which an operator needs to compute a module's
+    call.
 
     All modules with the same options and the same group share one `BoundStrategy`, so torch.compile
     makes one graph for all of these modules.
@@ -76,7 +77,7 @@ class BoundStrategy(Generic[S]):
         check_ranks: bool,
         routing: Routing | None = None,
     ) -> BoundStrategy[N]:
-        """Bind a strategy to a group or a mesh.
+        """Make the `BoundStrategy` of a strategy and a group or mesh.
 
         Raises a ValueError if the group or mesh does not have the given number of dimensions. A
         group has 1 dimension. Also raises a ValueError if the group cannot be divided into the
@@ -98,11 +99,12 @@ class BoundStrategy(Generic[S]):
 
     @staticmethod
     def of(key: str) -> BoundStrategy[Any]:
-        """Return the bound strategy with this key.
+        """Return the `BoundStrategy` (a strategy together with a group of ranks) that has this key.
 
-        Raises a RuntimeError if this process has no such bound strategy. For example, there is none
-        if an exported program is loaded before the module is made. A bound strategy is kept alive
-        by its modules, by graphs of autograd and, after a call of `keep`, by its group.
+        Raises a RuntimeError if this process has no `BoundStrategy` with this key. This is the
+        case, for example, if an exported program is loaded before the module is made. A
+        `BoundStrategy` lives as long as one of its modules or a graph of autograd refers to it.
+        After a call of `keep`, it lives as long as its group.
         """
         found = _by_key.get(key)
         if found is None:
@@ -111,11 +113,11 @@ class BoundStrategy(Generic[S]):
         return found
 
     def shared(self) -> BoundStrategy[S]:
-        """Return the object that all modules with this configuration share.
+        """Return the `BoundStrategy` that all modules with the same strategy and group share.
 
         torch may reuse the name of a destroyed group for a new group. If a module of the destroyed
         group still exists, a number is appended to the keys of modules on the new group, so that
-        their keys differ from the key of the old module.
+        these keys differ from the key of the old module.
         """
         name = f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
         for number in itertools.count(1):
@@ -138,15 +140,15 @@ class BoundStrategy(Generic[S]):
         resolve: Callable[[], C],
         shared: Callable[[C, bool], Described],
     ) -> tuple[C, Comm]:
-        """Return the result of `resolve`, and a Comm for a new call on tensors on `device`.
+        """Return the result of `resolve`, and a Comm for a new call with tensors on `device`.
 
         With `check_ranks`, all ranks raise the same error in two cases: two ranks make different
         calls, or `resolve` raises an error on some rank. `shared(call, exact)` returns the
         arguments that `compare_calls` compares.
 
-        Without `check_ranks`, a call for which `resolve` raises an error gets no call number. The
-        user can correct the arguments and repeat the call. Until then, the other ranks wait for the
-        call.
+        Without `check_ranks`, a call for which `resolve` raises an error is not counted. The user
+        can correct the arguments and repeat the call. The other ranks wait until this rank repeats
+        the call.
         """
         if not self.check_ranks:
             call = resolve()
@@ -169,10 +171,10 @@ class BoundStrategy(Generic[S]):
     def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
         """Return the Comm for one pass of a call, which relays messages if `routing` requires it.
 
-        A pass is the forward or the backward of a call. Its messages depend only on `shared` and on
-        the type of `device`, which are the same on all ranks. The type of the device matters
-        because results of GPU kernels may be sent in half precision, but results of CPU kernels are
-        sent in fp32.
+        A pass is the forward or the backward of a call. The messages of the pass depend only on
+        `shared` and on the type of `device`, which are the same on all ranks. The type of the
+        device matters because results of GPU kernels may be sent in half precision, but results of
+        CPU kernels are sent in fp32.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)
@@ -210,11 +212,12 @@ def _address_of(comm: Comm) -> _Address:
 def _reconnect(address: _Address) -> Comm:
     """Return the Comm of a group in this process, given the address of a group in another process.
 
-    The address of the default group gives the default group of this process, even if its size is
-    different. If the address is that of a mesh, the default group must have the same ranks. For any
-    other address, the result is the group with the same name and ranks. If there is none, it is the
-    first group with the same ranks. If no group has these ranks, this function raises a
-    RuntimeError.
+    If the address is that of the default group, the result is the default group of this process,
+    even if the sizes of the two groups are different. If the address is that of a mesh over the
+    default group, the default group of this process must have the same ranks. For any other
+    address, the result is the group with the same name and the same ranks. If there is no group
+    with this name, the result is the first group with the same ranks. If no group has these ranks,
+    this function raises a RuntimeError.
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():

@@ -2,8 +2,8 @@
 DTensors.
 
 With tensor parallelism, each rank holds some of the heads. Attention computes each head
-independently. Each rank therefore calls attention with the heads that it holds. The group of the
-call consists of the ranks that hold the same heads of other tokens.
+independently. Each rank therefore calls attention with the heads that it holds. The group of this
+call consists of the ranks that hold the same heads of different tokens.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
     heads.
 
     If one tensor is a DTensor, all tensors must be DTensors. This function raises a ValueError if
-    the heads of a tensor are not placed like the heads of q, or if a tensor is sharded in a
-    dimension that is not the dimension of its heads.
+    the heads of a tensor are not distributed over the mesh like the heads of q, or if a tensor is
+    sharded along a dimension that is not the dimension of heads.
 
     Args:
-        tensors: for each argument name, the argument and the index of the dimension of its heads.
-            The first name must be "q". Arguments that are not tensors are returned unchanged.
+        tensors: for each argument name, the argument and the index of its dimension of heads. The
+            first name must be "q". Arguments that are not tensors are returned unchanged.
     """
     values = [x for x, _ in tensors.values()]
     if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):
@@ -115,10 +115,11 @@ def is_dtensor(x: object) -> bool:
 
 
 def local_block(x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return this rank's block of a tensor, and the index of the block's first element.
+    """Return the part of a tensor that this rank holds, and the index of the first element of the
+    part.
 
-    The result is None if `x` is a DTensor whose shard is not a block, because it is a partial sum
-    or is interleaved with the shards of other ranks.
+    The result is None if `x` is a DTensor and the part is a partial sum, or if the part is
+    interleaved with the parts of other ranks.
     """
     if not is_dtensor(x):
         return x, (0,) * x.dim()

@@ -35,8 +35,8 @@ def rank_of_all() -> tuple[int, int]:
 def members_of(group: Group | None) -> tuple[int, list[int]]:
     """Return this process's rank in a group, and the global rank of each rank of the group.
 
-    None stands for the default group. If there is no default group, None stands for this process
-    alone.
+    If `group` is None, the group is the default group. If there is no default group, the group is
+    this process alone.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, [0]

@@ -125,9 +125,10 @@ class _Wait:
 class Heartbeat:
     """The heartbeat of one rank in one group. It finds the rank at fault when a wait fails.
 
-    If the process that keeps the store hangs, a call to the store may never return. After the
-    constructor has returned, the store is therefore called only by the heartbeat's thread and by
-    `accuse`, which limits how long it waits.
+    Heartbeats communicate through the key-value store of the group. If the process that keeps the
+    store hangs, a call to the store may never return. After the constructor has returned, only the
+    thread of the heartbeat and the method `accuse` therefore call the store. `accuse` limits how
+    long it waits.
     """
 
     def __init__(
@@ -140,12 +141,13 @@ class Heartbeat:
         ask: Ask = ask_state_servers,
         clock: Clock | None = None,
     ) -> None:
-        """Write the first beat. `start` begins the rounds.
+        """Write the first beat to the store. The method `start` starts the thread that writes more
+        beats.
 
         Args:
             store: this rank's connection to the store.
-            store_lost: the cause in the error if the store is gone.
-            member: this rank and its group.
+            store_lost: the cause that an error names if the store is gone.
+            member: this rank and the group to which it belongs.
             interrupt: a function that makes all waits on the group raise an error.
             state_server: the address of this process's state server, or "" without a state server.
             ask: a function that asks state servers whether ranks are alive.
@@ -232,11 +234,10 @@ class Heartbeat:
         return cause
 
     def report(self, error: BaseException) -> None:
-        """Tell other ranks that this rank has raised an error and therefore does not join an
-        exchange.
+        """Tell other ranks that this rank has raised an error and will not join an exchange.
 
-        Other ranks see the report until this rank waits for messages again. A second report of the
-        same error has no effect.
+        Other ranks can read the report until this rank waits for messages again. A second report of
+        the same error has no effect.
         """
         # The mark is an attribute of the error, because an error cannot be a key of a weak
         # dictionary.
@@ -288,11 +289,12 @@ class Heartbeat:
                 )
 
     def _cause(self, wait: _Wait) -> str:
-        """Wait until some rank has written a verdict, and return it.
+        """Wait until some rank has written which rank is at fault, and return this text.
 
-        If no round of this heartbeat ends in time, return instead that the store is at fault. The
-        time limit counts from the start of the running round. This process may have been suspended
-        during the round, so the store always has at least a few more intervals to answer.
+        In a *round*, the heartbeat reads what other ranks have written to the store. If no round
+        ends in time, this method returns a text that says that the store is at fault. The time
+        limit counts from the start of the current round. Because this process may have been
+        suspended during the round, the store always has at least a few more intervals to answer.
         """
         with self._changed:
             wait.failed = self._urgent = True
@@ -346,11 +348,11 @@ class Heartbeat:
         return {peer: text.decode() for peer, text in zip(peers, texts, strict=True)}
 
     def _words(self) -> dict[int, str]:
-        """Return the state of the process of each silent rank, as the rank's operating system
-        reports it.
+        """Return whether the process of each silent rank is alive, stopped or gone.
 
-        A rank without a state server counts as gone after `grace_seconds` of silence. Without
-        `grace_seconds`, it counts as gone immediately.
+        The operating system of the silent rank reports this through the *state server* of the rank,
+        a small separate process. A rank without a state server counts as gone after `grace_seconds`
+        of silence, or immediately if `grace_seconds` is not set.
         """
         silent = self._witness.silent()
         servers = self._state_servers
@@ -389,8 +391,8 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
 def heartbeat_for_a_while(group: ProcessGroup, name: str, device: torch.device) -> Heartbeat:
     """Start a heartbeat for a single wait, in a group on any backend. The caller must stop it.
 
-    All ranks must call this function together, with the same `name`. The heartbeat interrupts no
-    waits, so the code that waits must read `verdict`.
+    All ranks must call this function together, with the same `name`. This heartbeat interrupts no
+    waits. The code that waits must read the property `verdict`, which says which rank is at fault.
     """
     store = PrefixStore(f"{name}/", group.get_group_store())
     return _started(group, store, device, lambda: None)
@@ -420,11 +422,10 @@ def _started(
 
 
 def close_connections(group: ProcessGroup | None) -> None:
-    """Make all waits on a gloo group raise an error, on this rank and on ranks that wait for this
-    rank.
+    """Close all connections of a gloo group, so that all waits on the group raise an error.
 
-    gloo's abort() does not end waits. When a receive times out, however, gloo closes all
-    connections of the group.
+    Waits end on this rank, and on ranks that wait for this rank. gloo's abort() does not end waits.
+    When a receive times out, however, gloo closes all connections of the group.
     """
     if group is None:
         return

@@ -43,9 +43,10 @@ class ProcessStates:
         """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, given the addresses of state
         servers.
 
-        A state server that does not answer may be slow, or the machine of the state server may be
-        gone. A rank whose state server does not answer is UNKNOWN at first, and GONE after
-        `MAX_UNANSWERED` questions.
+        The state server of a rank is a small process on the machine of the rank, which says whether
+        the process of the rank is alive. A state server that does not answer may be slow, or its
+        machine may be gone. A rank whose state server does not answer is UNKNOWN at first, and GONE
+        after `MAX_UNANSWERED` questions.
         """
         answers = self._ask(addresses, self._seconds) if addresses else {}
         self._unanswered = {
@@ -93,12 +94,12 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
 
 
 def start_state_server(host: str) -> str:
-    """Return the address of this process's state server, which listens at the network address
-    `host` of this machine.
+    """Return the address of the state server of this process.
 
-    The first call starts the state server, which ends with this process. The result is "" if the
-    state server cannot be started: outside Linux, in a frozen application, or if the machine cannot
-    start more processes.
+    The state server is a small process that tells other ranks whether this process is alive. It
+    listens at the network address `host` of this machine, is started by the first call, and ends
+    with this process. The result is "" if the state server cannot be started. This is the case
+    outside Linux, in a frozen application, or if the machine cannot start more processes.
     """
     return _start_state_server(host, os.getpid())  # a forked child needs its own state server
 

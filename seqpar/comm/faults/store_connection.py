@@ -1,6 +1,7 @@
-"""The connection of a heartbeat to its group's store.
+"""Connect a heartbeat to the key-value store of its group.
 
-A heartbeat needs more than torch's client of a store, for three reasons:
+A *heartbeat* is a thread on each rank that tells other ranks, through the store, that the rank is
+alive. It needs more than torch's client of a store, for three reasons:
 
 * If the process that keeps the store has closed the connection, the client writes a stack trace to
   stderr. The process may close the connection whenever it exits normally.
@@ -30,9 +31,10 @@ _PARTS = 10  # `answer_of` waits in this number of intervals
 
 
 class Connection:
-    """A connection to a store, with the four methods that heartbeats call.
+    """A connection to the key-value store of a group.
 
-    The methods raise a RuntimeError if the process that keeps the store is gone.
+    The methods read and write keys. They raise a RuntimeError if the process that keeps the store
+    is gone.
 
     Attributes:
         host: the address of this machine as the store sees it. Other ranks can reach this machine

@@ -25,15 +25,16 @@ class Witness:
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
     ) -> None:
-        """Create a witness that has not yet heard of any rank.
+        """Create a witness, which decides whether a rank is at fault. It has not yet read any
+        beats.
 
         Args:
-            rank: the rank that reads beats, which are counts that other ranks increase in the
-                store. In a large group, it reads only the beats of the next `MAX_WATCHED` ranks
-                that have not left, and of ranks for which it waits. Each rank is therefore watched
-                by the ranks before it, although no rank reads all beats.
+            rank: the rank that reads beats. A beat is a count in the store of the group, which each
+                living rank increases. In a large group, a rank reads only the beats of the next
+                `MAX_WATCHED` ranks that have not left, and of ranks for which it waits. Each rank
+                is therefore watched by the ranks before it, although no rank reads all beats.
             names: the name of each rank in errors.
-            interval: the seconds between two reads.
+            interval: the number of seconds between two reads.
             grace: the seconds for which a rank may be silent although its operating system says
                 that it is alive. After this time, the rank is at fault.
         """
@@ -102,24 +103,25 @@ class Witness:
         """Return the beginning of an error that says which rank is at fault and why, or "" if no
         rank is.
 
-        Before a wait has failed, a rank is at fault in three cases: its process has died or is
-        stopped; it has been silent for the grace time; or it has raised an error that this rank has
-        not raised, and this rank waits for it. A rank that has not begun or has left is not yet at
-        fault.
+        A rank is *silent* if it does not increase its count in the store of the group. Before a
+        wait has failed, a rank is at fault in three cases: its process has died or is stopped; it
+        has been silent for the grace time; or it has raised an error that this rank has not raised,
+        and this rank waits for it. A rank that has not begun or has left is not yet at fault.
 
-        After a wait has failed, these ranks are at fault too. The first rank in this list is
-        blamed:
+        After a wait has failed, further ranks may be at fault. The error names the first of these
+        ranks that exists:
 
         1. a rank that has left, if all failed waits were for this rank;
         2. a rank that has never begun;
         3. a rank that is alive but silent;
         4. a rank that is in no exchange.
 
-        If the list is empty, all ranks wait for each other. A rank counts as alive if its beat has
-        changed since the failure, or if its operating system says so. A rank that watches only some
-        ranks of its group does not judge immediately. It first gives other ranks time to find a
-        dead rank. Before it reports that all ranks wait for each other, it gives other ranks time
-        to find an idle rank.
+        If none of these ranks exists, all ranks wait for each other. A rank counts as alive if its
+        count has changed since the failure, or if its operating system says that its process is
+        alive. A rank that watches only some ranks of its group does not judge immediately. It first
+        waits for some time, in which other ranks can find a dead rank. Before it reports that all
+        ranks wait for each other, it waits for some time, in which other ranks can find a rank that
+        is in no exchange.
 
         Args:
             failed: the peers of each failed wait.

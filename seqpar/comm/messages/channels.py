@@ -1,5 +1,4 @@
-"""Communicators on NCCL: the communicator of a group, and further communicators over the same
-ranks.
+"""Make NCCL communicators for a group, so that messages need not wait for each other.
 
 A communicator runs its exchanges one after another, in the order in which they are posted. Two
 streams of messages that must not wait for each other, such as messages to the next and to the
@@ -7,7 +6,8 @@ previous rank, therefore use different communicators.
 
 Communicators use CUDA streams with high priority. On NCCL, sending a message is a small kernel. If
 the stream had normal priority and an attention kernel became ready at the same moment, the
-attention kernel could fill the GPU, and the message would wait until its end.
+attention kernel could fill the GPU, and the message would wait until the attention kernel has
+ended.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class Communicators:
         return known
 
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
-        """Return a further communicator by its name. All ranks must make the first call together,
-        because it makes the communicator.
+        """Return the further communicator with this name. The first call with a name makes it.
+
+        All ranks must make the first call together.
 
         If the group is not on NCCL, or if `join` was not called for a GPU, the result is None, and
         all messages use one communicator.
@@ -148,11 +149,11 @@ def post(
     order: Sequence[int],
     coalesced: bool,
 ) -> list[dist.Work]:
-    """Post messages, and return the handles to wait for. `order` maps each peer to its rank in the
-    process group.
+    """Post messages, and return the handles to wait for.
 
-    Receives are posted before sends. If `coalesced`, all messages become a single operation, as in
-    `dist.batch_isend_irecv`, but in an eighth of the time.
+    `order` maps each peer to its rank in the process group. Receives are posted before sends. If
+    `coalesced` is True, all messages become a single operation, as with `dist.batch_isend_irecv`,
+    which takes eight times as long to post them.
     """
     if coalesced:
         start_coalescing(group, device)

@@ -1,9 +1,9 @@
 """`Comm`: a group of ranks, and the exchange of messages in it.
 
-All messages of seqpar are sent by `Comm.exchange`. An *exchange* is the messages that a rank posts
-together: those that it sends, and those that it receives. The rank waits for them later. A *peer*
-is another rank of the group. On gloo, an exchange is 3 to 6 times as fast as the collectives
-all_gather and reduce_scatter.
+All messages of seqpar are sent by `Comm.exchange`. In an *exchange*, a rank posts several messages
+together: the messages that it sends, and the messages that it receives. The rank waits for these
+messages later. A *peer* is another rank of the group. On gloo, exchanges are 3 to 6 times as fast
+as the collectives all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pending:
         check: Callable[[], None] | None = None,
         error_of: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """Keep posted messages until they are complete.
+        """Store messages that were posted, and wait for them later.
 
         Args:
             works: the handles that the backend returned.
@@ -96,7 +96,7 @@ class Arriving:
 
 
 class Comm:
-    """A group of ranks, as one of the ranks sees it.
+    """A group of ranks, with which one of these ranks sends and receives messages.
 
     Attributes:
         name: the name of the group, which is the same on all ranks.
@@ -198,7 +198,8 @@ class Comm:
         """Raise a ValueError if a different thread is making a call on this group now.
 
         Without this check, each of the two calls could receive messages of the other call. If other
-        ranks wait for messages of the refused call, they raise a PeerError with this reason.
+        ranks wait for messages of the refused call, these ranks raise a PeerError that contains the
+        message of the ValueError.
         """
         if self.size == 1:
             yield
@@ -250,7 +251,7 @@ class Comm:
         communicator runs all of its messages in order. All ranks make this communicator together
         when they first request `name`. All ranks must therefore request the same names in the same
         order, before the first message of a call. A communicator takes a few hundred MB of memory
-        on each GPU, and is freed with the group.
+        on each GPU, and is freed when the group is freed.
 
         On gloo, messages do not wait for each other, so this method returns this Comm itself.
         `sent_bytes` of this Comm counts the messages of the new Comm too.
@@ -431,9 +432,9 @@ class Comm:
         """Return the tensors `x` of all ranks, in the order of the ranks. The tensors must have the
         same shape.
 
-        Each of P ranks sends ⌈log₂ P⌉ messages, which together are P − 1 times as large as x.
-        Outside a call, this function makes a call of its own. The messages are sent even if the
-        hook `skip_messages` is set.
+        Each of P ranks sends ⌈log₂ P⌉ messages, which together are P − 1 times as large as x. If no
+        call of attention is running, the exchange counts as a separate call. The messages are sent
+        even if the hook `skip_messages` is set.
 
         The algorithm is from Bruck et al., "Efficient Algorithms for All-to-All Communications"
         (1997), section 4.

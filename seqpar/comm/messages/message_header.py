@@ -1,7 +1,7 @@
-"""Headers, which prevent a rank from mistaking a message of one call for a message of another call.
+"""Send headers, so that a rank never takes a message of one call for a message of another call.
 
 An exchange has a name: the number of its call, its strategy with "forward" or "backward", and its
-step. On gloo, a rank sends a *header* to each peer of an exchange, even if it only receives
+step. On gloo, a rank sends a *header* to each peer of an exchange, even if the rank only receives
 messages from the peer. The header contains the name of the exchange, a digest of the call's
 arguments, and the sizes and dtypes of the messages in both directions.
 
@@ -61,7 +61,8 @@ class CallNumbers:
     """
 
     def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
-        """Number a new call, or restore the `numbers` that `as_tensor` returned.
+        """Give a new call its numbers, or restore the `numbers` of a call that `as_tensor`
+        returned.
 
         Args:
             calls: the counts of earlier calls. `calls[rank]` counts all calls of this rank.
@@ -93,11 +94,12 @@ class CallNumbers:
         return self._numbers[peer]
 
     def as_tensor(self) -> Tensor:
-        """Return the numbers as the bits of a float64 tensor, (ranks,) on the CPU.
+        """Return the numbers of a call as the bits of a float64 tensor, (ranks,) on the CPU.
 
         The operator of a forward returns this tensor, and the backward receives it.
-        `torch.library.opcheck` requires that the results of two equal calls agree. Call numbers
-        differ, but as floats they are below 1e-300, so they differ by less than any tolerance.
+        `torch.library.opcheck` requires that the results of two equal calls agree. The numbers of
+        two calls differ, but as floats they are below 1e-300, so they differ by less than any
+        tolerance.
         """
         # Integers, or the shape of an empty tensor, would differ between two equal calls. A table
         # in Python could not distinguish two calls whose backwards run in any order. A tensor that

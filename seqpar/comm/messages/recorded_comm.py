@@ -1,4 +1,4 @@
-"""Exchanges of messages as steps of a recording (`seqpar.core.recording`)."""
+"""Record exchanges of messages as steps of a recording (`seqpar.core.recording`)."""
 
 from __future__ import annotations
 

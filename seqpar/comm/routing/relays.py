@@ -1,11 +1,12 @@
 """Post the messages of a pass, including messages that this rank relays for other ranks.
 
-`routing.py` decides which messages a rank relays. To decide this, a rank must know the messages
-between its node and other nodes. The ranks of a node tell each other the sizes of these messages,
-in each exchange of a pass. Later passes of the same *kind* reuse these sizes. Two passes are of the
-same kind if both are forwards, or both backwards, of calls that differ only in the values of
-tensors. All ranks make the same exchanges in the same order, even if they have no messages in some
-of them. The index of an exchange in the pass therefore identifies it on all ranks.
+A *pass* is the forward or the backward of a call. `routing.py` decides which messages a rank
+relays. To decide this, a rank must know the sizes of the messages between its node and other nodes.
+In each exchange of a pass, the ranks of a node therefore tell each other the sizes of their
+messages. Later passes of the same *kind* reuse these sizes. Two passes are of the same kind if both
+are forwards, or both backwards, of calls that differ only in the values of tensors. All ranks make
+the same exchanges in the same order, even if a rank has no messages in some exchanges. The index of
+an exchange in the pass therefore identifies the exchange on all ranks.
 
 A relayed message makes several hops. NCCL runs exchanges in the order in which they are posted, so
 on NCCL a rank posts all hops at once. On gloo, a thread posts a hop when the previous hop has
@@ -38,10 +39,11 @@ _MAX_KEPT_PASSES = 128
 class Relays:
     """The messages that one rank of a group relays for other ranks.
 
-    The sizes of messages are stored for each kind of pass. All ranks make the same calls, so they
-    delete stored kinds in the same order. If one rank deleted a kind earlier than other ranks, it
-    would wait for sizes that the other ranks do not send. Kinds are therefore not stored in
-    layouts, which ranks free at different times.
+    Two passes are of the same *kind* if both are forwards, or both backwards, of calls that differ
+    only in the values of tensors. The sizes of messages are stored for each kind of pass. All ranks
+    make the same calls, so they delete stored kinds in the same order. If one rank deleted a kind
+    earlier than other ranks, it would wait for sizes that the other ranks do not send. Kinds are
+    therefore not stored in layouts, which ranks free at different times.
     """
 
     def __init__(self, nodes: Nodes) -> None:

@@ -2,8 +2,9 @@
 
 The method is the routing layer in "Zeppelin: Balancing Variable-Length Workloads in Data Parallel
 Large Model Training" (2025). Without routing, a message of n bytes to a rank on another node uses
-only the sender's NIC, while other NICs of the node may be idle. It takes n·b_between seconds, where
-b is the seconds per byte within or between nodes.
+only the sender's NIC, while other NICs of the node may be idle. The message takes n·b_between
+seconds. b_between is the time per byte between nodes, and b_inside is the time per byte within a
+node.
 
 With routing over x NICs, the message is cut into x *pieces*, one for each NIC. A piece makes up to
 three hops: from the sender to a *proxy*, which is a rank of the sender's node that uses the piece's
@@ -11,21 +12,21 @@ NIC; from this proxy to a proxy in the receiver's node; and from there to the re
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
-seconds. The time is less than n·b_between if b_between > 2·b_inside. The factors (x − 1)/x are
-there because the sender and the receiver are proxies for their own NICs, so one of the x pieces has
-no hops within nodes.
+seconds. The time is less than n·b_between if b_between > 2·b_inside. The sender and the receiver
+are proxies for their own NICs, so one of the x pieces makes no hops within nodes. The first term
+and the last term therefore have the factor (x − 1)/x.
 
-There are two differences from the paper. First, the paper divides each message separately. This
-file divides all messages of an exchange between two nodes together. If the messages load all NICs
-about equally, they are sent directly. If they do not, messages are cut so that each NIC carries at
-most the mean number of bytes. A NIC preferably carries messages of the ranks that use it. A piece
-uses NICs with the same index in both nodes, because networks often connect the NICs of one index
-with a switch.
+There are two differences from the paper. First, the paper divides each message separately. In this
+file, the sum of all messages that one exchange sends between two nodes is divided evenly. If the
+messages load all NICs about equally, they are sent directly. If the messages load NICs unequally,
+they are cut so that each NIC carries at most the mean number of bytes. A NIC preferably carries
+messages of the ranks that use this NIC. A piece uses NICs with the same index in both nodes,
+because networks often connect the NICs of one index with a switch.
 
-Second, long pieces are cut into c *chunks*. A proxy sends a chunk while it receives the next one:
+Second, long pieces are cut into c *chunks*. A proxy sends a chunk while it receives the next chunk:
 the first hop of the second chunk is posted together with the second hop of the first chunk. NICs
-between nodes are therefore busy nearly all the time, and only about 1/c of the time within nodes in
-the formula remains.
+between nodes are therefore busy nearly all the time. In the formula, the two terms with b_inside
+shrink to about 1/c.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _MAX_CHUNKS = 8  # more chunks of a piece would cost too much latency
 
 @dataclass(frozen=True)
 class Routing:
-    """How messages between nodes are sent; the argument `routing` of modules.
+    """How messages between nodes are sent. Pass it to a module as the argument `routing`.
 
     All nodes must have the same number of ranks. Communication within a node should be faster than
     between nodes. Each rank uses one NIC, and several neighbouring ranks may use the same NIC. The
-    group's backend chooses the NIC: NCCL the nearest one, gloo the one of `GLOO_SOCKET_IFNAME`.
-    Because ranks relay messages of other ranks, all ranks must make each call, and must make its
-    layouts in the same way.
+    group's backend chooses the NIC: NCCL uses the nearest NIC, and gloo uses the NIC that
+    `GLOO_SOCKET_IFNAME` names. Because ranks relay messages of other ranks, all ranks must make
+    each call, and must make its layouts in the same way.
 
     Args:
         node_size: the number of ranks in a node. The ranks of a node must be consecutive. Ranks of
@@ -137,15 +138,14 @@ def divided(
 ) -> list[tuple[int, tuple[int, int], int]]:
     """Divide the messages from one node to another node evenly among the NICs of the nodes.
 
-    If messages load the NICs nearly evenly, they are not cut, and are sent directly. If they do
-    not, they are cut into pieces, so that no NIC carries more than an equal share of the bytes. A
-    piece uses NICs with the same index in both nodes. A piece of a message preferably uses the NICs
-    of its sender and its receiver.
+    If the messages already load the NICs nearly evenly, they are not cut, and are sent directly. If
+    some NICs would carry many more bytes than other NICs, messages are cut into pieces, so that no
+    NIC carries more than an equal share of the bytes. A piece uses NICs with the same index in both
+    nodes. A piece of a message preferably uses the NICs of its sender and its receiver.
 
     Args:
         sizes: the size of each message.
-        used: for each message, the indices of the two NICs that it would use if it was sent
-            directly.
+        used: for each message, the indices of the two NICs that a direct message would use.
         nics: the number of NICs per node.
 
     Returns:
@@ -217,11 +217,11 @@ class Relaying(NamedTuple):
 
     @classmethod
     def of(cls, nodes: Nodes, rank: int, known: dict[int, Ends]) -> Relaying:
-        """Return the messages and pieces that a rank sends, receives and relays in an exchange.
+        """Return the messages that a rank sends, receives and relays in an exchange.
 
-        `known` has, for each rank of this node, the messages between this rank and other nodes. The
-        sender's node and the receiver's node both know a message, and process its pieces in the
-        same order.
+        `known` has, for each rank of this node, the messages between that rank and other nodes.
+        Both the node that sends a message and the node that receives it know the message. If the
+        message is cut into pieces, the ranks of both nodes process the pieces in the same order.
         """
         hops = [RelayHop([], [])]
         held: list[tuple[int, torch.dtype]] = []
@@ -257,10 +257,11 @@ class _Message(NamedTuple):
 def _pieces(
     nodes: Nodes, messages: Iterable[_Message]
 ) -> Iterator[tuple[_Message, tuple[int, int], int, int, int]]:
-    """Yield the chunks of all pieces, in an order that is the same on both nodes of each message.
+    """Yield the chunks of all messages, in an order that is the same on both nodes of each message.
 
-    A chunk is (message, indices of the two NICs, index of the chunk in its piece, start, stop). The
-    chunk has the elements start … stop − 1 of the message.
+    A message is cut into pieces, which are sent through different NICs, and a piece is cut into
+    chunks. A chunk is (message, indices of the two NICs, index of the chunk in its piece, start,
+    stop). The chunk has the elements start … stop − 1 of the message.
     """
     by_nodes: dict[tuple[int, int], list[_Message]] = {}
     for message in messages:
