@@ -1,7 +1,7 @@
 """The strategies, one file per published method. The import of this package registers all
 strategies.
 
-Start with `ring.py`, the shortest strategy. `registry.py` has `make_attention`.
+Start with `ring.py`, the shortest strategy. `registry.py` has the function `make_attention`.
 """
 
 from seqpar.strategies.all_gather import AllGatherAttention

@@ -26,12 +26,13 @@ class AllGather(KeyStrategy):
         return ranks
 
     def distances(self, ranks: int) -> Distances:
-        """Return the distances of each step. In a step with distance d, rank r receives keys of
-        rank r − d.
+        """Return the distances of each step. With the distance d, rank r receives keys of rank r −
+        d.
 
-        Steps are chosen so that computation hides the messages. In the first step, a rank receives
-        keys from one rank. In the following steps, the number of ranks per step doubles (1, 2, 4,
-        …), and at the end it is halved (…, 4, 2, 1). While the first keys arrive, and while the
+        Distances are divided into steps so that messages are sent while ranks compute. In the first
+        step, a rank receives keys from one rank. In the following steps, the number of ranks from
+        which it receives keys doubles from step to step (1, 2, 4, …). In the last steps, this
+        number is halved from step to step (…, 4, 2, 1). While the first keys arrive, and while the
         last gradients return, a rank computes with its own keys. While a rank computes with the
         keys of n ranks, it receives the keys of the next step, which come from at most 2n ranks.
         """
@@ -55,19 +56,21 @@ class AllGatherAttention(Attention):
     they have arrived. There are about 2·log₂ P exchanges. See `Attention` for the call, which all
     strategies share.
 
-    The options `message_dtype`, `gradient_dtype` and `deterministic="ranks"`, the bytes, the
-    messages, and the two halves of backward are as in `RingAttention`, with two differences:
+    The options `message_dtype`, `gradient_dtype` and `deterministic="ranks"` are as in
+    `RingAttention`. The bytes, the messages, and the two halves of backward are also as in
+    `RingAttention`, with two differences:
 
     * The rank that holds the keys adds gradients in the order of the exchanges.
-    * If the keys of several ranks arrived in one exchange, contributions to their gradients are
-      sent in the accumulator's dtype. Then w is 4 (8 for fp64).
+    * If the keys of several ranks arrived in one exchange, contributions to the gradients of these
+      keys are sent in the accumulator's dtype. In the formulas of `RingAttention`, w is 4 (8 for
+      fp64) for these contributions.
 
-    Memory for a group of heads: a rank holds all keys and values to which its queries attend, while
-    Ring holds the keys and values of two ranks. In backward, a rank also holds fp32 gradients of
-    its own tokens, fp32 gradients of the keys of two exchanges, and the gradients that arrive for
-    its own keys. On a GPU with packed documents, a kernel call also reads a copy of the keys and
-    values of an exchange. In forward, this copy may contain some keys and values twice. In return
-    for this memory, AllGather waits less often than Ring and starts larger kernels.
+    Memory for a group of heads: a rank holds all keys and values to which its queries attend. In
+    Ring, a rank holds the keys and values of two ranks. In backward, a rank also holds fp32
+    gradients of its own tokens, fp32 gradients of the keys of two exchanges, and the gradients that
+    arrive for its own keys. On a GPU with packed documents, a kernel call also reads a copy of the
+    keys and values of an exchange. In forward, this copy may contain some keys and values twice. In
+    return for this memory, AllGather waits less often than Ring and starts larger kernels.
 
     The method is from "The Llama 3 Herd of Models" (2024), section 3.3.2, and Sun et al., "LASP-2"
     (2025), section 3.3.

@@ -177,12 +177,11 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         return name, getattr(self, name), self.tolerance
 
     def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
-        """Return the groups of heads that are sent one after another. They are the same on all
-        ranks.
+        """Return the groups of heads that are sent one after another, which are equal on all ranks.
 
-        Forward has a single group, because forward has two parts, between which a caller may do
-        other work. With one group, the first part posts all messages of the queries and keys, so
-        that they are sent during that work.
+        Forward has a single group. Forward consists of two parts, between which a caller may do
+        other work. With a single group, the first part posts all messages with queries and keys, so
+        that these messages are sent during the other work.
         """
         if direction == "backward":
             rows = call.layout.worst_case.most_tokens * call.shape.batch
@@ -222,10 +221,11 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Return the tasks of the default plan. Every rank makes the same plan, without messages.
+    """Return the tasks into which a call is cut if the user gives no plan, and their ranks.
 
-    The plan estimates times with the costs of an H100. The plan also balances the work of GPUs with
-    different costs.
+    A *task* is attention of some queries over some keys of one document, which one rank computes.
+    Every rank makes the same plan, without messages. The plan estimates times with the costs of an
+    H100. It also balances the work of GPUs with different costs.
     """
     s = call.shape
     heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # in a mesh, a rank may have no heads
@@ -257,8 +257,8 @@ class DisaggregatedAttention(SplitAttention):
         check_ranks, deterministic, routing: as in `Attention`. With a pool, routing must be None.
         plan: the tasks and their servers, as a `seqpar.layout.tasks.tasks.TaskRectangles`, or a
             function that returns one. The function is called with the geometry of the queries, the
-            geometry of the keys, and the mask. It must return the same tasks on all ranks. Each
-            pair that the mask allows must be in exactly one task. Otherwise a call raises a
+            geometry of the keys, and the mask. The function must return the same tasks on all
+            ranks. If a pair that the mask allows is in no task or in several tasks, a call raises a
             ValueError before it sends anything. By default `seqpar.balance.disaggregate` makes the
             plan, with the costs of an H100.
         keep: with "home", the default, backward sends q, k and v to the servers again. With
@@ -294,10 +294,10 @@ class DisaggregatedAttention(SplitAttention):
     Messages: in each stage, a server receives one message with queries and one message with keys,
     and returns one message with results. In backward, a server receives two messages with queries.
     The first message has q and dout, and the second message has lse and the other statistics. If
-    queries of several stages attend to one key, this key is sent in a separate message, because its
-    gradients return later. In backward, heads are sent in g groups, and each group has its own
-    messages. There is one group for each 4,096 query rows of the rank with the most rows, but at
-    most one per KV head. `traffic` returns the number of messages.
+    queries of several stages attend to one key, this key is sent in a separate message, because the
+    gradient of the key returns later. In backward, heads are sent in g groups, and each group has
+    its own messages. There is one group for each 4,096 query rows of the rank with the most rows,
+    but at most one per KV head. `traffic` returns the number of messages.
 
     Memory in addition to inputs and results, in bytes. A rank receives m query rows and n key rows
     of other ranks. It sends m' of its query rows. It sends its key rows n' times in total.
@@ -327,11 +327,11 @@ class DisaggregatedAttention(SplitAttention):
     * backward, from the server: m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e.
 
     `traffic` has a row for each task. The step of the row is the index of the task. The peer is −1,
-    because any server may compute the task. `sent_bytes` counts a task once, even if the task was
-    sent several times. In addition to inputs and results, memory holds requests until they are
-    answered, results that have arrived, and the partial or the fp32 gradients above. Results are
-    merged in the order of the tasks, and gradients are added in the same order. A training step
-    therefore has the same bits with any servers of the same hardware. A call raises a
+    because any server may compute the task. `sent_bytes` counts the bytes of a task once, even if
+    the task was sent several times. In addition to inputs and results, memory holds requests until
+    they are answered, results that have arrived, and the partial or the fp32 gradients above.
+    Results are merged in the order of the tasks, and gradients are added in the same order. A
+    training step therefore has the same bits with any servers of the same hardware. A call raises a
     `ServersError` if the pool is closed, or if neither a server nor this process has computed a
     task within the deadlines.
 

@@ -64,8 +64,10 @@ TRANSPORTS = (LASP2.transport, ZeCO.transport)
 class GatheredStates:
     """The exchange of states in one forward or one backward.
 
-    A *station* is a position at which this rank needs a sum of states. `post` sends the states of
-    this rank to the ranks that need them. `wait` returns the sum for each station of this rank.
+    A *state* is a matrix for each head, which summarises tokens of a document. At some positions of
+    documents, a rank needs the sum of the states of all earlier tokens. These positions are called
+    *stations*. `post` sends the states of this rank to the ranks that need them. `wait` returns the
+    sum for each station of this rank.
     """
 
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:
@@ -115,9 +117,9 @@ class LASP2Attention(LinearModule):
     than 4 spans of a document, and these spans have on average fewer than D·Dv·e / ((D + Dv)·b)
     tokens, where b is the number of bytes of an element of q.
 
-    Kept for backward are q, k, v, and a state for each span that does not begin its document. With
-    `initial_state`, a state is kept for each span. With `causal=False`, a state is kept for each
-    document of which the rank has tokens.
+    Forward keeps for backward q, k, v, and a state for each span that does not begin its document.
+    With `initial_state`, a state is kept for each span. With `causal=False`, a state is kept for
+    each document of which the rank has tokens.
 
     `transport="all_gather"`: ranks send states in one exchange. The exchange is posted before a
     rank computes with its own tokens, and this computation hides the exchange. In forward, rank r
@@ -136,9 +138,9 @@ class LASP2Attention(LinearModule):
     state, of S bytes, to all other ranks in forward, so that all ranks have the same bits. Final
     states are sent in a separate exchange, which is step 1 in traffic and traces. The last
     computation of forward hides this exchange. Backward then begins with the gradients of the final
-    states, which all ranks have. With "all_gather", r also sends S bytes to each rank p that has
-    tokens of a document, if r has no tokens of the document after p's last token. With "scan", each
-    rank also sends S bytes to the rank that holds the last token of each document.
+    states, which all ranks have. With "all_gather", rank r also sends S bytes to each rank p that
+    has tokens of a document, if r has no tokens of the document after p's last token. With "scan",
+    each rank also sends S bytes to the rank that holds the last token of each document.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the

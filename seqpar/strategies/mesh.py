@@ -10,8 +10,8 @@ A rank receives queries of C − 1 ranks and keys of R − 1 ranks. In Ring, a r
 
 This strategy differs from the paper in two points. In the paper, ranks pass queries and keys on
 along rings. Here, the rank that holds a query or a key sends it directly, and only to ranks that
-need it. A rank also leaves some of the work with its own queries and keys for the end, so that this
-work hides the arrival of the last results.
+need it. A rank also computes some of the attention of its own queries over its own keys at the end,
+while the last results arrive.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class MeshAttention(Attention):
             accumulator's dtype, and so does dq on meshes with several rows.
 
     A rank first posts all exchanges of keys in its column, and computes attention of its own
-    queries over these keys as they arrive. The rank holds the keys until the end. Then the queries
-    of the other ranks in its row arrive, one rank after another. While a rank computes with the
-    queries of one rank, the results of the preceding rank return in the other direction of the
-    links. Some work with the rank's own queries is left for the end. This work hides the arrival of
-    the last results and, in backward, of the last dk and dv. The rank that holds a query merges its
-    results, or adds its gradients, in fp32 in the order of the steps.
+    queries over these keys as they arrive. The rank holds the keys until the end of the pass. After
+    that, the queries of the other ranks in its row arrive, one rank after another. While a rank
+    computes with the queries of one rank, the results of the preceding rank return in the other
+    direction of the links. Some work with the rank's own queries is left for the end. This work
+    hides the arrival of the last results and, in backward, of the last dk and dv. The rank that
+    holds a query merges its results, or adds its gradients, in fp32 in the order of the steps.
 
     Bytes sent by rank r. m(r, s) is the number of query rows of r that attend to some key in the
     column of rank s. n(r, s) is the number of key rows of r to which some query in the row of rank
@@ -214,10 +214,11 @@ def row_bytes(
     gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of one row: of queries, of their results, of keys, and of gradients of keys.
+    """Return how many bytes are sent for one row of queries, results, keys and gradients of keys.
 
-    If `backward` is True, the numbers are sums over forward and backward. If it is False, they are
-    the bytes of forward alone, and the number for gradients is 0.
+    A row is one token. There is one number for each of these four tensors. If `backward` is True,
+    the numbers are sums over forward and backward. If `backward` is False, the numbers are the
+    bytes of forward, and the number for gradients is 0.
     """
     heads, dims = shape.heads, (shape.dim, shape.value_dim)
     b, e = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
@@ -238,11 +239,11 @@ def _best(ranks: int, sizes: tuple[int, int, int, int], causal: bool) -> tuple[i
 
 
 def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal: bool) -> Ints:
-    """Return the bytes that each rank sends for one document in a zigzag layout, per row of a
-    chunk.
+    """Return the bytes that each rank sends for one document in a zigzag layout.
 
-    Each rank holds two chunks of the document, an early chunk and a late chunk. Under a causal
-    mask, the following rules hold:
+    Each rank holds two chunks of the document, an early chunk and a late chunk. The result is the
+    number of bytes divided by the number of tokens of a chunk. Under a causal mask, the following
+    rules hold:
 
     * All ranks have queries that attend to the early chunk of a rank's keys.
     * Only ranks with lower numbers have queries that attend to the late chunk of a rank's keys.

@@ -1,9 +1,10 @@
 """Recurrent attention, such as Gated DeltaNet or Mamba-2, across ranks.
 
 A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
-function from the state before the span to the state after the span. Ranks exchange maps, and
-compose the maps along each document. The loop `lasp2` of docs/internals/in_300_lines.md shows the
-idea for states. The code is in `seqpar/linear/maps/`.
+function from the state before the span to the state after the span. A *state* is a matrix for each
+head, which summarises the tokens of a document so far. Ranks exchange maps, and compose the maps
+along each document. The loop `lasp2` of docs/internals/in_300_lines.md shows the idea for states.
+The code is in `seqpar/linear/maps/`.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class RecurrentAttention(LinearModule):
     than 4 spans of a document, and these spans have on average fewer than (K·V + a)·e / ((K + V)·b)
     tokens, where b is the number of bytes of an element of q.
 
-    Kept for backward are the inputs, and a state for each span that does not begin its document.
-    With `initial_state`, a state is kept for each span. Backward sends as many bytes as forward, in
-    the other direction.
+    Forward keeps for backward the inputs, and a state for each span that does not begin its
+    document. With `initial_state`, a state is kept for each span. Backward sends as many bytes as
+    forward, in the other direction.
 
     `transport="all_gather"`: ranks send maps in one exchange. The exchange is posted before a rank
     computes with its own tokens, and this computation hides the exchange. A rank sends the map of
@@ -84,10 +85,10 @@ class RecurrentAttention(LinearModule):
     links and few ranks.
 
     `transport="tree"`: maps are composed by recursive doubling. If a document has n spans, there
-    are ⌈log₂ n⌉ steps. In step d, the rank with span i sends m bytes to the rank with span i + 2ᵈ.
-    It sends s bytes instead if i < 2ᵈ. In each step, a rank composes two maps for each of its
-    spans. A rank holds at most about seven maps per span, for any number of ranks. Use "tree" with
-    many ranks.
+    are ⌈log₂ n⌉ steps. In step d, the rank with span i sends m bytes to the rank with span i + 2ᵈ
+    if i ≥ 2ᵈ, and s bytes if i < 2ᵈ. In each step, a rank composes two maps for each of its spans.
+    A rank holds at most about seven maps per span, for any number of ranks. Use "tree" with many
+    ranks.
 
     The kinds "linear" and "constant_decay" send maps only with "tree". With "all_gather" and
     "scan", they send the messages of `LASP2Attention`, and the rules of `LASP2Attention` for
@@ -210,10 +211,10 @@ class RecurrentAttention(LinearModule):
     ) -> tuple[Tensor, Tensor]:
         """Continue each of N documents by one or several tokens. Return out and the next state.
 
-        The method is plain PyTorch and sends nothing. q, k and v are (N, heads, dim), or (N, t,
-        heads, dim) for t tokens. `log_decay` and `beta` have the same leading dimensions. The state
-        (N, H, K, V) comes from a call with `return_state` or from an earlier step.
-        `seqpar.linear.decode.decode_step` lists the errors.
+        The method is implemented in plain PyTorch, and sends nothing. q, k and v are (N, heads,
+        dim), or (N, t, heads, dim) for t tokens. `log_decay` and `beta` have the same leading
+        dimensions. The state (N, H, K, V) comes from a call with `return_state` or from an earlier
+        step. `seqpar.linear.decode.decode_step` lists the errors.
         """
         return decode_step(self.kind.name, Inputs(q, k, v, log_decay, beta), state, scale)
 

@@ -45,7 +45,7 @@ class RingAttention(Attention):
     * `message_dtype`: with `torch.int8` or `torch.float8_e4m3fn`, keys and values are sent in 8
       bits, with B·Hkv·(D + Dv + 8) bytes per row. The error of results is about 0.3% with int8 and
       1.5% with e4m3. For rows with outliers, e4m3 is better than int8 (docs/internals/numerics.md).
-      With None, the default, keys and values are sent in their own dtype.
+      With None, the default, keys and values are sent in the dtypes that they have.
     * `gradient_dtype`: with `torch.bfloat16`, all contributions to dk and dv are sent in 2 bytes
       per element. The error of an element is then at most 1/256 of the sum of the absolute values
       of other ranks' contributions.
@@ -60,9 +60,9 @@ class RingAttention(Attention):
     * forward: Σ n(p, r)·S·b;
     * backward: Σ n(p, r)·S·b again, and Σ n(r, p)·S·w.
 
-    w is equal to b if one call of FlashAttention computed the contribution to the keys of a rank.
-    Otherwise w is 4 (8 for fp64). On contiguous and zigzag layouts without a window, one call
-    computes each contribution. The bits of results do not depend on w.
+    If one call of FlashAttention computed the contribution to the keys of a rank, w is equal to b.
+    In all other cases, w is 4 (8 for fp64). On contiguous and zigzag layouts without a window, one
+    call computes each contribution. The bits of results do not depend on w.
 
     Messages: for each group of heads, one message with keys and values to each other rank, and in
     backward a second message with the gradients of keys and values. A rank with many rows computes

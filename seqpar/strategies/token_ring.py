@@ -2,9 +2,9 @@
 
 In step s, rank r computes attention of the queries of rank r − s over its own keys. During this
 computation, the queries of the next step arrive, and the results of the preceding step are sent
-back. Queries and results use separate exchanges. If one exchange had both, results would be sent
-one step later. The loop `token_ring` of docs/internals/in_300_lines.md shows the idea. The code is
-in `seqpar/softmax/queries/`.
+back. Queries and results are sent in separate exchanges. If one exchange contained both, results
+would be sent one step later. The loop `token_ring` of docs/internals/in_300_lines.md shows the
+idea. The code is in `seqpar/softmax/queries/`.
 
 The paper has no backward. In our backward, q, dout, lse and delta are sent, dq returns, and dk and
 dv stay on their ranks. A rank leaves half of the work with its own queries for the end, so that
@@ -52,8 +52,8 @@ class TokenRingAttention(Attention):
             accumulator's dtype.
 
             * None, the default, adds no error. Results that one call of FlashAttention computed
-              then return in q's dtype. All other results return in the accumulator's dtype, fp32
-              (fp64 for fp64).
+              return in q's dtype. All other results return in the accumulator's dtype, which is
+              fp32 (fp64 for fp64).
             * torch.bfloat16 with bf16 inputs rounds each partial output once more, to the dtype of
               the result. The RMS error of out is at most √2 times that of one device. With 2 to 16
               ranks and 1,024 tokens, the measured error of out was 1.08 to 1.24 times that of one
@@ -81,9 +81,9 @@ class TokenRingAttention(Attention):
 
     Memory in addition to inputs and results, in bytes, if T local rows all attend to keys of every
     rank. A rank holds two blocks of a peer's queries. If the queries that the rank sends are
-    copied, the copy is a third block, and c is 1. Otherwise c is 0. A rank holds three blocks of
-    results: one block is sent, one block returns, and one block is computed or merged. For many
-    rows, g grows with the rows, so only the terms that are not divided by g grow.
+    copied, the copy is a third block, and c is 1. If they are not copied, c is 0. A rank holds
+    three blocks of results: one block is sent, one block returns, and one block is computed or
+    merged. For many rows, g grows with the rows, so only the terms that are not divided by g grow.
 
     * forward: B·T·Hq·(4·Dv + 8 + ((2 + c)·D·b + 3·(Dv·w + 4) + 8)/g);
     * backward: B·T·Hq·(4·D + 16 + ((2 + c)·((D + Dv)·b + 8) + 3·D·d)/g), and dk and dv in fp32.

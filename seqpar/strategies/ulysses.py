@@ -77,12 +77,12 @@ class Ulysses(Strategy):
         return self.inner or ranks
 
     def heads(self, ranks: int, q_heads: int, kv_heads: int) -> HeadGroups:
-        """Return the heads of each rank of a row, divided into groups.
+        """Return the heads that each rank of a mesh row computes, divided into groups.
 
-        If the mesh has several rows, all query heads of a KV head are in one group, because
-        otherwise the KV head would be sent once per group. With `deterministic="ranks"`, all query
-        heads of a KV head are on one rank, because the gradient of the KV head must be summed over
-        its query heads in one fixed order.
+        If the mesh has several rows, all query heads of a KV head are in one group. If they were in
+        several groups, the KV head would be sent once for each group. With `deterministic="ranks"`,
+        all query heads of a KV head are on one rank, because the gradient of the KV head must be
+        summed over its query heads in one fixed order.
         """
         inner, whole = self.merged_size(ranks), self.rank_invariant
         divided = inner, q_heads, kv_heads, self.head_groups
