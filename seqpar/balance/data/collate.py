@@ -62,8 +62,8 @@ def collate(
             documents have labels of −100. By default, it is the number of all tokens except the
             last token of each document.
         per_token: the further keys whose values have one entry per token. By default, these are all
-            keys whose values have as many entries as their documents have tokens, possibly by
-            chance.
+            keys of which each value has as many entries as the value's document has tokens, even if
+            the numbers are equal only by chance.
 
     Raises a ValueError that names a document whose length differs from the plan.
     """

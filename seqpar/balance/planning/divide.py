@@ -112,10 +112,10 @@ def steps_of_epoch(
 ) -> list[Ints]:
     """Return the documents of each step of an epoch: all documents once, in random order.
 
-    A step has the next documents of this order, as many as fit into `tokens` tokens. If `deferral`
-    is above 0, the documents of `deferral` + 1 consecutive steps are afterwards distributed evenly
-    over these steps. Documents are sorted by hashes, so that the order is the same with every
-    version of numpy.
+    Each step takes the next documents in this order, until the following document would exceed
+    `tokens` tokens. If `deferral` is above 0, the documents of `deferral` + 1 consecutive steps are
+    afterwards distributed evenly over these steps. Documents are sorted by hashes, so that the
+    order is the same with every version of numpy.
     """
     of_epoch = int(mix(np.array([epoch]), seed)[0])
     order = np.argsort(mix(np.arange(lengths.size), of_epoch), kind="stable")

@@ -31,8 +31,8 @@ def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
     moved in the least time.
 
     Each of the P ranks has ⌊T/P⌋ or ⌈T/P⌉ of the T tokens. `layout.remap(x,
-    to=token_balanced(layout, cluster), group)` moves as few tokens as possible, and as many of them
-    as possible inside nodes. A rank that sends tokens keeps its first tokens. `cluster` can be the
+    to=token_balanced(layout, cluster), group)` moves as few tokens as possible, and as few tokens
+    as possible between nodes. A rank that sends tokens keeps its first tokens. `cluster` can be the
     name of a preset.
 
     Raises a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
