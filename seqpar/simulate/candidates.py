@@ -40,8 +40,9 @@ def candidates(
     strategy comes first.
 
     With the strategy "usp", all ranks in one row of the mesh are in the same node. With the
-    strategy "mesh", queries are sent within rows, and keys within columns. Rows that are much
-    longer than columns are left out, because a query has at least as many bytes as a key.
+    strategy "mesh", queries are sent within rows, and keys within columns. With longer rows, more
+    queries and fewer keys are sent, and a query has at least as many bytes as a key. Meshes whose
+    rows are much longer than the columns are therefore left out.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     made = []

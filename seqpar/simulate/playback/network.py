@@ -73,7 +73,8 @@ class Hardware:
         or cores that it uses.
 
         If `played_end` is "source", only the ports, NICs, links and cores of the sender are
-        returned. If `played_end` is "target", only those of the receiver are returned.
+        returned. If `played_end` is "target", only the ports, NICs, links and cores of the receiver
+        are returned.
         """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency

@@ -95,7 +95,8 @@ def _parameter_bytes(way: Recommendation, costs: Costs) -> int:
 
 
 def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
-    """Return the bytes of activations that can be offloaded, which are those of all layers but two.
+    """Return the bytes of activations that can be offloaded, which are the activations of all
+    layers except two.
 
     The result is 0 in three cases:
 

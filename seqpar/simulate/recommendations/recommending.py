@@ -61,11 +61,12 @@ def recommend(
     its bound exceeds the fastest step by more than the error of the simulation. With servers, the
     bound is the time of the matrix products on the trainer with the most tokens.
 
-    If a step does not fit into a device's memory, activations are copied to the host or recomputed,
-    whichever is faster and fits. With servers, activations are recomputed. Ways that still do not
-    fit come last, those with the least missing memory first; `why_not` says how much memory is
-    missing. If the parameters and activations of a way are already too large, the way is not
-    simulated, and `memory` is the memory of parameters and activations only.
+    If a step does not fit into a device's memory, activations are copied to the host or recomputed.
+    If both methods make the step fit, the faster method is used. With servers, activations are
+    recomputed. Ways that still do not fit come last, those with the least missing memory first;
+    `why_not` says how much memory is missing. If the parameters and activations of a way are
+    already too large, the way is not simulated, and `memory` is the memory of parameters and
+    activations only.
 
     After 3 seconds, and then about every 10 seconds, a line is logged with the number of simulated
     ways and the fastest way. The first Ctrl-C ends the search as soon as a simulated way fits, and

@@ -1,8 +1,8 @@
 """Record the layers of a step: attention and matrix products, on tensors without data.
 
 With attention servers, a trainer divides its documents into two parts, called *nano-batches*.
-Servers compute attention for one nano-batch while the trainer computes with the other one. See
-Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
+Servers compute attention for one nano-batch while the trainer computes with the other nano-batch.
+See Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
 (2025), section 4.
 """
 

@@ -282,8 +282,8 @@ def head_seconds(costs: Costs, tokens: float) -> float:
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
     """Return the seconds or bytes of `count` layers, given the seconds or bytes of one layer.
 
-    `one` is the value of one layer. `two` is the value of two consecutive layers: if it is given,
-    each layer after the first one adds `two` − `one`. If `two` is None, each layer adds `one`.
+    `one` is the value of one layer, and `two` is the value of two consecutive layers. Each layer
+    after the first layer adds `two` − `one`. If `two` is None, each layer adds `one`.
     """
     return count * one if two is None else one + (count - 1) * (two - one)
 
