@@ -2,10 +2,10 @@
 
 A *fused* call computes several requests of one kind together. The result of each request has the
 same bits as in a separate call. A fused call concatenates the queries of all requests into one
-tensor, and likewise the keys and the values. The slices of all requests become one table, and no
-slice has rows of two requests. Each request begins at a multiple of 32 rows, so that its rows have
-the same alignment in memory as in a separate call. The alignment must be the same because the bits
-of a matrix product can depend on it.
+tensor, the keys into a second tensor, and the values into a third tensor. The slices of all
+requests become one table, and no slice has rows of two requests. Each request begins at a multiple
+of 32 rows, so that its rows have the same alignment in memory as in a separate call. The alignment
+must be the same because the bits of a matrix product can depend on it.
 """
 
 from __future__ import annotations
