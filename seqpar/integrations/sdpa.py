@@ -58,7 +58,8 @@ def sdpa(
             ⌊h·Hkv/Hq⌋.
         kv_layout: the layout of key and value, if their tokens differ from those of `query`. With
             `is_causal`, each document must have as many keys as queries, because for unequal
-            numbers SDPA aligns the first query with the first key, and modules align the last ones.
+            numbers SDPA aligns the first query with the first key, and modules align the last query
+            with the last key.
         axes: "bhsd" confirms that the axes are in SDPA's order. It is required only if a rank's
             number of tokens equals the number of heads, because the shapes then do not show the
             order.

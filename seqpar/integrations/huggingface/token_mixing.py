@@ -266,9 +266,9 @@ class TokenMixing:
     def _check_module(self, checked: _Checked, args: Any, kwargs: Any) -> None:
         """Check a module that has just run with these arguments.
 
-        If two dimensions of an argument have as many entries as there are tokens, each of them is
-        tried as the dimension of tokens. If the module raises an error on a part of the tokens,
-        later calls check the modules inside it instead.
+        If the sizes of two dimensions of an argument are equal to the number of tokens, each of the
+        two is tried as the dimension of tokens. If the module raises an error on a part of the
+        tokens, later calls check the modules inside it instead.
         """
         module = checked.module
         if (module, module.training) in self._done:

@@ -15,9 +15,9 @@ from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 def last_tokens(model: Any, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor:
     """Return (B,): for each row, the index of the token that is classified, among all B·S tokens.
 
-    As in transformers, this is the last token of the row whose id is not the model's padding id,
-    whatever the attention mask says. If the batch has embeddings in place of ids, or the model has
-    no padding id, it is the token of the last column.
+    As in transformers, this is the last token of the row whose id is not the model's padding id.
+    The attention mask is not used to find this token. If the batch has embeddings in place of ids,
+    or the model has no padding id, it is the token of the last column.
 
     Raises a ValueError if the attention mask marks this token as padding, or if the batch has
     several rows and the model's config has no padding id.
