@@ -50,7 +50,7 @@ class Costs:
 
     @cached_property
     def key_gradient_itemsize(self) -> int:
-        """The number of bytes of an element of dk, as one kernel call returns dk.
+        """The number of bytes of an element of dk in the dtype in which one kernel call returns dk.
 
         GPUs are assumed to use FlashAttention-4, which returns dk in the dtype of k.
         FlashAttention-4 cannot compute calls on CPUs, calls with fp32 or fp64 tensors, and calls
