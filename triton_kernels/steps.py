@@ -1,4 +1,4 @@
-"""Calls that torch does not see, such as launches of kernels, as steps that a recorder observes."""
+"""Tell a recorder about calls that torch does not see, such as launches of kernels."""
 
 from __future__ import annotations
 

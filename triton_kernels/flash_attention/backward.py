@@ -115,11 +115,13 @@ def backward_kv(
     """Add gradients to dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), in fp32. A table lists the
     blocks of queries and keys.
 
-    The table is transposed: its rows are keys. q is (B, T, H, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv,
-    Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 are those of a query over all of its
-    keys. lse must be finite, and may have any value for a row without keys. If dq (B, T, H, D) fp32
-    is given, the kernel adds the gradients of queries to dq atomically. Strides are arbitrary, but
-    rows of gradients are contiguous. `slopes` are as in `forward`.
+    A table (`tables.py`) lists the blocks of queries and keys whose attention is computed. The
+    table is transposed: its rows are keys, and its columns are queries. q is (B, T, H, D), k (B,
+    Tk, Hkv, D), v (B, Tk, Hkv, Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 are those
+    of a query over all of its keys. lse must be finite, and may have any value for a row without
+    keys. If dq (B, T, H, D) fp32 is given, the kernel adds the gradients of queries to dq
+    atomically. Strides are arbitrary, but rows of gradients are contiguous. `slopes` are as in
+    `forward`.
     """
     queries = Queries(q, dout, lse, delta, dq, scale, softcap, slopes)
     backward(queries, k, v, launches, config, dk=dk, dv=dv)

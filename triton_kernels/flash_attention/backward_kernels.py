@@ -71,11 +71,12 @@ def flash_backward_kv(
     SOFTCAP: tl.constexpr, FLIP: tl.constexpr, ALIBI: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv of one key tile of one KV head: algorithm 2's inner loop.
+    """Add to dk and dv of one tile of keys of one KV head: the inner loop of algorithm 2.
 
     The loop runs for each of the `group` query heads that share the KV head. Rows are keys and
     columns are queries, so scores are transposed: (TILE_ROWS keys, BLOCK_COLUMNS queries). With
-    REDUCE_DQ each block also adds its part of dq, atomically. For shapes see `backward_kv`.
+    REDUCE_DQ, each block of queries also adds its contribution to dq atomically. For shapes, see
+    `backward_kv`.
     """
     tile, batch, head = program(tiles, tile_count, kv_heads, batch_heads, head_block)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)

@@ -24,12 +24,14 @@ from ..gpus import gpu_of
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a kernel's tiles, and its warps and stages.
+    """The sizes of a kernel's tiles and blocks, and its numbers of warps and stages.
 
-    A tile has `tile_rows` rows and is computed over blocks of `block_columns` columns. Both are
-    powers of two, at least 16. With `tma`, Hopper's tensor memory accelerator loads full blocks.
-    With `cut_resources` (warps, stages), cut blocks have a separate launch with these resources.
-    With `host`, the host makes the tensor descriptors; otherwise each program makes them.
+    A tile has `tile_rows` rows, and is computed over blocks of `block_columns` columns. Both
+    numbers are powers of two, and at least 16. A block is *full* if all rows of the tile attend to
+    all of its columns. All other blocks are *cut*. With `tma`, Hopper's tensor memory accelerator
+    loads full blocks. With `cut_resources` (warps, stages), cut blocks are computed by a separate
+    launch with these numbers of warps and stages. With `host`, the host makes the tensor
+    descriptors. Without `host`, each program makes them.
     """
 
     tile_rows: int
@@ -187,8 +189,8 @@ def architecture(device: torch.device) -> str:
     """Return the architecture whose configurations a device uses.
 
     NVIDIA GPUs of compute capability 11 use the configurations of sm_100. All other GPUs that are
-    not in the table use those of sm_80, which fit into the 99 KiB of shared memory of sm_86 and
-    sm_89.
+    not in the table use the configurations of sm_80, which fit into the 99 KiB of shared memory of
+    sm_86 and sm_89.
     """
     if device.type != "cuda":
         return "interpreter"

@@ -4,11 +4,12 @@ Each row of a part, such as k or v, has its own scale s = largest absolute value
 element x becomes the code nearest to x / s: an int8 integer, or an e4m3 float of 4 exponent and 3
 mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3). Codes are
 computed in integer arithmetic, because the instructions for e4m3 do not exist before sm_89. For
-finite rows, the bytes and the decoded elements are those of PyTorch on a CPU, bit by bit.
+finite rows, the bytes and the decoded elements are equal to those of PyTorch on a CPU.
 
-A message is (N, B, H, W), without gaps, and its last dimension has the codes of all parts, and then
-their scales. Kernels number the rows (n, b, h) of a message in this order. Strides are arguments
-named `operand_dimension`, in elements, with the dimensions b batch, t rows, h heads and d head dim.
+A message is (N, B, H, W), without gaps. Along its last dimension, the codes of all parts come
+first, and the scales of all parts follow. Kernels number the rows (n, b, h) of a message in this
+order. Strides are arguments named `operand_dimension`, in elements, with the dimensions b batch, t
+rows, h heads and d head dim.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class _Step(NamedTuple):
 class _Forward(NamedTuple):
     """A prepared call of `forward`, without its tensors.
 
-    `copies` says which of q, k and v must be copied first, and is empty if none must be. `nothing`
-    replaces the partial results if no tile has one.
+    `copies` says which of q, k and v must be copied first. If no tensor must be copied, `copies` is
+    empty. `nothing` is passed in place of the partial results if no tile has a partial result.
     """
 
     steps: list[_Step]
@@ -212,11 +212,12 @@ def _prepare_merge(
     parts: tuple[Tensor, Tensor],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> Prepared:
-    """Return the launch that merges the parts of a launch's tiles into the results.
+    """Return the launch that merges the parts of tiles into the results.
 
-    The parts are (P, B, T, H, Dv) and (P, B, T, H). Finished tiles go to the results `out` (B, T,
-    H, Dv) and `lse` (B, T, H). All other tiles go to the running `partial_out` fp32 and
-    `partial_lse` fp64, of the same shapes. The tensors of the launch are the parts, these four
+    A tile is a range of queries. Several programs compute its parts, which are results over some of
+    the keys. The parts are (P, B, T, H, Dv) and (P, B, T, H). Finished tiles go to the results
+    `out` (B, T, H, Dv) and `lse` (B, T, H). All other tiles go to the running `partial_out` fp32
+    and `partial_lse` fp64, of the same shapes. The tensors of the launch are the parts, these four
     results and the sinks (H,).
     """
     batch, _, heads, value_dim = results[0].shape

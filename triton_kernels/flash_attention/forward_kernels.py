@@ -1,14 +1,16 @@
-"""FlashAttention-2's forward over a tile table, continuing a partial result.
+"""The forward kernels of FlashAttention-2, over tables of tiles and blocks (`tables.py`).
 
-Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes. A table (`tables.py`)
-lists the key blocks of each query tile: full blocks, walked in one flat loop without mask or
-branch, then cut blocks. And a launch may continue a partial result (out, lse) of other keys.
+The method is from Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes.
+First, a table lists the blocks of keys for each tile of queries. A block is *full* if all queries
+of the tile attend to all of its keys, and *cut* in all other cases. A loop without masks and
+branches computes the full blocks, and a second loop computes the cut blocks. Second, a launch may
+continue a partial result (out, lse) over other keys.
 
-Partial results of disjoint keys merge like the paper's blocks: each has a maximum, here its lse,
-and an accumulator. Between launches, out is kept in fp32 and the natural lse in fp64
-(docs/decisions/softmax.md has the reason). If a launch has few tiles, several programs share the
-columns of each tile, as in Flash-Decoding (Dao et al. 2023), and a second launch merges their
-partial results.
+Partial results over disjoint keys are merged like the blocks of the paper: each has a maximum, here
+its lse, and an accumulator. Between launches, out is stored in fp32, and the natural lse is stored
+in fp64 (docs/decisions/softmax.md has the reason). If a launch has few tiles, several programs
+share the columns of each tile, as in Flash-Decoding (Dao et al. 2023), and a second launch merges
+their partial results.
 
 Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) head dim of
 v and out, P parts of a tile. A tile has pieces of BLOCK_D and REST_D dims, or BLOCK_DV and REST_DV
@@ -82,13 +84,14 @@ def flash_forward(
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr, ALIBI: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one query tile of one head: algorithm 1's inner loop, over the tile's blocks of keys.
+    """Compute one tile of queries of one head: the inner loop of algorithm 1 over blocks of keys.
 
-    For shapes see `forward`, which launches one program per (tile, batch, head). `group` query
-    heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
-    units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, DV) the output before it is
-    divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
-    magnitude. With `ALIBI` the head's slope times the distance of positions is subtracted.
+    For shapes, see `forward`, which launches one program per (tile, batch, head). `group` query
+    heads share a KV head. As in the paper, m (TILE_ROWS,) is the running maximum, here in units of
+    log2. z is the running sum, which the paper calls ℓ. acc (TILE_ROWS, DV) is the output before it
+    is divided by z. `FLIP` says that the scale is negative: q·k is negated, and `scale` is the
+    absolute value of the scale. With `ALIBI`, the head's slope times the distance of the positions
+    is subtracted from scores.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
@@ -203,10 +206,11 @@ def flash_merge(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, ROWS: tl.constexpr,
     HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of ROWS rows of one query tile of one head, whose columns were split.
+    """Merge the parts of ROWS rows of one tile of queries of one head.
 
-    The second index of a program counts the rows of a tile. The parts are merged in the order of
-    their columns. split_out is (P, B, T, H, Dv) and split_lse (P, B, T, H). For the other tensors
+    Several programs have computed the tile, each over some of the keys. Their results are the
+    parts, which are merged in the order of the keys. The second index of a program counts the rows
+    of a tile. split_out is (P, B, T, H, Dv) and split_lse is (P, B, T, H). For all further tensors,
     see `_prepare_merge`.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, batch_heads)
@@ -250,9 +254,10 @@ def join(
 ):  # fmt: skip
     """Return (m, z, acc) of a tile, merged with a partial result.
 
-    They are the running maximum and sum (TILE_ROWS,) and the accumulator (TILE_ROWS, DV), as in
-    `flash_forward`. `partial_out` and `partial_lse` are addresses of the tile's first row in one
-    head. Only rows in the mask `continued` have a partial result; the other rows do not change.
+    m is the running maximum and z is the running sum, both (TILE_ROWS,). acc is the accumulator
+    (TILE_ROWS, DV), as in `flash_forward`. `partial_out` and `partial_lse` are addresses of the
+    tile's first row in one head. Only rows in the mask `continued` have a partial result. All other
+    rows do not change.
     """
     partial_lse2 = tl.load(partial_lse + rows * r_t, mask=continued, other=float("-inf")) * LOG2_E
     m_new = tl.maximum(m, partial_lse2.to(tl.float32))
@@ -273,9 +278,10 @@ def finish(
 ):  # fmt: skip
     """Divide acc by z and store it, the last step of algorithm 1.
 
-    A finished tile goes to out and lse, another one to the partial result. Addresses point to the
-    tile's first row in one head. A row without keys has out 0 and lse −inf. A sink is a logit that
-    joins the denominator of out, but not lse: out is multiplied by the keys' fraction of the sum.
+    A finished tile is written to out and lse. A tile that needs further keys is written to the
+    partial result. Addresses point to the tile's first row in one head. A row without keys has out
+    0 and lse −inf. A sink is a logit that is added to the denominator of out, but not to lse: out
+    is multiplied by the fraction of the denominator that comes from keys.
     """
     blind = z == 0.0
     total = tl.where(blind, 1.0, z)

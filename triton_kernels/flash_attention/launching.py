@@ -204,9 +204,10 @@ def strides(x: Tensor, dims: int) -> tuple[int, ...]:
 
 
 def head_block(x: Tensor, y: Tensor, group: int, heads: int) -> int:
-    """Return how many of all `heads`, counted over the batch, are computed at the same time.
+    """Return the number of heads that programs compute at the same time. Heads are counted over the
+    batch.
 
-    The second-level cache can hold the keys and values of this many heads. A `group` of heads
+    The second-level cache can hold the keys and values of this number of heads. A `group` of heads
     shares a head of x (B, T, H, D) and y (B, T, H, Dv).
     """
     per_group = max(1, x.shape[1] * (x.shape[3] + y.shape[3]) * x.element_size())

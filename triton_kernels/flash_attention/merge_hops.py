@@ -43,9 +43,11 @@ _MERGED_ELEMENTS = 2048
 
 @triton.jit
 def rows_of_hop(place, first, count, rows, valid):
-    """Return (rows,): for each row, its row in a hop's result, which is negative if it has none.
+    """Return, for each row, the index of this row in the result of a hop, or a negative number.
 
-    The hop has `count` rows from `first` on or, if `first` is −1, the rows in the table `place`.
+    The result is (rows,), and is negative for rows that the hop does not have. If `first` is −1,
+    the table `place` has these indices. In all other cases, the hop has the rows `first` … `first +
+    count − 1`.
     """
     if first < 0:
         own = tl.load(place + rows, mask=valid, other=-1).to(tl.int64)
@@ -167,13 +169,13 @@ def flash_merge_hops(
 
 
 class HopResult(NamedTuple):
-    """A hop's result, and the rows to which it belongs.
+    """The result of one attention call for some rows, and the indices of these rows.
 
     Attributes:
         out: (B, N, H, Dv) in bf16, fp16 or fp32.
         lse: (B, N, H) in fp32 or fp64, or None for results that are added without weights.
-        rows: the first of N adjacent rows, or int32 (T,): for each of all rows, its row in `out`,
-            or −1 if it has none.
+        rows: the first of N adjacent rows, or an int32 tensor (T,). The tensor has, for each of T
+            rows, the index of the row in `out`, or −1 if the row is not in `out`.
     """
 
     out: Tensor

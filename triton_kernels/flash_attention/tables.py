@@ -113,8 +113,10 @@ class Launch:
     """The tables of one kernel launch: int32 tensors on one device.
 
     `tiles` (n, 8) and `cut` (C, 6) have the columns named above. `full` (F,) has the first column
-    of each block. A list is empty if the launch does not walk it. Positions of all rows (T,) and of
-    all columns (Tk,) count within their documents. Launches share the tensors of positions.
+    of each block. `tiles` lists ranges of rows, `full` lists blocks of columns without a mask, and
+    `cut` lists blocks of columns with a mask. If the launch does not compute the blocks of a list,
+    the list is empty. Positions of all rows (T,) and of all columns (Tk,) are counted within their
+    documents. Launches share the tensors of positions.
     """
 
     tiles: Tensor
@@ -184,12 +186,13 @@ def forward_launches(
 ) -> list[Launches]:
     """Return the launches of each hop. A hop has one or two launches.
 
-    Hops are slices of the same queries that are computed one after another into one result. The
-    last hop that touches a tile finishes the tile, and the very last hop finishes tiles that no hop
-    touches. If the configuration requires it, full blocks have a separate launch. With `continued`,
-    the result begins before the first hop and continues after the last hop, so every tile reads and
-    writes a partial result. If a hop has fewer than `programs` tiles, several programs share the
-    columns of each tile, and a second launch merges their parts.
+    A *hop* is attention of the queries over one block of keys. Hops are computed one after another
+    into one result. A *tile* is a range of queries. The last hop whose keys a tile attends to
+    finishes the tile. Tiles that attend to no keys are finished by the last of all hops. If the
+    configuration requires it, full blocks have a separate launch. With `continued`, the result
+    begins before the first hop and continues after the last hop, so every tile reads and writes a
+    partial result. If a hop has fewer than `programs` tiles, several programs compute each tile,
+    each over some of the keys, and a second launch merges their results.
 
     With `most_runs`, the launches depend only on `most_runs` and on the numbers of rows and
     columns, and their tables are padded (`_padded`). Such tables can be made for any slices whose
@@ -348,8 +351,10 @@ def _launch(
     """Return a launch of the chosen tiles over the full blocks of some tiles and the cut blocks of
     all.
 
-    `full` (n,) selects the tiles whose full blocks the launch walks. It is None if another launch
-    walks them. Without `cut`, another launch walks the cut blocks.
+    A block of columns is *full* if all rows of the tile attend to all of its columns, and *cut* in
+    all other cases. `full` (n,) selects the tiles whose full blocks the launch computes. If `full`
+    is None, a different launch computes the full blocks. Without `cut`, a different launch computes
+    the cut blocks.
     """
     table = np.zeros((len(tiles), TILE_WIDTH), np.int64)
     table[:, TILE_START], table[:, TILE_STOP] = tiles.T
@@ -413,6 +418,9 @@ def _positions_of(positions: NDArray[np.int32]) -> Tensor:
 class ColumnLists:
     """The column blocks of n tiles: full blocks (F,) and cut blocks (C, 6).
 
+    A block is *full* if all rows of the tile attend to all of its columns, and *cut* in all other
+    cases.
+
     Tile i has the entries full_ranges[i] (start, stop) of `full`, and the entries cut_ranges[i] of
     `cut`. Tiles share entries of `full`, so its length does not grow with the square of a
     document's length.
@@ -440,11 +448,12 @@ class ColumnLists:
 
 
 def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
-    """Return (n, 2) tiles of at most `tile_rows` rows that cover rows 0 … total − 1.
+    """Return (n, 2) tiles, which are ranges of at most `tile_rows` rows, for the rows 0 … total −
+    1.
 
-    Overlapping row intervals (m, 2) form a component. A tile begins where a component begins, so
-    the cuts of a document do not depend on its neighbours in the pack. Rows outside all intervals
-    have tiles too.
+    Overlapping intervals of rows (m, 2) form a component. A tile begins where a component begins.
+    The tiles of a document therefore do not depend on its neighbours in the packed batch. Rows
+    outside all intervals have tiles too.
     """
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
@@ -457,12 +466,14 @@ def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
 
 
 def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
-    """Return the blocks of at most `block_columns` columns that each of the (n, 2) tiles walks.
+    """Return the blocks of at most `block_columns` columns to which each of the (n, 2) tiles
+    attends.
 
     In a slice, each row attends to an interval of columns, and the two ends of the interval never
     decrease from row to row. All rows of a tile therefore attend to the columns from the first
-    column of the last row to the last column of the first row. Whole blocks of these columns are
-    full. The columns on either side are cut.
+    column of the last row to the last column of the first row. These columns are divided into full
+    blocks, which need no mask. The columns on either side are divided into cut blocks, which need a
+    mask.
     """
     tile, index = _pairs(sides.rows, tiles)
     row = np.maximum(tiles[tile, 0], sides.rows[index, 0])
@@ -502,8 +513,8 @@ def _full_lists(
     """Return the entries (start, stop) of each tile in a list of full blocks, and the list.
 
     A run is `count` adjacent blocks from column `start` on, and run i belongs to tile[i]. Almost
-    all tiles have one run, or have runs that differ from the runs of the tile before only in the
-    last count. Such tiles share entries.
+    all tiles have one run, or have runs that differ from the runs of the preceding tile only in the
+    last count. These tiles share entries.
     """
     used = np.flatnonzero(count)
     order, edges = _grouped(tile[used], tiles)
@@ -524,8 +535,8 @@ def _full_lists(
 def _shared_runs(start: Ints, count: Ints, block_columns: int) -> tuple[Ints, Ints]:
     """Return the first entry of each run in a list of full blocks, and the list.
 
-    Runs that overlap share entries if their starts differ by a multiple of a block. The list
-    therefore has at most one entry per column.
+    A run is `count` adjacent blocks of columns. Runs that overlap share entries if their starts
+    differ by a multiple of a block. The list therefore has at most one entry per column.
     """
     per_offset = int((start // block_columns + count).max(initial=0)) + 1
     # Number all possible blocks: first the blocks on the grid, then the blocks at offset 1, etc.
@@ -545,8 +556,9 @@ def _shared_chains(
 ) -> tuple[Ints, Ints, Ints]:
     """Return the first entry and the stop of each tile in a list of full blocks, and the list.
 
-    The chain of tile i consists of the next runs[i] runs, at least two. Consecutive tiles whose
-    chains differ only in the last count share the longest of these chains.
+    A run is `count` adjacent blocks of columns. The chain of tile i consists of the next runs[i]
+    runs, at least two. Consecutive tiles whose chains differ only in the last count share the
+    longest of these chains.
     """
     stops = np.cumsum(runs)
     firsts, last = stops - runs, stops - 1

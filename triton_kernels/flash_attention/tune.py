@@ -1,13 +1,13 @@
-"""Find configurations that are faster on this device than those of the table.
+"""Find configurations of kernels that are faster on this device than the shipped configurations.
 
 `python -m seqpar.kernels.flash_attention.tune --dim 128` times candidates on a causal sequence, one
-kernel at a time. It writes the fastest ones to `configs.tuning_file()`, and `configs.choose` uses
-them from the next process on. Only users run this program.
+kernel at a time. It writes the fastest configurations to `configs.tuning_file()`. Processes that
+start later use these configurations (`configs.choose`). Only users run this program.
 
 Candidates are the shipped configuration, its variants, and the configurations in candidates.json.
-The latter were compiled ahead of time: none of the launches that are timed spilled registers in
-loops. If candidates.json has no configuration for an architecture, dtype and head dim, candidates
-are a few configurations that differ from the shipped one in one respect.
+The configurations in candidates.json were compiled ahead of time, and none of the launches that are
+timed spilled registers in loops. If candidates.json has no configuration for an architecture, dtype
+and head dim, candidates are a few configurations that differ from the shipped one in one respect.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Lightning attention in Triton: causal linear attention with a decay per head, with gradients.
 
-Start with `reference.py`, then `recurrence.py`. `tables.py` has the work of a launch.
+Start with `reference.py`, and continue with `recurrence.py`. `tables.py` lists the work of a kernel
+launch.
 """
 
 from .arguments import signature

@@ -33,11 +33,12 @@ STATE = torch.float32  # the dtype of states
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a kernel's chunks and blocks, and its warps and stages.
+    """The sizes of a kernel's chunks and blocks, and its numbers of warps and stages.
 
-    A chunk has `chunk_rows` rows, and a cut head dim has blocks of `block_dims` dims. These are
-    powers of two, at least 16. The recurrence contracts at most `depth` dims per launch, and
-    further launches add the remaining dims. Results must then be fp32, since each addition rounds.
+    A chunk has `chunk_rows` rows. If a head dim is cut, it is cut into blocks of `block_dims` dims.
+    Both numbers are powers of two, and at least 16. One launch of the recurrence sums over at most
+    `depth` dims, and further launches add the remaining dims. With several launches, results must
+    be fp32, because each addition rounds.
     """
 
     chunk_rows: int
