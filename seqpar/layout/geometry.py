@@ -180,7 +180,9 @@ class Geometry:
 
     @property
     def worst_case(self) -> Geometry:
-        """The geometry for which messages are planned. Usually, it is this geometry itself.
+        """The geometry for which messages are planned. Usually, it is this object itself.
+
+        A *geometry* says which tokens each rank holds.
 
         A layout with `most_documents` is for CUDA graphs. A graph can be replayed with different
         documents only if the sizes of its messages do not depend on the documents. For a layout

@@ -181,11 +181,11 @@ class Layout:
     ) -> Layout:
         """Cut each document into stripes of `stripe` tokens. Rank s mod P holds stripe s.
 
-        By default, a stripe has 128 tokens. If some ranks would get no tokens with stripes of 128
-        tokens, stripes are counted through the whole packed batch instead of separately for each
-        document. In this case, a stripe has an eighth of a rank's tokens, but at most 128 tokens.
-        The last P stripes are smaller, so that each rank holds ⌈T/P⌉ tokens, except that the last
-        ranks together hold up to P − 1 tokens fewer.
+        A *stripe* is a range of consecutive tokens. By default, a stripe has 128 tokens. If some
+        ranks would get no tokens with stripes of 128 tokens, stripes are counted through the whole
+        packed batch instead of separately for each document. In this case, a stripe has an eighth
+        of a rank's tokens, but at most 128 tokens. The last P stripes are smaller, so that each
+        rank holds ⌈T/P⌉ tokens, except that the last ranks together hold up to P − 1 tokens fewer.
 
         With `equal`, stripes are counted through the whole packed batch for any `stripe`.
         """
@@ -420,9 +420,9 @@ class Layout:
     def _numbers(self, name: str, rank: int) -> Tensor:
         """Return the indices or the positions of a rank's tokens.
 
-        In graphs of torch.compile, an operator returns them. Outside graphs, they are read from the
-        geometry, because the operator would fail under a FakeTensorMode, which refuses a real
-        handle.
+        In graphs of torch.compile, an operator returns the numbers. Outside graphs, the numbers are
+        read from the geometry, the arrays of the layout. Outside graphs, the operator would fail
+        under a FakeTensorMode, which refuses a real handle.
         """
         rank = self._rank(rank)
         if not is_traced():

@@ -27,7 +27,7 @@ _Place = tuple[bool, int, Any, tuple[int, ...]]
 
 
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
-    """Return the tables of a geometry for another process, or None if a table cannot be pickled.
+    """Return the tables of a layout for another process, or None if a table cannot be pickled.
 
     A table on a GPU, for example, cannot be pickled. The results are a pickle, a tensor (n,) uint8
     with the contents of all arrays, and a number of bytes. In the tensor, the contents of torch

@@ -94,9 +94,10 @@ class Steps(Protocol[O_co, R_co]):
         """Compute everything that does not depend on states of other spans."""
 
     def finish(self, states: Tensor | None) -> R_co:
-        """Return the results of the forward or backward, given the states that reach spans.
+        """Return the results of the forward or backward, given states of spans.
 
-        If `states` is None, all of these states are 0.
+        A *span* is a range of consecutive tokens of a document on one rank. If `states` is None,
+        all states are 0.
 
         In forward, `states` (states_in, B, H, K, V) has the states that enter spans, and the result
         is out (B, T, max(Hq, H), V) in q's dtype. In backward, `states` (states_out, B, H, K, V)
@@ -124,9 +125,9 @@ def begin_backward(
 ) -> HookedSteps[O, Any]:
     """Begin the backward of a backend, and compute the states or maps that other ranks need.
 
-    `dout` is the gradient of out. `states_in` has the states before the spans (ranges of a
-    document's tokens on this rank) in forward. The method `finish` of the result returns at least
-    dq, dk and dv.
+    A *span* is a range of consecutive tokens of a document on one rank. `dout` is the gradient of
+    out. `states_in` has the states that entered spans in forward. The method `finish` of the result
+    returns dq, dk and dv, and further gradients if the call has decays or beta.
     """
     make = load_backend(options.family, options.backend).Backward
     return HookedSteps(

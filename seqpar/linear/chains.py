@@ -1,16 +1,16 @@
 """Plan the messages that send states from each part of a document to the next part.
 
-A *state* is a matrix for each head, which summarises tokens of a document. The states of two parts
-of a document can be added, after the first state has decayed over the rows of the second part. This
-file uses these words:
+A *state* is a matrix for each head, which summarises tokens of a document. To get the state of two
+consecutive parts of a document, the state of the first part is decayed over the rows of the second
+part, and the state of the second part is added. This file uses these words:
 
 * A *span* is a range of consecutive tokens of a document on one rank.
 * The *chain* of a document is the list of its spans in order, with the rank of each span. Without
   causality, a chain consists of *runs* instead of spans. A run is all tokens of a document on one
   rank.
 * A *link* is a state that is sent from one span of a chain to the next span.
-* The *depth* of a link says when the link is sent. In a causal forward, it is the index of the
-  sending span in the chain. In all passes, the depth of a link is larger than the depths of all
+* The *depth* of a link says when the link is sent. In a causal forward, the depth is the index of
+  the sending span in the chain. In every pass, the depth of a link is larger than the depths of all
   earlier links of the chain.
 * A *hop* is one message. It contains all links of the same depth that one rank sends to another
   rank, or to itself.
@@ -157,10 +157,11 @@ class Chain(NamedTuple):
         links).
 
         The rows of the array are the depth, the sending rank, the receiving rank, the document, and
-        the four fields of `Hop` from `own_states` to `target_slots`. Link i leads from the span
-        source[i] of the chain to the span target[i]. On the receiving rank, slots[i] is the index
-        of the state in a tensor of states. `depth`, `states`, `carries` and `rows` have a value for
-        each span of the chain. Each link takes the value of the span at which the link begins.
+        the four fields of `Hop` from `own_states` to `target_slots`. A span is a range of
+        consecutive tokens of a document on one rank. Link i leads from the span source[i] of the
+        chain to the span target[i]. On the receiving rank, slots[i] is the index of the state in a
+        tensor of states. `depth`, `states`, `carries` and `rows` have a value for each span of the
+        chain. Each link takes the value of the span at which the link begins.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]

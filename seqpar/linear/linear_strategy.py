@@ -67,7 +67,7 @@ class Exchange(Protocol[O_contra]):
 
         `outgoing` has a state or a map for each *source*, a position of a document at which this
         rank has a state, in the order of `routes.py`. If maps are sent, only the state in the map
-        is used for the first span of a document (`maps/ends.py`).
+        is used for the first range of tokens of a document (`maps/ends.py`).
         """
 
     def wait(self) -> Tensor:

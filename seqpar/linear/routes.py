@@ -69,8 +69,8 @@ class StatePoints(NamedTuple):
 
     The positions are sorted by document. Within a document, they ascend. `slots` has, for each
     position, the index of its state in a tensor of states (n, B, Hkv, D, Dv). In this tensor, the
-    states at the spans of the rank come first, in the order of the spans. The states at the ends of
-    documents follow.
+    states at the starts or ends of the rank's ranges of tokens come first. The states at the ends
+    of documents follow.
     """
 
     documents: Ints
@@ -182,8 +182,8 @@ class StateRoutes:
         """Return how to compute a rank's contribution to the gradient of each document's initial
         state.
 
-        The result has a sum for each document. The terms of the sum are the gradients of states
-        that this rank computes in backward.
+        The result has a plan of a sum for each document. The terms of the sum are the gradients of
+        states that this rank computes in backward.
         """
         documents, positions, slots = self.sources(rank, backward=True)
         # The initial state decays over the rows before the position.

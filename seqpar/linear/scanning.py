@@ -70,7 +70,9 @@ class Round(NamedTuple):
 
 
 class Rounds(TableHolder):
-    """All rounds of one rank in one pass. In a round, the rank posts its messages as one exchange.
+    """All rounds of one rank in one pass.
+
+    In a *round*, the rank posts some of its messages as one exchange.
 
     A state has `rows` rows, which are cut into `blocks` blocks of equal size. An *arrival* is one
     block of a state that is sent to this rank. Arrivals are numbered block by block: the first

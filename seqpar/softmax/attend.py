@@ -120,9 +120,9 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the name of the backend that computes one block, if the user does not force a backend.
 
-    The choice depends on the type of the device, the dtype, the head dims, the options and the
-    slices. It does not depend on the values of the tensors, so backward chooses the same backend as
-    forward.
+    The choice depends on the type of the device, the dtype, the head dims, the options and the mask
+    of the block (`slices`). The choice does not depend on the values of the tensors, so backward
+    chooses the same backend as forward.
     """
     # `rank_invariant_refusal` has already refused calls that these two backends cannot compute.
     if options.rank_invariant:
@@ -175,7 +175,7 @@ def attend(
         slices: which rows of q attend to which rows of k.
         partial: the attention of q over earlier blocks, which is changed in place.
         options: how scores are computed, and the name of the backend.
-        max_logits: if given, an object that is updated with the largest scores in the slices.
+        max_logits: if given, an object that is updated with the largest scores of the block.
     """
     if not slices.are_computed or not q.numel():
         return
@@ -201,10 +201,10 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of q over blocks of keys and values that arrive one after another.
 
-    If a single backend computes all blocks and has the function `forward_blocks`, the backend
-    receives the slices of all blocks at the start. The backend can then compute the final result of
-    a query directly after the last block to which the query attends, so that no partial result of
-    this query is stored.
+    The slices of a block say which queries attend to which keys of the block. If a single backend
+    computes all blocks and has the function `forward_blocks`, the backend receives the slices of
+    all blocks at the start. The backend can then compute the final result of a query directly after
+    the last block to which the query attends, so that no partial result of this query is stored.
 
     Args:
         q: (B, T, Hq, D).
@@ -269,8 +269,9 @@ def _backend_of_all(
 ) -> Backend | None:
     """Return a single backend for all blocks, or None if the blocks need several backends.
 
-    k and v are the first block. All blocks have the same dtype and head dims. The result is also
-    None if no block has slices to compute.
+    k and v are the first block. All blocks have the same dtype and head dims. The slices of a block
+    say which queries attend to which keys of the block. If no block has slices, the result is also
+    None.
 
     If the backend of the first block has no function `forward_blocks`, this backend is returned at
     once, so that the slices of later blocks need not be built. The slices of later blocks are read
@@ -299,8 +300,8 @@ def attend_backward(
     """Add the gradients of one block of keys and values to `gradients`, in place.
 
     Args:
-        output: the final output of the queries over all of their keys on all ranks, with its
-            gradient.
+        output: the final output of the queries over all of their keys on all ranks, with the
+            gradient of this output.
         q, k, v, slices, options: as in `attend`.
         gradients: the sum of dq, and the sums of dk and dv of this block.
     """

@@ -135,8 +135,9 @@ class Strategy:
     def merged_size(self, ranks: int) -> int:
         """Return how many consecutive ranks exchange heads with each other.
 
-        After the exchange, each of these ranks has some heads of the tokens of all these ranks. The
-        result is 1 for strategies that do not exchange heads.
+        Before the exchange, a rank has all heads of its own tokens. After the exchange, a rank has
+        some heads of the tokens of all ranks with which it has exchanged heads. The result is 1 for
+        strategies that do not exchange heads.
         """
         return 1
 

@@ -316,8 +316,9 @@ class DisaggregatedAttention(SplitAttention):
     The rank that owns a key adds the key's gradients in the order of stages and servers. Two calls
     with the same plan therefore have the same bits.
 
-    Bytes to and from a pool, summed over the tasks i of a call. Task i has m(i) query rows, n(i)
-    key rows and s(i) slices.
+    Bytes to and from a pool, summed over the tasks i of a call. Task i has m(i) query rows and n(i)
+    key rows. The mask cuts task i into s(i) slices, each of which has a range of query rows and a
+    range of key rows.
 
     * forward, to the server: m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b, and tables of 48·s(i) + 4·(m(i)
       + n(i));

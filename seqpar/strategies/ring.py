@@ -49,9 +49,10 @@ class RingAttention(Attention):
     * `gradient_dtype`: with `torch.bfloat16`, all contributions to dk and dv are sent in 2 bytes
       per element. The error of an element is then at most 1/256 of the sum of the absolute values
       of other ranks' contributions.
-    * `deterministic="ranks"`: queries are computed in tiles. If several ranks hold rows of a tile,
-      all rows of the tile are sent to one of these ranks. The gradients of a key are added in the
-      order of a binary tree, which does not depend on the number of ranks.
+    * `deterministic="ranks"`: queries are computed in tiles, which are ranges of queries of a
+      document. If several ranks hold rows of a tile, all rows of the tile are sent to one of these
+      ranks. The gradients of a key are added in the order of a binary tree, which does not depend
+      on the number of ranks.
 
     Bytes sent by rank r. n(p, r) is the number of key rows of r to which queries of p attend, and S
     is B·Hkv·(D + Dv). b is the number of bytes of an element of k, and w is the number of bytes of

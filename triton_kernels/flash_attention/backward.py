@@ -112,8 +112,7 @@ def backward_kv(
     dq: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Add gradients to dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), in fp32. A table lists the
-    blocks of queries and keys.
+    """Add gradients to dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), in fp32.
 
     A table (`tables.py`) lists the blocks of queries and keys whose attention is computed. The
     table is transposed: its rows are keys, and its columns are queries. q is (B, T, H, D), k (B,

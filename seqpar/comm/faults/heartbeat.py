@@ -141,8 +141,7 @@ class Heartbeat:
         ask: Ask = ask_state_servers,
         clock: Clock | None = None,
     ) -> None:
-        """Write the first beat to the store. The method `start` starts the thread that writes more
-        beats.
+        """Write to the store that this rank is alive. `start` starts the thread that repeats this.
 
         Args:
             store: this rank's connection to the store.

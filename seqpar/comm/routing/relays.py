@@ -8,10 +8,10 @@ are forwards, or both backwards, of calls that differ only in the values of tens
 the same exchanges in the same order, even if a rank has no messages in some exchanges. The index of
 an exchange in the pass therefore identifies the exchange on all ranks.
 
-A relayed message makes several hops. NCCL runs exchanges in the order in which they are posted, so
-on NCCL a rank posts all hops at once. On gloo, a thread posts a hop when the previous hop has
-arrived. The thread of every rank processes exchanges in the same order, so no exchange waits for a
-later exchange.
+A relayed message makes several *hops*, from one rank to the next rank. NCCL runs exchanges in the
+order in which they are posted, so on NCCL a rank posts all hops at once. On gloo, a thread posts a
+hop when the previous hop has arrived. The thread of every rank processes exchanges in the same
+order, so no exchange waits for a later exchange.
 """
 
 from __future__ import annotations

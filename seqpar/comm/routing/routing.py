@@ -7,8 +7,9 @@ seconds. b_between is the time per byte between nodes, and b_inside is the time 
 node.
 
 With routing over x NICs, the message is cut into x *pieces*, one for each NIC. A piece makes up to
-three hops: from the sender to a *proxy*, which is a rank of the sender's node that uses the piece's
-NIC; from this proxy to a proxy in the receiver's node; and from there to the receiver. This takes
+three *hops*, transfers from one rank to another: from the sender to a *proxy*, which is a rank of
+the sender's node that uses the piece's NIC; from this proxy to a proxy in the receiver's node; and
+from there to the receiver. This takes
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
@@ -64,8 +65,8 @@ class Routing:
             node are not consecutive.
         nics: the number of NICs per node. Each NIC is used by the same number of consecutive ranks.
             The default is one NIC for each rank. With 1, messages are sent directly.
-        least_bytes: messages with fewer bytes are sent directly, because two more hops add two
-            latencies.
+        least_bytes: messages with fewer bytes are sent directly. A relayed message is sent up to
+            three times, from rank to rank, and each time adds a latency.
         chunk_bytes: the smallest number of bytes in a chunk.
     """
 

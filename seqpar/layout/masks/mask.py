@@ -8,7 +8,7 @@ rank. Slices do not overlap.
 A *run* is all tokens of a document on one rank. Positions ascend within a run. The keys of a run to
 which a query attends are therefore consecutive rows, which are found by bisection. The number of
 slices grows with the number of documents on each rank, or with the number of a mask's ranges on
-each rank. The number of slices does not depend on the number of spans.
+each rank. The number of slices does not depend on the number of ranges of positions in a run.
 """
 
 from __future__ import annotations
@@ -322,10 +322,10 @@ def slices_between(
 ) -> Slices:
     """Return the slices of a mask between the queries of one rank and the keys of another rank.
 
-    A slice is a range of query rows and a range of key rows of one document, with a band of
-    positions. The slices are cached in the two geometries. By default, keys are sent, and the
-    result has only the keys to which some query attends. With `queries_travel`, queries are sent,
-    and the result has only the queries that attend to some key.
+    A *slice* is a range of query rows and a range of key rows of one document, with a *band*, a
+    range of allowed distances k_pos − q_pos. The slices are cached in `queries` and `keys`. By
+    default, keys are sent, and the result has only the keys to which some query attends. With
+    `queries_travel`, queries are sent, and the result has only the queries that attend to some key.
     """
     queries_travel = queries_travel and q_rank != k_rank
 

@@ -82,8 +82,9 @@ class Ranges(NamedTuple):
 class MaskRanges:
     """The ranges of a mask that a user has given as a list of ranges.
 
-    The ranges do not overlap. They are sorted by document, queries, keys and band. `handle` is a
-    1-D int64 tensor on the CPU that contains a digest (`key`), followed by the ranges.
+    The ranges do not overlap. They are sorted by document, queries, keys and allowed distances.
+    `handle` is a 1-D int64 tensor on the CPU that contains a digest (`key`), followed by the
+    ranges.
     """
 
     def __init__(self, columns: Ranges) -> None:

@@ -73,9 +73,9 @@ def in_reach(
 
     A *run* is all tokens of a document on one rank. A *cluster* is a set of query rows of a run
     that attend to a range of keys without gaps. A *slice* is a range of query rows and a range of
-    key rows with a band. There is one slice for each cluster that attends to at least one key of
-    the run with which the cluster is compared. The result is an array (6, n) of q start and stop, k
-    start and stop, lo and hi.
+    key rows with a *band*, a range of allowed distances. There is one slice for each cluster that
+    attends to at least one key of the run with which the cluster is compared. The result is an
+    array (6, n) of q start and stop, k start and stop, lo and hi.
 
     Args:
         q: the holding of the queries.
@@ -106,9 +106,9 @@ def of_band(
 ) -> Ints:
     """Return the slices of a mask with a window and a prefix, as an array (6, n).
 
-    A *slice* is a range of query rows and a range of key rows with a band. The array is like the
-    result of `in_reach`. `shift` is added to the positions of queries to align the last query with
-    the last key of each document.
+    A *slice* is a range of query rows and a range of key rows with a *band*, a range of allowed
+    distances. The array is like the result of `in_reach`. `shift` is added to the positions of
+    queries to align the last query with the last key of each document.
     """
     documents, q_start, q_stop = clusters(q, left + right)
     prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)

@@ -303,11 +303,12 @@ def _held(parts: Parts, queries: Geometry) -> Ints:
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
     """Return the slices of some parts of tasks between the query rows and key rows of a server.
 
-    A *part* is a rectangle of query positions and key positions with a band. A *run* is all tokens
-    of a document on one rank, and a *cluster* is a set of query rows of a run that attend to a
-    range of keys without gaps. There is one slice for each combination of a part, a cluster of
-    query rows and a run of key rows, if the combination has (query, key) pairs. `shift`
-    (documents,) is added to the positions of queries to align them with the keys.
+    A *part* is a rectangle of query positions and key positions with a *band*, a range of allowed
+    distances k_pos − q_pos. A *slice* is a range of query rows and a range of key rows with a band.
+    A *run* is all tokens of a document on one rank, and a *cluster* is a set of query rows of a run
+    that attend to a range of keys without gaps. There is one slice for each combination of a part,
+    a cluster of query rows and a run of key rows, if the combination has (query, key) pairs.
+    `shift` (documents,) is added to the positions of queries to align them with the keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)

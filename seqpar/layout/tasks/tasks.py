@@ -132,7 +132,8 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-        """Cut each task into parts, which are rectangles of positions with one band each.
+        """Cut each task into parts. A part is a rectangle of positions with a range of allowed
+        distances.
 
         A task has one part for the keys in the prefix of the mask, and one part for the keys behind
         the prefix. For a mask with ranges, a task has one part for each range that overlaps the
@@ -210,9 +211,9 @@ class Parts(NamedTuple):
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut each range at the edges of the range, (ranges, n + 1).
 
-    Returns four arrays with an entry for each nonempty piece of a range: the index of the range,
-    the piece's start, the piece's stop, and the index of the interval between two edges that
-    contains the piece.
+    The edges cut a range into pieces. Returns four arrays with an entry for each nonempty piece:
+    the index of the range, the piece's start, the piece's stop, and the index of the interval
+    between two edges that contains the piece.
     """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     index, between = enumerated(first, (edges[:, 1:-1] < stops[:, None]).sum(1))

@@ -69,9 +69,9 @@ class Step(NamedTuple):
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
     """Yield the number of each step, and the spans of `rank` from which maps are sent in the step.
 
-    The spans are returned as ascending indices in `chain`, the list of the spans of all documents.
-    In step d, the maps that the first 2ᵈ spans of a document send begin at the start of the
-    document.
+    A *span* is a range of a document's tokens on one rank. Spans are returned as ascending indices
+    in `chain`, the list of the spans of all documents. In step d, the maps that the first 2ᵈ spans
+    of a document send begin at the start of the document.
     """
     mine = np.flatnonzero(chain.holder == rank)
     for step in range(int(chain.number.max(initial=0)).bit_length()):
@@ -101,8 +101,9 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
     """Return which windows arrive at the spans `reached`, and from which ranks they arrive.
 
-    A *window* is the combined map of a range of spans. The window that arrives at a span was sent
-    by the rank of the span that is `apart` spans earlier in the document.
+    A *span* is a range of a document's tokens on one rank. A *window* is the combined map of
+    consecutive spans. The window that arrives at a span was sent by the rank of the span that is
+    `apart` spans earlier in the document.
     """
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
@@ -221,9 +222,10 @@ class _Doubled:
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
         """Compute the states that enter spans from the complete windows that have arrived.
 
-        A *window* is the combined map of a range of spans, and is complete if it begins at the
-        start of the document. For each span that sends its window in a later step, the state that
-        leaves the span is also computed, and is written to `left`.
+        A *span* is a range of a document's tokens on one rank. A *window* is the combined map of
+        consecutive spans, and is complete if it begins at the start of the document. For each span
+        that sends its window in a later step, the state that leaves the span is also computed, and
+        is written to `left`.
         """
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):
@@ -240,9 +242,9 @@ class _Doubled:
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
         """Extend the window of each span by the incomplete window that has arrived for the span.
 
-        A *window* is the combined map of a range of spans, and is incomplete if it does not begin
-        at the start of the document. For each span that sends its window in a later step, the
-        extended window is written to `packed`.
+        A *span* is a range of a document's tokens on one rank. A *window* is the combined map of
+        consecutive spans, and is incomplete if it does not begin at the start of the document. For
+        each span that sends its window in a later step, the extended window is written to `packed`.
         """
         arrivals, kind = step.others, self._call.options.kind
         if not len(arrivals.stations):

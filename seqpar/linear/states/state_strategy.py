@@ -1,7 +1,7 @@
 """`StateStrategy`, the base class of strategies with which ranks exchange states.
 
 A subclass decides how states are sent. LASP-2 sends all states in one exchange. ZeCO sends sums of
-states from rank to rank. `routes.py` explains the words source, station and slot.
+states from rank to rank. `routes.py` explains which states are sent to which rank.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     sums[g] = Σ λ^rows · states[member]
 
-The sum g is over a group of states, the members. `rows` is the number of rows over which a member
-decays. Sums and states are (n, B, Hkv, D, Dv). A *source* is a position at which a rank has a
+Each sum is over a group of states. `rows` is the number of rows over which a state decays before it
+is added. Sums and states are (n, B, Hkv, D, Dv). A *source* is a position at which a rank has a
 state, and a *station* is a position at which a rank needs a sum of states (`routes.py`).
 
 One call of torch.embedding_bag computes all groups, without atomic additions. With this call, the

@@ -233,8 +233,9 @@ def _dense(tables: VarlenTables) -> tuple[int, int] | None:
     A segment is a range of query rows and a range of key rows. If the result is not None,
     FlashAttention-4 receives the segments as a batch in which all segments have the same numbers of
     rows. FlashAttention-4 computes a batch faster than a packed tensor, but compiles a separate
-    variant of its kernels for batches. Segments that are not larger than one tile of the kernel
-    would need a third variant, so the result for these segments is None.
+    variant of its kernels for batches. Segments whose rows fit into one tile, which a single
+    program of the kernel computes, would need a third variant, so the result for these segments is
+    None.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None

@@ -1,6 +1,7 @@
 """Cut slices into the rectangles that ATen's CPU kernel can compute, which are called pieces.
 
-A *piece* is a rectangle of query rows and key rows. The kernel can compute a piece without a mask,
+A *slice* is a range of query rows and a range of key rows with a mask (`layout/masks/mask.py`). A
+*piece* is a rectangle of query rows and key rows. The kernel can compute a piece without a mask,
 and a piece with an additive mask. If the piece is a square, the kernel can also apply a causal
 mask. Pieces are cut by rows, not by positions. Rows ascend in position, both for queries and for
 keys. Under a causal mask, a rank's own tokens of a document are therefore a single causal square in
@@ -35,11 +36,12 @@ _MAX_BIASED_SCORES = 2**24  # the largest number of scores of a piece whose mask
 
 
 class Piece(NamedTuple):
-    """A rectangle of query rows and key rows for one kernel call.
+    """A rectangle of query rows and key rows that one kernel call computes.
 
-    If `causal` is True, the piece is a square with a causal mask. If `band` is given, it contains
-    two numbers, low and high, and a query attends to the keys for which low ≤ (position of key) −
-    (position of query) ≤ high. In all other cases, each query attends to all keys of the piece.
+    If `causal` is True, the rectangle is a square with a causal mask. If `band` is given, it
+    contains two numbers, low and high, and a query attends to the keys for which low ≤ (position of
+    key) − (position of query) ≤ high. In all other cases, each query attends to all keys of the
+    rectangle.
     """
 
     q_start: int
@@ -124,9 +126,9 @@ def key_runs(start: Ints, stop: Ints) -> Ints | None:
     """Return the runs of a slice as a table (r, 4), with the range of rows and the range of keys of
     each run.
 
-    A *run* is a range of query rows that attend to the same keys. Row i attends to the keys
-    start[i] … stop[i] − 1. Runs without keys are left out. The result is None if a run has on
-    average fewer than `_MIN_RUN_ROWS` rows.
+    A *slice* is a range of query rows and a range of key rows. A *run* is a range of query rows
+    that attend to the same keys. Row i attends to the keys start[i] … stop[i] − 1. Runs without
+    keys are left out. The result is None if a run has on average fewer than `_MIN_RUN_ROWS` rows.
     """
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
     if stop.size < (edges.size + 1) * _MIN_RUN_ROWS:
@@ -137,7 +139,8 @@ def key_runs(start: Ints, stop: Ints) -> Ints | None:
 
 
 def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
-    """Cut a slice with a causal mask into at most three pieces.
+    """Cut a slice with a causal mask into at most three pieces, which are rectangles for kernel
+    calls.
 
     The slice has the query rows q0 … q1 − 1 and the key rows k0 … k1 − 1. The first row attends to
     the first `base` + 1 keys. Each row attends to one key more than the row before, until a row
@@ -206,12 +209,14 @@ def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
 def with_bias(
     mask: Tensor | None, piece: Piece, slices: Slices, slopes: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of a piece with ALiBi's bias, and a shift of lse.
+    """Return the mask of a piece with ALiBi's bias, and a number for each row to subtract from lse.
 
-    The caller must subtract the shift (B or 1, n, Hq) from the lse of each row. The shift is in
-    fp64, because it can exceed a million, and fp32 would lose the differences between rows. If the
-    piece has an additive mask (n, m), the bias is added to this mask, and the shift is None. If
-    `slopes` is None, there is no bias: the mask is unchanged, and the shift is None.
+    A piece is a rectangle of query rows and key rows. A bias that is the same for all keys of a row
+    is left out of the mask, and is returned as a *shift* of lse. The caller must subtract the shift
+    (B or 1, n, Hq) from the lse of each row. The shift is in fp64, because it can exceed a million,
+    and fp32 would lose the differences between rows. If the piece has an additive mask (n, m), the
+    bias is added to this mask, and the shift is None. If `slopes` is None, there is no bias: the
+    mask is unchanged, and the shift is None.
     """
     if slopes is None:
         return mask, None
@@ -229,8 +234,10 @@ def with_bias(
 def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
     """Cut a slice into tiles of query rows, and cut the keys of each tile into pieces.
 
-    Keys before all queries of the tile, and keys after all queries of the tile, become pieces whose
-    masks have a single row. The remaining keys become pieces whose masks have a row for each query.
+    A *slice* is a range of query rows and a range of key rows, a *tile* is a range of query rows,
+    and a *piece* is a rectangle that one kernel call computes. Keys before all queries of the tile,
+    and keys after all queries of the tile, become pieces whose masks have a single row. The
+    remaining keys become pieces whose masks have a row for each query.
     """
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
     start, stop = slices.key_intervals(i)

@@ -3,8 +3,9 @@ Triton kernels.
 
 The kernels are in `seqpar.kernels.flash_attention`. They run on CUDA, for bf16, fp16 and fp32. On
 CPUs they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests. A *launch* is one start
-of a kernel, with a table of the tiles (ranges of rows) that the kernel computes. The tables, and
-their copies on the device, are made once per layout and mask, and are stored with the slices.
+of a kernel, with a table of the tiles (ranges of rows) that the kernel computes. A *slice* is a
+range of query rows and a range of key rows with a mask. The tables, and their copies on the device,
+are made once per layout and mask, and are stored with the slices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over slices with varlen kernels, which compute many documents in one call.
+"""Compute attention with varlen kernels, which compute many documents in one call.
 
 A varlen kernel, such as FlashAttention's, computes many *segments* in one call. A segment is a
 range of query rows and a range of key rows. All segments of a call share one window (left, right).
@@ -170,8 +170,10 @@ class VarlenWork(NamedTuple):
 
 
 def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
-    """Return the kernel calls that compute attention over the slices. The calls are built once and
-    stored with the slices.
+    """Return the kernel calls that compute attention over the slices of a block.
+
+    A *slice* is a range of query rows and a range of key rows with a mask. The calls are built once
+    and stored with the slices.
 
     A *segment* is a range of query rows and a range of key rows that a kernel computes. With
     `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls are
@@ -434,7 +436,7 @@ class _Launch(NamedTuple):
 
 
 class VarlenBlock:
-    """A backend that computes the slices of one block of keys with varlen kernels.
+    """A backend that computes attention over one block of keys with varlen kernels.
 
     The kernels, the calls of kernels and the padded head dim are chosen once. They are used for all
     tensors with the same device, dtype, head dims and options. All arguments of a kernel except

@@ -237,8 +237,10 @@ def with_rows(ranks: list[int], counts: list[int]) -> tuple[list[int], list[int]
 def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, Ints]:
     """Return three arrays with one element for each distance of each step.
 
-    The first array has the number of the step. The second array has the rank from which `rank`
-    receives rows. The third array has the rank to which `rank` sends rows.
+    In a step with the distance d, rank r sends rows to rank r + d and receives rows from rank r −
+    d. A step may have several distances. The first array has the number of the step. The second
+    array has the rank from which `rank` receives rows. The third array has the rank to which `rank`
+    sends rows.
     """
     numbers = np.repeat(np.arange(1, len(distances) + 1), [len(step) for step in distances])
     flat = np.fromiter(chain.from_iterable(distances), np.int64, numbers.size)
@@ -268,7 +270,10 @@ def key_traffic(
     gradient_dtypes: ResultDtypes | None = None,
     groups: int = 1,
 ) -> list[Traffic]:
-    """Return the sizes of the messages that a rank sends in forward and in backward.
+    """Return the sizes of the messages with keys and gradients that a rank sends.
+
+    In a step with the distance d, rank r sends keys to rank r + d and receives keys from rank r −
+    d.
 
     Args:
         call: the attention call.

@@ -6,7 +6,7 @@ rank computes the attention of a whole tile over all keys to which the tile atte
 
 On CPUs, a backend call computes one tile for one batch entry and for one KV head with its query
 heads, on one torch thread. The operands of the call always have the same shapes, strides, alignment
-and slices. The bits of the result therefore depend neither on the number of heads of a rank nor on
+and masks. The bits of the result therefore depend neither on the number of heads of a rank nor on
 the number of threads. On CUDA and in Triton's interpreter, a backend call computes all heads of one
 tile. Within this call, a separate Triton program computes each head, so the bits do not depend on
 the number of heads either. Merging and sinks use operations whose bits do not depend on where an

@@ -48,8 +48,9 @@ class RankInvariantTiles:
         numbers: (n,). The index of each tile in its document.
         first_rows: (n + 1,). The index in the pack of each tile's first query. The last entry is
             the number of all queries.
-        parts: (m, 7). The slices of all tiles, ordered by tile. The columns are tile, q_start,
-            q_stop, k_start, k_stop, low and high. Queries are counted from the tile's first query,
+        parts: (m, 7). Ranges of queries and keys that attend to each other, ordered by tile. The
+            columns are tile, q_start, q_stop, k_start, k_stop, low and high. A pair of a range is
+            allowed if low ≤ k_pos − q_pos ≤ high. Queries are counted from the tile's first query,
             and keys from the start of the pack.
         areas: (n,). How many (query, key) pairs each tile has.
         k_starts, k_stops: (n,). A range of the pack that contains all keys of a tile. For a tile
@@ -287,8 +288,10 @@ def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
         """Find the nodes in the subtree of the tiles `start` … `start + size − 1`, and add them to
         the list.
 
-        A node is the largest subtree in which this rank computes all tiles. The document has the
-        tiles `first` … `stop − 1`, and the subtree has no tiles after the end of the document.
+        A *tile* is a range of queries of a document, and the tree adds up the gradients of all
+        tiles of a document. A *node* is a largest subtree in which this rank computes all tiles.
+        The document has the tiles `first` … `stop − 1`, and the subtree has no tiles after the end
+        of the document.
         """
         end = min(start + size, stop)
         if start >= end or own[end] == own[start]:

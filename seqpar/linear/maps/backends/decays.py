@@ -188,10 +188,12 @@ class _Level(NamedTuple):
         return self.earlier(k) * self.left
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Return a part of the scores (M, N, X, C, C), as (M, N, C / 2s, X, s, s).
+        """Return the scores between two neighbouring blocks of rows, for all pairs of blocks of a
+        chunk.
 
-        A pair is two neighbouring blocks of s rows. The result has the scores between the rows of
-        the second block and the rows of the first block of each pair.
+        The argument `scores` (M, N, X, C, C) has all scores of a chunk of C rows. The result is (M,
+        N, C / 2s, X, s, s). A pair is two neighbouring blocks of s rows. The result has the scores
+        between the rows of the second block and the rows of the first block of each pair.
         """
         blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
         # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier rows
@@ -209,10 +211,10 @@ class PerKey(_Powers):
 
     Here, a chunk is cut into halves, each half is cut into halves, and so on. Take two neighbouring
     blocks of s rows. The powers of rows in the later block are measured from the start of the later
-    block. The powers of rows in the earlier block are measured to the end of the earlier block. The
-    scores between the two blocks are then a product of two matrices. Pairs of blocks with s = 1, 2,
-    4 … C/2 rows cover all pairs of rows. Powers are products of exp g, so they are at most 1, and
-    no sums are subtracted.
+    block. The powers of rows in the earlier block are measured to the end of the earlier block.
+    With these powers, the scores between the two blocks are a product of two matrices. Pairs of
+    blocks with s = 1, 2, 4 … C/2 rows cover all pairs of rows. Powers are products of exp g, so
+    they are at most 1, and no sums are subtracted.
     """
 
     def __init__(self, log_decay: Tensor, size: int) -> None:

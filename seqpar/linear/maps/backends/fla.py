@@ -1,14 +1,15 @@
 """The backend "fla": the recurrence over spans with fla-core's kernels, on CUDA.
 
-The backend calls fla's public functions, which compute bf16 and fp16, with states in fp32. Each
-span is a sequence of the call. The functions return the last state of a sequence, but not its map,
-which is the function from the state before the span to the state after the span. The map is needed
-if a state enters the span and a state leaves the span. To compute the map of a span, the backend
-appends K columns of zeros to v. The initial state of these columns is the identity, so their last
-state is the transition of the span. The out of these columns, multiplied by the state that enters
-the span, is the contribution of this state to out. The contribution is added to out, so out is
-rounded twice in these spans. Backward first makes the same call without gradients, to compute the
-map.
+The backend calls fla's public functions, which compute bf16 and fp16, with states in fp32. A
+*span*, which is a range of a document's tokens on one rank, is one sequence of the call. The
+functions return the last state of a sequence, but not its map, which is the function from the state
+before the span to the state after the span. The map is needed if a state enters the span and a
+state leaves the span. To compute the map of a span, the backend appends K columns of zeros to v.
+The initial state of these columns is the identity matrix, so their last state is the *transition*
+of the span, the factor by which the span multiplies the state that enters it. The out of these
+columns, multiplied by the state that enters the span, is the contribution of this state to out. The
+contribution is added to out, so out is rounded twice in these spans. Backward first makes the same
+call without gradients, to compute the map.
 
 A log decay below −30 is replaced by −30, which is a factor of 1e-13. fla adds up log decays over a
 chunk in fp32. In a larger sum, smaller log decays would lose digits.

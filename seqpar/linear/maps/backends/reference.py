@@ -1,8 +1,9 @@
 """The backend "reference" for maps: the plain recurrence, one token after another.
 
-All other backends are tested against it. Tensors of a span have the tokens as their first
-dimension: q (L, B, H, G, K), where G query heads share a state, k (L, B, H, K), v (L, B, H, V),
-decay (L, B, H, K or 1), and beta (L, B, H, 1). A state is (B, H, K, V).
+All other backends are tested against this backend. A *span* is a range of consecutive tokens of a
+document on one rank. Tensors of a span have the tokens as their first dimension: q (L, B, H, G, K),
+where G query heads share a state, k (L, B, H, K), v (L, B, H, V), decay (L, B, H, K or 1), and beta
+(L, B, H, 1). A state is (B, H, K, V).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class _Work:
         return self.expanded.k.new_zeros(self.inputs.state_shape)
 
     def transition(self, span: _Span) -> Tensor:
-        """Return the factor by which a span multiplies the state that enters the span.
+        """Return the factor by which a span (a range of tokens) multiplies the state that enters
+        the span.
 
         With the delta rule, this factor is the state that leaves the span if the identity matrix
         enters the span and all values are 0. Without the delta rule, the factor is the product of

@@ -208,7 +208,7 @@ class _Work:
     def entering(
         self, number: int, chunk: Chunk, inner: Tensor, outer: Tensor | None, reverse: bool
     ) -> Tensor:
-        """Return the state that enters a chunk of a span, (N, D, Dv).
+        """Return the state that enters a chunk of rows of a span, (N, D, Dv).
 
         The returned state is the sum of two states. The first state comes from earlier rows of the
         span, and is in `inner`. The second state is the state that enters the span, from `outer`,

@@ -2,9 +2,9 @@
 
 The backend runs on CUDA, for bf16, fp16 and fp32. For tests, it runs on a CPU in Triton's
 interpreter (TRITON_INTERPRET=1). Launch arguments that are not tensors are computed once for each
-layout, and stored with the spans. Letters of shapes: B is the batch, T the number of rows, Hq and
-Hkv the numbers of heads, D the head dim of q and k, and Dv the head dim of v. States are (n, B,
-Hkv, D, Dv) in fp32.
+layout, and stored in the `SpanStates` of the layout. Letters of shapes: B is the batch, T the
+number of rows, Hq and Hkv the numbers of heads, D the head dim of q and k, and Dv the head dim of
+v. States are (n, B, Hkv, D, Dv) in fp32.
 """
 
 from __future__ import annotations
