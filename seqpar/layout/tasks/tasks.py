@@ -244,9 +244,9 @@ def check_tasks(
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
         i = int(wrong[0])
-        found = f"tasks of document {i} that have some pair twice, or not at all"
+        actual = f"tasks of document {i} that have some pair twice, or not at all"
         wanted = "every pair that the mask shows in exactly one task"
-        raise ValueError(f"{name} must have {wanted}, got {found}")
+        raise ValueError(f"{name} must have {wanted}, got {actual}")
 
 
 def _hashes(

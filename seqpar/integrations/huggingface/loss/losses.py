@@ -42,8 +42,8 @@ def losses_of(
     """
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
-        found = f"got a {type(outputs).__name__}: seqpar computes the loss from the logits"
-        raise ValueError(f"model must return logits by name for a batch with labels, {found}")
+        reason = f"got a {type(outputs).__name__}: seqpar computes the loss from the logits"
+        raise ValueError(f"model must return logits by name for a batch with labels, {reason}")
     if not isinstance(outputs, Mapping):
         return found
     if call.labels is not None:
