@@ -45,7 +45,7 @@ _KEY = "seqpar backend"  # for uncompiled calls, the value that autograd's threa
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Compute the local part of every attention call within the context with the named backend.
+    """Choose the backend with which a rank computes attention calls within the context.
 
     The backends are:
 

@@ -178,8 +178,8 @@ class BoundModule(nn.Module, Generic[S]):
             kv_heads: the number of key heads or states. Default: `heads`.
             head_dim: the head dim of q and k.
             dtype: the dtype of q, k and v.
-            device: the device of q, k and v. Default: the current GPU if there is one and the group
-                can send from it, otherwise the CPU.
+            device: the device of q, k and v. Default: the current GPU if there is a GPU and the
+                group can send from it. In all other cases, the default is the CPU.
             backward: whether calls have a backward.
             options: `value_dim` (default: `head_dim`), `batch` (default: 1), and those arguments of
                 the calls on which tables depend. For softmax attention these are all arguments

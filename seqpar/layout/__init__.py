@@ -9,8 +9,8 @@ This package uses these words:
 * A *position* is the index of a token in its document.
 * A *span* is a range of positions of one document that one rank holds.
 * A *cut* is a rule that assigns spans to ranks, such as zigzag.
-* The tokens on a rank are ordered by document, then by position. A *row* is the index of a token in
-  this order.
+* The tokens on a rank are ordered by document, and within a document by position. A *row* is the
+  index of a token in this order.
 * A *run* is all tokens of one document on one rank. A run consists of one or more spans, and its
   rows are consecutive.
 """

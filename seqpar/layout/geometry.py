@@ -2,9 +2,9 @@
 users.
 
 A *span* is a range of positions of one document that one rank holds. The tokens on a rank are
-ordered by document, then by position, and a *row* is the index of a token in this order. A *run* is
-all tokens of one document on one rank. A run consists of one or more spans, and its rows are
-consecutive.
+ordered by document, and within a document by position. A *row* is the index of a token in this
+order. A *run* is all tokens of one document on one rank. A run consists of one or more spans, and
+its rows are consecutive.
 """
 
 from __future__ import annotations

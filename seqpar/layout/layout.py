@@ -1,7 +1,8 @@
 """`Layout`, which assigns each token of a packed batch to a rank.
 
 A packed batch is a sequence of T tokens, which `cu_seqlens` cuts into documents. The tokens on a
-rank are ordered by document, then by position. Only `unshard` and `remap` communicate.
+rank are ordered by document, and within a document by position. Only `unshard` and `remap`
+communicate.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Layout:
     Create a layout with `contiguous`, `zigzag`, `striped`, `from_position_ids` or `from_spans`.
     `cu_seqlens` is a list, a numpy array or a tensor of any integer dtype. It ascends from 0 to T,
     and values may repeat. A tensor on a GPU costs one synchronisation. An int stands for one
-    document with that number of tokens. For a dense (B, S) batch, describe one row. The layout then
-    applies to every row. A ValueError names a wrong argument.
+    document with that number of tokens. For a dense (B, S) batch, describe one row. The layout
+    applies to every row of the batch. A ValueError names a wrong argument.
 
     With `equal=True`, each rank holds ⌈T/P⌉ tokens, rounded up to a multiple of `multiple_of`, for
     any documents. The padding is an additional last document, which exists even if it has no
@@ -226,8 +227,8 @@ class Layout:
     ) -> Layout:
         """Create a layout from the spans (document, start, stop) of each rank, in any order.
 
-        The spans of all ranks together must cover every token exactly once. Otherwise a ValueError
-        names the tokens that are missing or covered twice. Adjacent spans of one rank are joined.
+        The spans of all ranks together must cover every token exactly once. If tokens are missing
+        or covered twice, a ValueError names these tokens. Adjacent spans of one rank are joined.
         """
         cu = parse_cu_seqlens(cu_seqlens)
         return cls(cu, parse_spans(spans_per_rank, cu))
@@ -278,8 +279,8 @@ class Layout:
 
         The result is a copy, which is made without communication. `shard` is differentiable, and
         the gradient reaches only this rank's tokens of `x`. If the layout has padding, `x` need not
-        contain the padding. The padding is then filled with `value`, which should be −100 for
-        labels.
+        contain the padding. If `x` does not contain it, the padding in the result is filled with
+        `value`, which should be −100 for labels.
         """
         check_tensor("x", x)
         held = self.token_indices(rank, x.device)
@@ -397,8 +398,8 @@ class Layout:
     def pin_memory(self) -> Layout:
         """Copy tables that came from another process to pinned memory, and return this layout.
 
-        `DataLoader(pin_memory=True)` calls this method in a separate thread. The first call of
-        attention then need not copy the tables on the host.
+        `DataLoader(pin_memory=True)` calls this method in a separate thread, so that the first call
+        of attention need not copy the tables on the host.
         """
         if self._packed is not None:
             pin(*self._packed)

@@ -39,8 +39,8 @@ class Hop(NamedTuple):
     rank needs the sum of the states of earlier tokens. The state of a link is λ^rows · (the sum at
     the station `carries_from`) + (the state `own_states`). If final states are returned, some links
     of forward lead to the end of a document instead of a span, and some links of backward begin at
-    the end of a document. In the message, links with a sum from a station come before links without
-    such a sum.
+    the end of a document. In the message, links with a sum from a station come before links that
+    have only a state.
 
     One message contains the links of all documents. With a message for each document, there would
     be too many messages: 40,000 messages per rank for 5,000 short documents on 64 ranks. All ranks

@@ -28,8 +28,8 @@ def decode_step(
             fp64, fp32, bf16 or fp16. k (…, Hk, K) and v (…, Hv, V) have the same number of
             dimensions and the same dtype as q. Heads are shared as in a call, with H = max(Hk, Hv).
             `log_decay` is None, (H,), (…, H) or (…, H, K), as the kind requires. Its values are not
-            checked, because this would synchronise a GPU with the host. `beta` is (…, H) for the
-            delta rule, and otherwise None.
+            checked, because this would synchronise a GPU with the host. For the delta rule, `beta`
+            is (…, H). For all other kinds, `beta` is None.
         state: (N, H, K, V), in fp32 (fp64 for fp64). The state from a call or an earlier step.
         scale: the factor of q·k.
 

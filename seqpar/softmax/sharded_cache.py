@@ -1,4 +1,4 @@
-"""`ShardedCache`: keys and values for decoding, distributed over ranks.
+"""`ShardedCache`, which distributes keys and values over ranks for decoding.
 
 After a prefill, each rank keeps the keys and values that it computed. When tokens are decoded
 later, their keys and values are stored on one rank at a time. `CacheRows` tracks which rows hold
@@ -378,10 +378,10 @@ class ShardedCache:
         keys.
 
         q (N·T, Hq, D), k (N·T, Hkv, D) and v (N·T, Hkv, Dv) must be the same on all ranks. They may
-        have a leading batch dimension. They contain the T tokens of the step of sequence 0, then
-        the T tokens of sequence 1, and so on. Options, results and bytes sent are as in
-        `Attention.decode`. With `chunk`, queries attend only to keys in the same chunk of `chunk`
-        tokens, as in `Layout.chunked`.
+        have a leading batch dimension. They contain the T tokens of the step for each sequence, in
+        the order of the sequences. Options, results and bytes sent are as in `Attention.decode`.
+        With `chunk`, queries attend only to keys in the same chunk of `chunk` tokens, as in
+        `Layout.chunked`.
         """
         self._check_options(chunk, options)
         refuse_gradients(q=q, k=k, v=v)
@@ -432,7 +432,8 @@ class ShardedCache:
         chunk: int | None = None,
         **options: Any,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return attention of the step's queries over the k and v that `append` returned.
+        """Return attention of the queries of a decoding step over the k and v that `append`
+        returned.
 
         k and v may also be tensors that were computed row by row from the tensors that `append`
         returned. DeepSeek-V2, for example, computes keys from latents. `attend` describes the

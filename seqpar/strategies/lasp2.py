@@ -137,10 +137,11 @@ class LASP2Attention(LinearModule):
     With `return_state`, the rank that holds the last token of a document also sends the final
     state, of S bytes, to all other ranks in forward, so that all ranks have the same bits. Final
     states are sent in a separate exchange, which is step 1 in traffic and traces. The last
-    computation of forward hides this exchange. Backward then begins with the gradients of the final
-    states, which all ranks have. With "all_gather", rank r also sends S bytes to each rank p that
-    has tokens of a document, if r has no tokens of the document after p's last token. With "scan",
-    each rank also sends S bytes to the rank that holds the last token of each document.
+    computation of forward hides this exchange. With `return_state`, backward begins with the
+    gradients of the final states, which all ranks have. With "all_gather", rank r also sends S
+    bytes to each rank p that has tokens of a document, if r has no tokens of the document after p's
+    last token. With "scan", each rank also sends S bytes to the rank that holds the last token of
+    each document.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the

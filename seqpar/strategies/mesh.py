@@ -173,7 +173,8 @@ def best_mesh(
     call and its backward over one long document in a zigzag layout. If several shapes send equally
     many bytes, it returns the shape with the fewest columns. With Hkv = Hq, the best mesh is about
     square. With G query heads per KV head, the best mesh has about √(P/G) columns. If the result is
-    (P, 1), use Ring: it then sends no more bytes than the mesh, and holds fewer keys in memory.
+    (P, 1), use Ring. In this case, Ring sends no more bytes than the mesh, and holds fewer keys in
+    memory.
 
     Args:
         ranks: P, the number of ranks.

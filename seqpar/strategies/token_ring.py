@@ -66,9 +66,9 @@ class TokenRingAttention(Attention):
     Bytes sent by rank r. m(r, p) is the number of query rows of r that attend to some key of p. b,
     w and d are the bytes of an element of q, of a partial output, and of a contribution to dq. e is
     4 (8 for fp64). f is 2e, or 3e if lse has a gradient. If no dtype is given, w and d are equal to
-    b for results that one call of FlashAttention computed, and otherwise equal to e. On contiguous
-    and zigzag layouts without a window, one call computes each result. Sums are over the other
-    ranks p.
+    b for results that one call of FlashAttention computed, and equal to e for all other results. On
+    contiguous and zigzag layouts without a window, one call computes each result. Sums are over the
+    other ranks p.
 
     * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e);
     * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + f), results Σ m(p, r)·B·Hq·D·d.

@@ -293,8 +293,9 @@ class UlyssesAttention(Attention):
       Dv)]·B·b, and lse and delta = out·dout − dlse, Σ Tr·hq(p)·2e·B.
 
     Messages: for each group of heads, a rank sends one message to each other rank for all tensors
-    with the same tokens and dtype. In forward these are q, k and v, then out. In backward these are
-    dout, then dq, dk and dv.
+    with the same tokens and dtype. In forward, the first message has q, k and v, and the second
+    message has out. In backward, the first message has dout, and the second message has dq, dk and
+    dv.
 
     Memory: with `keep="heads"`, forward keeps q, k, v, out and lse of all T tokens for this rank's
     heads, instead of the local tensors. They have [T·hq·(D + Dv) + T·hkv·(D + Dv)]·B·b + T·hq·B·e

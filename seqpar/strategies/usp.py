@@ -1,4 +1,6 @@
-"""USP: rows of a mesh exchange heads, and a second strategy such as Ring runs in each column.
+"""USP: ranks exchange heads within rows of a mesh, and run a second strategy within columns.
+
+The second strategy is Ring, for example.
 
 The loop `ulysses` of docs/internals/in_300_lines.md shows the exchange of heads. After this
 exchange, the ranks of a column have the same heads of different tokens. The second strategy

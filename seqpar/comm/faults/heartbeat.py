@@ -37,9 +37,9 @@ because a peer closes its connection, or because the group's timeout passes. Aft
 `PeerError` that begins with the verdict. If no round ends within the time in which a silent rank
 would be found, the store is at fault.
 
-A rank does not measure silence with a clock. It counts how often it has read an unchanged beat, and
-for how many intervals it has waited for the store. While a machine or a process is suspended, these
-counts stand still, so a suspension blames no rank.
+A rank does not measure silence with a clock. A rank counts how often it has read an unchanged beat,
+and for how many intervals it has waited for the store. While a machine or a process is suspended,
+these counts stand still, so a suspension blames no rank.
 """
 
 from __future__ import annotations

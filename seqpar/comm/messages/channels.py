@@ -1,8 +1,8 @@
 """Make NCCL communicators for a group, so that messages need not wait for each other.
 
-A communicator runs its exchanges one after another, in the order in which they are posted. Two
-streams of messages that must not wait for each other, such as messages to the next and to the
-previous rank, therefore use different communicators.
+A communicator runs its exchanges one after another, in the order in which they are posted. If two
+series of messages must not wait for each other, they therefore use different communicators. An
+example is messages to the next rank and messages to the previous rank.
 
 Communicators use CUDA streams with high priority. On NCCL, sending a message is a small kernel. If
 the stream had normal priority and an attention kernel became ready at the same moment, the

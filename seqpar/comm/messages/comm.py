@@ -254,7 +254,7 @@ class Comm:
         on each GPU, and is freed when the group is freed.
 
         On gloo, messages do not wait for each other, so this method returns this Comm itself.
-        `sent_bytes` of this Comm counts the messages of the new Comm too.
+        `sent_bytes` of this Comm also counts the messages of the new Comm.
         """
         group = self._group()
         through = None if group is None else self._communicators.channel(group, name)

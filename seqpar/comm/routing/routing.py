@@ -6,10 +6,10 @@ only the sender's NIC, while other NICs of the node may be idle. The message tak
 seconds. b_between is the time per byte between nodes, and b_inside is the time per byte within a
 node.
 
-With routing over x NICs, the message is cut into x *pieces*, one for each NIC. A piece makes up to
-three *hops*, transfers from one rank to another: from the sender to a *proxy*, which is a rank of
-the sender's node that uses the piece's NIC; from this proxy to a proxy in the receiver's node; and
-from there to the receiver. This takes
+With routing over x NICs, the message is cut into x *pieces*, one for each NIC. A *proxy* for a
+piece is a rank that uses the NIC of the piece. A piece makes up to three *hops*, transfers from one
+rank to another: from the sender to a proxy in the sender's node; from this proxy to a proxy in the
+receiver's node; and from the second proxy to the receiver. This takes
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 

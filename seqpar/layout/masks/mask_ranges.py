@@ -223,9 +223,9 @@ def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
     """Return two overlapping ranges and a pair that is in both, or None if no ranges overlap.
 
     The results are the indices of the two ranges, (2,), and the positions of the query and the key
-    of the pair. The ranges must be sorted by document, then by `q_starts`. For n ranges, the search
-    makes about n log n comparisons. In addition, each insertion of a range into the list of current
-    ranges moves all list entries with later keys.
+    of the pair. The ranges must be sorted by document, and within a document by `q_starts`. For n
+    ranges, the search makes about n log n comparisons. In addition, each insertion of a range into
+    the list of current ranges moves all list entries with later keys.
     """
     pairs = _neighbours(ranges)
     one, other = (ranges.take(column) for column in pairs)

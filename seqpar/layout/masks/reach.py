@@ -228,8 +228,8 @@ class AttentionSide(NamedTuple):
         """Return the result of `own_rows` for a layout such as zigzag and a mask without a left
         limit.
 
-        In such a layout, each rank holds two chunks of a document. With such a mask, the rows of
-        these two chunks form pairs with all positions before a single position, or with all
+        In a zigzag layout, each rank holds two chunks of a document. Without a left limit, the rows
+        of these two chunks form pairs with all positions before a single position, or with all
         positions after a single position. A list of the ranges of tokens on each rank is therefore
         not needed.
         """

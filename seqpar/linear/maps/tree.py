@@ -6,15 +6,15 @@ spans whose maps are combined doubles.
 
 The algorithm is the parallel prefix by recursive doubling of Hillis and Steele, "Data parallel
 algorithms" (1986), in the exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear
-Recurrent Neural Nets Over Sequence Length" (2018), section 2, use such a scan for affine
+Recurrent Neural Nets Over Sequence Length" (2018), section 2, use a parallel prefix for affine
 recurrences.
 
 The *window* of span i is a range of spans that ends with span i, together with the combined map of
 these spans. At the start, the window has only span i. In step d, the rank of span i sends the
-window of 2ᵈ spans to the rank of span i + 2ᵈ. The window of span i + 2ᵈ then has twice as many
-spans. A window is *complete* if it begins with the first span of the document (`ends.py`). A
-complete window is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. Each rank needs
-memory for two windows for each of its spans, on any number of ranks.
+window of 2ᵈ spans to the rank of span i + 2ᵈ. After step d, the window of span i + 2ᵈ has twice as
+many spans as before. A window is *complete* if it begins with the first span of the document
+(`ends.py`). A complete window is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. Each
+rank needs memory for two windows for each of its spans, on any number of ranks.
 
 The exclusive form needs one exchange fewer than the inclusive form, but combines maps once more in
 each step. A work-efficient tree would send two maps per rank instead of log₂ n maps. However, it

@@ -7,8 +7,8 @@ in one call. A segment is a range of query rows and a range of key rows.
 cuDNN builds a plan for each new shape and thread, which takes 40 ms to 1.2 s. cuDNN is therefore
 used only for calls whose shapes seldom change from step to step (`VarlenCall.dense`). cuDNN's
 causal mask begins at the first row and the first key of a segment. Our causal mask ends at the last
-row and the last key. The two masks are equal only if a segment has as many keys as queries, so
-cuDNN computes only such causal segments, and segments with full masks.
+row and the last key. The two masks are equal only if a segment has as many keys as queries. cuDNN
+therefore computes only causal segments with as many keys as queries, and segments with full masks.
 
 Letters of shapes: there are S segments of L query rows and Lk key rows each, Hq query heads, Hkv KV
 heads, the head dim D of q and k, and the head dim Dv of v.

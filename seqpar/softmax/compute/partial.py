@@ -97,8 +97,8 @@ class Partial(WaitingResults):
     −inf.
 
     A Triton kernel merges results if they are on CUDA, the sums are in fp32, and `rank_invariant`
-    is False. Several results are then stored before one run of the kernel merges them. The bits are
-    the same as if the results were merged one by one.
+    is False. In this case, several results are stored before one run of the kernel merges these
+    results. The bits are the same as if the results were merged one by one.
 
     In all other cases, torch merges each result immediately, with one exception: if the first
     result has all rows, it is stored until a second result is added.
@@ -344,10 +344,10 @@ class Zeros:
 
 @dataclass
 class OutputGradient:
-    """What backward reads: the output of some queries, and the gradients of this output.
+    """The output of some queries over all keys on all ranks, and the gradients of this output.
 
-    The output includes all keys on all ranks. With this output, backward can compute the gradients
-    of one block of keys without reading the keys of all blocks.
+    With this output, backward can compute the gradients of one block of keys without reading the
+    keys of other blocks.
     """
 
     dout: Tensor  # (B, T, Hq, Dv)
@@ -647,7 +647,7 @@ def _split(packed: Tensor, dims: list[int]) -> Sequence[Tensor]:
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the gradients as contiguous tensors of the dtype `dtype`.
 
-    Each gradient is freed before the next one is cast. torch requires that the results of an
+    A gradient is freed before the next gradient is cast. torch requires that the results of an
     operator share no memory, but dk and dv may be views of one tensor. In half precision, the cast
     copies dk and dv to separate tensors. In fp32, there is no cast, so dk and dv are copied.
     """
@@ -671,8 +671,8 @@ def key_fraction(lse: Tensor, sinks: Tensor, rank_invariant: bool = False) -> Te
     """Return the fraction of the softmax's denominator that comes from the keys, (B, T, Hq, 1).
 
     The remaining fraction comes from the sinks (Hq,). lse (B, T, Hq) excludes the sinks. If lse and
-    the sink are both −∞, the row has no keys, and its fraction is 1. The out of such a row is 0,
-    and remains 0 after the multiplication by the fraction.
+    the sink are both −∞, the row has no keys, and its fraction is 1. The out of a row without keys
+    is 0, and remains 0 after the multiplication by the fraction.
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
     return (sigmoid_anywhere if rank_invariant else torch.sigmoid)(difference)[..., None]

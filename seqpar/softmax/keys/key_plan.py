@@ -84,7 +84,7 @@ class KeyStep:
 class LazySlices(Sequence[Slices]):
     """Lists of slices, which say which of this rank's queries attend to which keys.
 
-    A slice is a range of query rows and a range of key rows with a band (`layout/masks/mask.py`).
+    A slice is a range of query rows and a range of key rows with a mask (`layout/masks/mask.py`).
     The first list is over the keys that this rank holds. Each further list is over the keys that
     arrive in one step, and is built when the rank computes this step, while messages of later steps
     are being sent.
@@ -364,8 +364,8 @@ def gradients_by_group(
     With one group, the returned gradients may be in the accumulator's dtype. With several groups,
     the gradients of each group are rounded to the dtype of q, so that only one group's sums in the
     accumulator's dtype are in memory at a time. In USP, several ranks may compute with the same KV
-    head. USP then adds the gradients of these ranks and rounds the sum. To avoid two roundings, USP
-    computes each KV head on one rank in calls with several groups (`HeadGroups`).
+    head. In this case, USP adds the gradients of these ranks and rounds the sum. To avoid two
+    roundings, USP computes each KV head on one rank in calls with several groups (`HeadGroups`).
     """
     q, k, v, _ = operands
     if len(groups) == 1:

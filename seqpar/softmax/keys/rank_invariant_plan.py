@@ -136,8 +136,8 @@ def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
     consecutive queries of a document.
 
     Returns the table of the parts (`RankInvariantTiles.parts`), and how many (query, key) pairs
-    each tile has. Each query of a part attends to at least one key of the part, and each key is
-    attended by at least one query.
+    each tile has. Each query of a part attends to at least one key of the part. At least one query
+    of the part attends to each key of the part.
     """
     table, areas = list[tuple[int, ...]](), np.zeros(first_rows.size - 1, np.int64)
     for i, (q_start, q_stop) in enumerate(whole.q_rows.tolist()):

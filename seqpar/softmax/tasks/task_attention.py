@@ -14,7 +14,7 @@ several *stages*. In forward, a rank does the following:
 If all rows were in one stage, a rank would wait for all keys before it computes. Each stage
 contains about the same number of keys from every rank. If a stage were a range of positions
 instead, a few ranks would send while all other ranks wait. On 8 ranks with a zigzag layout and slow
-links, a step with such stages takes twice the time.
+links, a step would take twice as long if stages were ranges of positions.
 
 Attention of a rank's own queries over foreign keys is distributed over the stages. If a rank
 computed this attention as early as possible, it would send results and gradients later. On 4
