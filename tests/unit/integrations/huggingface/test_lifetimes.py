@@ -107,19 +107,19 @@ def left_by(ranks, model, step, count, compiled=False):
     return [x for key, x in alive().items() if key not in before and enabled]
 
 
-@pytest.mark.parametrize("way", ["training", "generation", "convolutions"])
+# After eight versions of a function, torch stops to compile new ones.
+STEPS = 12
+QUICK = "training", "generation", "convolutions"
+
+
+@pytest.mark.parametrize(
+    "way", [x if x in QUICK else pytest.param(x, marks=pytest.mark.exhaustive) for x in WAYS]
+)
 def test_steps_leave_no_layout_behind(way):
     make, step = WAYS[way]
-    assert not left_by(2, make(), step, 3)
+    assert not left_by(2, make(), step, STEPS)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
-def test_100_steps_leave_no_layout_behind(way):
-    make, step = WAYS[way]
-    assert not left_by(2, make(), step, 100)
-
-
-@pytest.mark.exhaustive
-def test_100_compiled_steps_leave_no_layout_behind():
-    assert not left_by(1, LLAMA(), train, 100, compiled=True)
+def test_compiled_steps_leave_no_layout_behind():
+    assert not left_by(1, LLAMA(), train, STEPS, compiled=True)
