@@ -4,6 +4,7 @@ import re
 import tempfile
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
+from seqpar.comm.faults import heartbeat
 from seqpar.integrations import huggingface
 from tests.kernels.test_trainer_fsdp import CASES as FSDP
 from tests.kernels.test_trainer_fsdp import train as train_with_fsdp
@@ -931,7 +933,9 @@ def error_of(group, case, check_ranks):
     hf.launched(group)
     apart = dist.new_group(timeout=timedelta(seconds=60))
     model = hf.tiny("LlamaForCausalLM")
-    sp = huggingface.enable(model, apart, check_ranks=check_ranks)
+    # Ranks learn of an error after five rounds of the heartbeat, which are 5 s by default.
+    with mock.patch.object(heartbeat, "interval", return_value=0.2):
+        sp = huggingface.enable(model, apart, check_ranks=check_ranks)
     try:
         HALFWAY[case](apart, model, sp)
     except Exception as error:
