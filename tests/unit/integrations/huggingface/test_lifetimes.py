@@ -107,7 +107,7 @@ def left_by(ranks, model, step, count, compiled=False):
     return [x for key, x in alive().items() if key not in before and enabled]
 
 
-# After eight versions of a function, torch stops to compile new ones.
+# More than eight, because torch compiles at most eight versions of a function.
 STEPS = 12
 QUICK = "training", "generation", "convolutions"
 
