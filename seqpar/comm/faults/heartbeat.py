@@ -85,8 +85,8 @@ _UNUSED_TAG = 0x5E9  # no message has this tag, so a receive with this tag times
 class PeerError(RuntimeError):
     """A rank of the group has died, has left, or has not joined the exchange.
 
-    The message names the rank at fault, the step that failed, and the ranks whose messages the
-    raising rank awaited.
+    The text of the error names the rank at fault, the step that failed, and the ranks for whose
+    messages the process was waiting.
     """
 
 

@@ -242,14 +242,16 @@ def post(
 ) -> tuple[list[dist.Work], list[AwaitedHeader]]:
     """Post messages on gloo, with a header for each peer. Receives are posted before sends.
 
-    The caller must wait for the returned headers before it waits for the messages.
+    A header names the call, the exchange and the sizes of messages, so that a rank notices if a
+    peer makes a different call. The caller must wait for the returned headers before it waits for
+    the messages.
 
     Args:
         group: the process group.
         exchange: the name of the exchange.
         numbers: for each peer, the number of the call between the two ranks.
         sends, recvs: the messages as (peer, tensor). Peers are ranks of the process group.
-        table: the table of the digest.
+        table: the digest of the call's arguments, as a table for headers.
 
     Returns:
         The handles of the messages, and the headers of peers.

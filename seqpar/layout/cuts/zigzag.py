@@ -109,6 +109,8 @@ def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
 class _ChunkSizes(NamedTuple):
     """The sizes of the two chunks of each document on each rank, in a zigzag cut.
 
+    The tokens of the documents are dealt to the ranks one after another, like cards.
+
     Rank c has n_c tokens of a document, in two chunks. The low chunk, which is nearer to the start
     of the document, has ⌊(n_c + up)/2⌋ tokens. `first` has, for each document, the number of tokens
     that each rank gets from documents that are dealt earlier. `last` has the same number plus the

@@ -39,8 +39,8 @@ class Fold(NamedTuple):
 
     The map of a span of tokens is the function from the state before the span to the state after
     the span. For each document, there is a *running state*, to which the maps of the document's
-    spans are applied one after another. Documents with the most spans come first, so the documents
-    with a further map are always the first documents.
+    spans are applied one after another. Documents with the most spans come first. In each step, the
+    documents for which a further map exists are therefore the first ones in this order.
     """
 
     stations: Tensor | None  # the slots of the states that enter the spans of this step

@@ -241,8 +241,9 @@ class MessageBlock:
     def pack_heads(self, tensors: Sequence[Tensor]) -> Tensor:
         """Pack this rank's heads of all tokens, (B, T_merged, h, D), into messages to all ranks.
 
-        A single tensor is not copied if its rows are already in the order of the messages. A tensor
-        without heads on this rank is ignored.
+        In the messages, rows are ordered by the rank to which they are sent. If there is only one
+        tensor, and its rows already have this order, the tensor is not copied. A tensor without
+        heads on this rank is ignored.
         """
         if len(tensors) == 1:
             flat = tensors[0].to(self.dtype).transpose(0, 1).reshape(-1)

@@ -1,9 +1,9 @@
 """Plan the messages and the work of one rank, for given tasks.
 
-A *task* is attention of some queries over some keys of one document, and names the rank that
-computes this attention. A rank is the *owner* of the tokens that it stores, and the *server* of the
-tasks that it computes. *Foreign* queries and keys are those that a server receives from other
-ranks. Foreign rows arrive in several stages.
+A *task* is attention of some queries over some keys of one document. One rank computes this
+attention. A rank is the *owner* of the tokens that it stores, and the *server* of the tasks that it
+computes. *Foreign* queries and keys are those that a server receives from other ranks. Foreign rows
+arrive in several stages.
 
 `Disaggregated` makes one `TaskPlan` for each combination of layout, mask and tasks. A `Planner`
 contains the tasks that a user has given, or a user's function that makes tasks.

@@ -123,8 +123,8 @@ def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> li
     """Return a grid of the spans without a state, and a grid of the spans with a state.
 
     A *span* is a range of consecutive tokens of a document on one rank. A *grid* cuts spans into
-    chunks. If no span has a state, or if all spans have a state, there is only one grid. `spans`
-    stores the grids.
+    chunks. If no span has a state, or if all spans have a state, there is only one grid. The object
+    `spans` keeps the grids for later calls.
 
     Args:
         spans: the spans of the rank.
