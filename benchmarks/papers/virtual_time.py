@@ -14,6 +14,7 @@ from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import Ints
 from seqpar.costs.costs import CHECKPOINTING
 from seqpar.costs.grid import causal_pairs
+from seqpar.simulate.steps.step_memory import StepMemory
 
 
 class Shape(NamedTuple):
@@ -88,9 +89,8 @@ def sharded(
     Parameters and optimizer are sharded over `ranks` ranks; the layout covers some of them.
     """
     found = simulate.step(strategy, layout, cluster, model, checkpointing=checkpointing, **options)
-    costs = Costs(cluster, model)
-    elsewhere = costs.parameter_bytes(layout.ranks) - costs.parameter_bytes(ranks)
-    return found.seconds, float(found.memory.max()) - elsewhere
+    held = StepMemory.over_layers(Costs(cluster, model), checkpointing, ranks)
+    return found.seconds, float(held.on(found.held.tokens, found.held.temporary).peak().max())
 
 
 def least_checkpointing(

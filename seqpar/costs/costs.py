@@ -48,6 +48,13 @@ class Costs:
         """Bytes of an element of partials, states and gradient sums: 8 in fp64, otherwise 4."""
         return accumulator_itemsize(self.itemsize)
 
+    @property
+    def optimizer_itemsize(self) -> int:
+        """Bytes of Adam's state for each parameter: two moments and, for parameters with less than
+        4 bytes, a copy with 4 bytes.
+        """
+        return 2 * self.accumulator_itemsize + (4 if self.itemsize < 4 else 0)
+
     @cached_property
     def key_gradient_itemsize(self) -> int:
         """The number of bytes of an element of dk in the dtype in which one kernel call returns dk.
@@ -233,16 +240,49 @@ class Costs:
         included, because they are computed in chunks. Copies of tokens for several experts are also
         not included.
         """
-        as_choice("checkpointing", checkpointing, CHECKPOINTING)
         counts = self.model.counts
-        whole = {layer: self._layer_bytes(layer) for layer in counts}
-        if checkpointing == "none":
-            return sum(n * whole[layer] for layer, n in counts.items()), 0
-        kept = dict.fromkeys(counts, self.model.hidden * self.itemsize)
-        if checkpointing == "attention":
-            kept = {layer: x + self._result_bytes(layer) for layer, x in kept.items()}
+        kept = {layer: self.layer_bytes(layer, checkpointing) for layer in counts}
         each = sum(n * kept[layer] for layer, n in counts.items())
-        return each, max(whole[layer] - kept[layer] for layer in whole)
+        return each, max(self.layer_bytes(layer) - kept[layer] for layer in counts)
+
+    def layer_bytes(self, layer: Layer, checkpointing: str = "none") -> int:
+        """Return the bytes per token that a layer keeps from forward to backward.
+
+        Without checkpointing, these are the bytes in PyTorch with fused norms. The layer keeps the
+        inputs of two norms and two numbers for each norm, the inputs of the projections after these
+        norms, the operands and results of attention, and the input and result of the feed-forward
+        part. If the feed-forward part is gated, the layer also keeps the gate and the product.
+        """
+        as_choice("checkpointing", checkpointing, CHECKPOINTING)
+        model = self.model
+        if checkpointing == "full":
+            return model.hidden * self.itemsize
+        if checkpointing == "attention":
+            return model.hidden * self.itemsize + self._result_bytes(layer)
+        if layer.kind == "linear":
+            projected = model.attention_elements(layer)
+        else:
+            queries = model.heads * model.head_dim
+            projected = queries * (2 if model.output_gate else 1) + model.key_value_elements
+        attention = (2 * model.hidden + projected) * self.itemsize + self._norm_bytes
+        return attention + self._result_bytes(layer) + self.ffn_bytes(layer)
+
+    def ffn_bytes(self, layer: Layer) -> int:
+        """Return the bytes per token that the feed-forward part of a layer and its norm keep from
+        forward to backward, without checkpointing.
+        """
+        tensors = 4 if self.model.gated else 2
+        kept = (2 * self.model.hidden + tensors * layer.ffn) * self.itemsize
+        return kept + self._norm_bytes
+
+    def ffn_gradient_bytes(self, layer: Layer) -> int:
+        """Return the most bytes per token by which gradients within the feed-forward part of a
+        layer exceed the tensors that its backward has freed.
+
+        The gradient of the part's product is the first one, and replaces the product. If the part
+        is gated, the gradients of the product's two factors follow.
+        """
+        return (2 if self.model.gated else 1) * layer.ffn * self.itemsize
 
     def activation_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
         """Return the peak bytes of activations in a step of one micro-batch.
@@ -272,8 +312,11 @@ class Costs:
         """
         ranks, stage = self._sharding(ranks, stage)
         model, itemsize = self.model, self.itemsize
-        state = 2 * self.accumulator_itemsize + (4 if itemsize < 4 else 0)
-        parts = [state, itemsize, itemsize]  # the order in which the stages of ZeRO shard them
+        parts = [
+            self.optimizer_itemsize,
+            itemsize,
+            itemsize,
+        ]  # the order in which the stages of ZeRO shard them
         sharded, whole = sum(parts[:stage]), sum(parts[stage:])
         gathered = 0
         if stage == 3 and ranks > 1:
@@ -333,6 +376,10 @@ class Costs:
         ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0, 3)
         return ranks, stage
 
+    @property
+    def _norm_bytes(self) -> int:
+        return 2 * self.accumulator_itemsize  # a mean and a scale for each token
+
     def _result_bytes(self, layer: Layer) -> int:
         model = self.model
         if layer.kind == "linear":
@@ -340,19 +387,3 @@ class Costs:
             return model.recurrence.values * self.itemsize
         lse_bytes = self.accumulator_itemsize
         return model.heads * (model.head_dim * self.itemsize + lse_bytes)
-
-    def _layer_bytes(self, layer: Layer) -> int:
-        """Return the bytes per token that a layer keeps for backward in PyTorch with fused norms.
-
-        The layer keeps the inputs of two norms, the inputs of the projections after these norms,
-        the operands and results of attention, and the input and result of the feed-forward part. If
-        the feed-forward part is gated, the layer also keeps the gate and the product.
-        """
-        model = self.model
-        if layer.kind == "linear":
-            projected = model.attention_elements(layer)
-        else:
-            queries = model.heads * model.head_dim
-            projected = queries * (2 if model.output_gate else 1) + model.key_value_elements
-        ffn = layer.ffn * (4 if model.gated else 2)
-        return (4 * model.hidden + projected + ffn) * self.itemsize + self._result_bytes(layer)

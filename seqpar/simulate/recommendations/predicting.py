@@ -14,6 +14,7 @@ from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.simulate.playback.outcome import limit_of
 from seqpar.simulate.recommendations.recommendation import Recommendation, as_gb
 from seqpar.simulate.steps.divided import MicroBatches, divided_step
+from seqpar.simulate.steps.step_memory import StepMemory
 from seqpar.simulate.steps.training_step import Step, step
 
 
@@ -78,42 +79,25 @@ def _unfit(way: Recommendation, costs: Costs, least: float, needs: str) -> Recom
 
 def _least_memory(way: Recommendation, costs: Costs, checkpointing: str) -> float:
     """Return the bytes on a device if all activations that can be offloaded are offloaded."""
-    division, tokens = way.division, float(max(way.layout.tokens_per_rank))
+    division, tokens = way.division, np.array([float(max(way.layout.tokens_per_rank))])
     if division is None:
-        activations = float(costs.activation_bytes(tokens, checkpointing))
+        held = StepMemory.over_layers(costs, checkpointing, way.layout.ranks)
     else:
-        divided, micro_batches = division.divided, division.shares.size
+        held = division.divided.memory(checkpointing, division.shares.size)
         tokens *= division.most_tokens / way.layout.tokens
-        activations = divided.activation_bytes(tokens, checkpointing, micro_batches)
-    return activations + _parameter_bytes(way, costs) - _movable(way, costs, checkpointing)
+    offload = float(_can_offload(way, costs, checkpointing))
+    return float(held.on(tokens, np.zeros(1)).peak(offload).max())
 
 
-def _parameter_bytes(way: Recommendation, costs: Costs) -> int:
-    if way.division is None:
-        return costs.parameter_bytes(way.layout.ranks)
-    return way.division.divided.parameter_bytes()
-
-
-def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
-    """Return the bytes of activations that can be offloaded, which are the activations of all
-    layers except two.
-
-    The result is 0 in three cases:
+def _can_offload(way: Recommendation, costs: Costs, checkpointing: str) -> bool:
+    """Return whether activations can be offloaded. The result is False in three cases:
 
     * With checkpointing, because few activations remain, or because backward needs them at once.
     * With servers, because the copies of tasks already use the link to host memory.
     * With pipeline stages, because a device holds the activations of several micro-batches.
     """
-    division, layers = way.division, len(costs.model.layers)
     has_stages = way.parallelism.pipeline > 1
-    if not costs.cluster.overlaps or way.servers or has_stages or checkpointing != "none":
-        return 0.0
-    tokens = max(way.layout.tokens_per_rank)
-    if division is None:
-        kept = float(costs.kept_bytes(tokens))
-    else:
-        kept = division.divided.activation_bytes(tokens, "none", 1)
-    return kept * max(0, layers - 2) / layers
+    return costs.cluster.overlaps and not (way.servers or has_stages) and checkpointing == "none"
 
 
 def _stepped(
@@ -144,43 +128,42 @@ def _stepped(
         checkpointing=checkpointing,
         seconds=simulated.seconds,
         memory=memory,
-        longest=_longest(way, costs, memory),
+        longest=_longest(way, costs, simulated),
         bytes=int(simulated.bytes.max()),
         limit=_limit(simulated, way.parallelism.pipeline > 1),
         step=simulated,
     )
 
 
-def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
-    """Return the number of tokens with which a configuration uses all memory of a device.
-
-    All memory except the memory of parameters is assumed to be proportional to the number of
-    tokens.
-    """
-    fixed, division = _parameter_bytes(way, costs), way.division
+def _longest(way: Recommendation, costs: Costs, simulated: Step, offload: float = 0.0) -> int:
+    """Return the number of tokens with which a configuration uses all memory of a device."""
+    division = way.division
     tokens = way.layout.tokens if division is None else int(division.lengths.sum())
-    return int(tokens * max(0.0, costs.cluster.device.memory - fixed) / max(memory - fixed, 1.0))
+    return int(tokens * simulated.held.growth(costs.cluster.device.memory, offload))
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     """Return a configuration with activations in host memory, or None if it does not fit even
     so.
     """
-    layers, movable = len(costs.model.layers), _movable(way, costs, way.checkpointing)
-    short = way.memory - costs.cluster.device.memory
-    if short > movable:
+    if not _can_offload(way, costs, way.checkpointing):
         return None
-    # Rounded up to two digits, as in the printed table.
-    ratio = np.ceil(100 * short / movable) / 100
-    memory = way.memory - ratio * movable
+    assert way.step is not None
+    least = way.step.held.least_offload(costs.cluster.device.memory)
+    if least > 1:
+        return None
+    ratio = float(np.ceil(100 * least) / 100)  # rounded up to two digits, as in the printed table
     # `step` copies the same fraction in every layer, but two layers are not offloaded. The fraction
     # is therefore spread over all layers.
-    simulated = _stepped(way, costs, "none", float(ratio) * max(0, layers - 2) / layers)
-    # Assuming that all of `movable` is in host memory.
-    longest = _longest(way, costs, way.memory - movable)
+    layers = len(costs.model.layers)
+    simulated = _stepped(way, costs, "none", ratio * max(0, layers - 2) / layers)
+    assert simulated.step is not None
+    # Assuming that all tensors that can be moved are in host memory.
+    longest = _longest(way, costs, simulated.step, 1.0)
+    memory = float(simulated.step.held.peak(ratio).max())
     exposed = simulated.seconds - way.seconds
     limit = "communication" if exposed > way.seconds / 2 else way.limit
-    return replace(simulated, offload=float(ratio), memory=memory, longest=longest, limit=limit)
+    return replace(simulated, offload=ratio, memory=memory, longest=longest, limit=limit)
 
 
 def _limit(simulated: Step, has_stages: bool) -> str:

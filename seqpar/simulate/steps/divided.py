@@ -34,6 +34,7 @@ from seqpar.costs.grid import Floats
 from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.steps.pipeline import pipeline
+from seqpar.simulate.steps.step_memory import StepMemory
 from seqpar.simulate.steps.training_step import Step, step
 
 _TENSOR_EXCHANGES = 8  # per layer: 2 gathers and 2 reductions in forward, and the same in backward
@@ -207,6 +208,24 @@ class DividedCosts:
         held = each * min(stages, micro_batches) / stages
         return tokens * (held + once) / self.parallelism.tensor
 
+    def memory(self, checkpointing: str, micro_batches: int) -> StepMemory:
+        """Return the memory of a device, without its tokens."""
+        if self.parallelism.pipeline == 1:
+            return StepMemory.over_layers(
+                self.costs,
+                checkpointing,
+                self.sharding_ranks,
+                divided=self.context.model,
+                tensor_ranks=self.parallelism.tensor,
+                accumulates=micro_batches > 1,
+            )
+        # All gradients exist, because most of them are sums over micro-batches.
+        held = self.activation_bytes(1, checkpointing, micro_batches)
+        ffn = max(map(self.costs.ffn_gradient_bytes, self.costs.model.counts))
+        per_token = np.array([held, held + ffn / self.parallelism.tensor])
+        fixed = np.full(2, float(self.parameter_bytes()))
+        return StepMemory(fixed, per_token, np.zeros(2), np.array([1.0, 0.0]))
+
     @property
     def _stage_cluster(self) -> Cluster:
         """A cluster with one device for each stage."""
@@ -319,13 +338,8 @@ def divided_step(
     ]
     boundary_bytes = tokens * costs.model.hidden * costs.itemsize // divided.parallelism.tensor
     seconds = divided.played(layers, one.head, shares, boundary_bytes)
-    tokens_of = np.array(layout.tokens_per_rank)
-    counted = context.activation_bytes(tokens_of, checkpointing)
-    temporary = one.memory - counted - context.parameter_bytes(layout.ranks)
     most = most_tokens / layout.tokens  # in proportion to the tokens of this layout
-    activations = np.array(
-        [divided.activation_bytes(most * x, checkpointing, shares.size) for x in tokens_of.tolist()]
-    )
+    held = divided.memory(checkpointing, shares.size)
     stages = divided.parallelism.pipeline
     per_device = float(shares.sum()) / stages
     head = one.head * float(shares.sum())
@@ -341,7 +355,7 @@ def divided_step(
         layers=one.layers,
         head=head,
         optimizer=divided.end_seconds,
-        memory=divided.parameter_bytes() + activations + most * temporary,
         bytes=(one.bytes * per_device).astype(np.int64),
+        held=held.on(most * one.held.tokens, most * one.held.temporary),
         _spent=spent,
     )

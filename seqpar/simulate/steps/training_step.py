@@ -43,6 +43,7 @@ from seqpar.simulate.steps.recorded_layers import (
     record_layers,
     whole_documents,
 )
+from seqpar.simulate.steps.step_memory import StepMemory
 from seqpar.strategies.recurrent import TRANSPORTS
 from seqpar.strategies.registry import SOFTMAX
 
@@ -63,19 +64,25 @@ class Step:
             and the number of such layers.
         head: seconds of the head on the rank with the most tokens.
         optimizer: seconds of the optimizer; 0 without it.
-        memory: (ranks,) the bytes of parameters, optimizer state, activations and attention's
-            temporary tensors. Parameters and optimizer state are sharded over all ranks, unless
-            `sharding` is "gradients".
         bytes: (ranks,) bytes that attention sends in all layers.
+        held: the memory at each moment of the step that may need the most memory.
     """
 
     seconds: float
     layers: dict[tuple[str, int | None], tuple[Outcome, int]] = field(repr=False)
     head: float
     optimizer: float
-    memory: Floats
     bytes: Ints
+    held: StepMemory = field(repr=False)
     _spent: dict[str, Floats] = field(repr=False)
+
+    @property
+    def memory(self) -> Floats:
+        """(ranks,) the most bytes of parameters, gradients, optimizer state, activations and
+        attention's temporary tensors that each rank holds at once. Parameters and optimizer state
+        are sharded over all ranks, unless `sharding` is "gradients". Logits are not included.
+        """
+        return self.held.peak()
 
     def spent(self, activity: str) -> Floats:
         """Return (ranks,): the seconds that each rank spends with an activity in all layers.
@@ -208,15 +215,15 @@ def step(
         outcomes[attending.layer.kind, attending.layer.window] = one, count
     of_head = head_seconds(costs, max(layout.tokens_per_rank))
     stage = 0 if sharding == "gradients" else 3
-    held_bytes = costs.activation_bytes(tokens, checkpointing) + costs.parameter_bytes(ranks, stage)
+    held = StepMemory.over_layers(costs, checkpointing, ranks, stage=stage)
     optimizer_seconds = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
     return Step(
         seconds=seconds + of_head + optimizer_seconds,
         layers=outcomes,
         head=of_head,
         optimizer=optimizer_seconds,
-        memory=np.r_[held_bytes, no_servers] + temporary_bytes,
         bytes=sent_bytes,
+        held=held.on(tokens, temporary_bytes[:ranks], temporary_bytes[ranks:]),
         _spent=spent,
     )
 

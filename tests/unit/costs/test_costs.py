@@ -208,7 +208,7 @@ def test_states_and_moments_have_8_bytes_in_fp64():
 def test_activations_by_hand():
     """Llama 8B: hidden 4,096, queries 4,096, keys and values 2,048, feed-forward part 14,336."""
     costs = Costs(H100, LLAMA)
-    layer = (4 * 4096 + 4096 + 2048 + 4 * 14336 + 4096) * 2 + 32 * 4
+    layer = (4 * 4096 + 4096 + 2048 + 4 * 14336 + 4096) * 2 + 32 * 4 + 2 * 2 * 4
     assert costs.activation_bytes(1000) == costs.kept_bytes(1000) == 1000 * 32 * layer
     assert costs.kept_bytes(10, "full") == 10 * 32 * 4096 * 2
     assert costs.activation_bytes(1, "full") == 32 * 4096 * 2 + (layer - 4096 * 2)
