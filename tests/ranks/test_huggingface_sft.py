@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.memory import blocks
 from tests.support import huggingface as hf
 from tests.support.ranks import device_mesh, hide_from_collector
 from tests.support.trl import EXPERTS, curve, lora, tokenizer, with_adapters
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of trl, transformers and accelerate
 ]
 
-LOGGED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
+LOGGED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "grad_norm")
 PACKED = {"packing": True, "max_length": 24}
 KINDS = {
     "bfd": PACKED | {"packing_strategy": "bfd"},
@@ -76,6 +77,7 @@ def train(
     family="Llama",
     adapters=None,
     weights=None,
+    memory=None,
 ):
     """(what was logged, the evaluation, the weights) of three steps.
 
@@ -84,6 +86,8 @@ def train(
     """
     import trl
 
+    blocks.CHUNK = 5  # tokens of a tile of `memory`
+
     model = hf.tiny(f"{family}ForCausalLM", **EXPERTS)
     if adapters in ("the model's", "dropped"):
         model = with_adapters(model, dropout=0.3 if adapters == "dropped" else 0.0)
@@ -91,7 +95,7 @@ def train(
         model.load_state_dict(weights)
     if base is not trl.SFTTrainer:
         mesh = device_mesh(groups, 4 // groups, names=("dp", "sp"))
-        huggingface.enable(model, mesh["sp"])
+        sp = huggingface.enable(model, mesh["sp"], memory=memory)
     settings = {
         "output_dir": folder,
         "use_cpu": True,
@@ -122,6 +126,9 @@ def train(
         )
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
         found = trainer.evaluate()
+    if memory and base is not trl.SFTTrainer:
+        saved = {x.part: x.saved_bytes for x in sp.report().memory}
+        assert saved["checkpoints"] and saved.get("tiles", 1)
     steps = [x for x in trainer.state.log_history if "loss" in x]
     logged = [[x[name] for name in LOGGED if name in x] for x in steps]
     seen = [trainer.state.num_input_tokens_seen, trainer.state.total_flos]
@@ -161,6 +168,26 @@ def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
     options = KINDS[kind]
     expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options)
     for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, options):
+        assert_trained_alike(found, expected)
+
+
+@pytest.mark.composes(
+    "Trainer and TRL",
+    '`huggingface.trainer(SFTTrainer)` with `memory="lean"`',
+    data=2,
+    context=2,
+    equal="losses, norms of gradients, metrics and weights",
+)
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("kind", ["bfd", "padded", "label smoothing"])
+def test_lean_training_is_that_of_one_process(ready, tmp_path, kind, checkpointing):
+    """With TRL's option for checkpoints, which `memory` replaces by its own, or without it."""
+    import trl
+
+    options = KINDS[kind] | {"gradient_checkpointing": checkpointing}
+    expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options)
+    given = 2, options, None, False, 2, (60, 4), "Llama", None, None, "lean"
+    for found in ready(4, on_rank, str(tmp_path / "ranks"), *given):
         assert_trained_alike(found, expected)
 
 
@@ -210,7 +237,7 @@ def test_router_losses_of_groups_are_those_of_batches(ready, tmp_path):
     for steps, _ in (expected, *found):
         for step in steps[:3]:
             del step[1:3]  # TRL averages entropy and accuracy over batches, not over tokens
-            assert len(step) == 3
+            assert len(step) == 4
     for x in found:
         assert_trained_alike(x, expected)
 
@@ -232,6 +259,28 @@ def test_dropout_of_adapters_keeps_weights_equal(ready, tmp_path):
     alone = str(tmp_path / "alone"), 4, untrained, *given[1:], "dropped", found[0][1]
     *_, evaluated = train(trl.SFTTrainer, *alone)[0]
     assert found[0][0][-1] == pytest.approx(evaluated, rel=2e-5, abs=2e-5)
+
+
+def test_router_losses_with_lean_parts_are_those_of_one_process(ready, tmp_path):
+    import trl
+
+    options, parts = KINDS["bfd"] | ROUTERS, ["loss", "checkpoints", "offload"]
+    expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options, family="Mixtral")
+    given = 4, options, None, False, 1, (60, 4), "Mixtral", None, None, parts
+    for found in ready(4, on_rank, str(tmp_path / "ranks"), *given):
+        assert_trained_alike(found, expected)
+
+
+def refusal(group, folder):
+    try:
+        on_rank(group, folder, 2, ROUTERS, None, False, 2, (60, 4), "Mixtral", None, None, "lean")
+    except ValueError as error:
+        return str(error)
+
+
+def test_tiles_with_router_losses_are_refused_before_training(ready, tmp_path):
+    for found in ready(4, refusal, str(tmp_path)):
+        assert found.startswith('router_aux_loss_coef must be 0 with memory\'s "tiles": ')
 
 
 @pytest.mark.parametrize("groups", [1, 2])

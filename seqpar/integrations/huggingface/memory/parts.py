@@ -59,7 +59,7 @@ class LeanMemory:
                 raise ValueError(f"memory must not include {part!r}: {name} {reasons[part]}")
         on_host = "offload" in chosen
         if modules:
-            _check_routers(session.inner, False)
+            _check_routers(session.inner, False, "output_router_logits must not be set")
         # Nothing above changes the model or sends a message. If an error is raised, nothing must be
         # undone.
         self._session, self._found = session, (head, modules, blocks)
@@ -72,12 +72,14 @@ class LeanMemory:
     def is_on(self) -> bool:
         return any(x is not None for x in (self._checkpoints, self._tiles, self._head))
 
-    def check(self, wants_routers: bool) -> None:
+    def check(
+        self, wants_routers: bool, expected: str = "output_router_logits must not be set"
+    ) -> None:
         """Raise a ValueError if a call asks for router logits, but a tiled module would not return
-        them.
+        them. The message begins with `expected`.
         """
         if self._tiles is not None:
-            _check_routers(self._model, wants_routers)
+            _check_routers(self._model, wants_routers, expected)
 
     def begin_call(self) -> None:
         if self._checkpoints is not None:
@@ -122,12 +124,12 @@ class LeanMemory:
         return tuple(found)
 
 
-def _check_routers(model: nn.Module, wanted: bool) -> None:
+def _check_routers(model: nn.Module, wanted: bool, expected: str) -> None:
     if wanted or any(getattr(x, "output_router_logits", False) for x in configs_of(model)):
         reason = "experts in tiles return the router logits of single chunks"
         raise ValueError(
-            f'output_router_logits must not be set with memory\'s "tiles": {reason}; choose other '
-            'parts, such as memory=["loss", "checkpoints", "offload"]'
+            f'{expected} with memory\'s "tiles": {reason}; choose other parts, such as '
+            'memory=["loss", "checkpoints", "offload"]'
         )
 
 
