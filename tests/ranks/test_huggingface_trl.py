@@ -282,20 +282,25 @@ def test_the_examples_losses_are_those_of_one_process(ready, tmp_path):
 
 
 def refusals(group, folder):
-    """What is said of a reference on other ranks, and of Liger's kernels."""
+    """What is said of a reference and of a teacher on other ranks, and of Liger's kernels."""
     hf.launched(group)
     mesh = device_mesh(2, 2, names=("dp", "sp"))
-    (model, reference), (base, config) = models("DPO"), kind_of("DPO")
-    huggingface.enable(reference, group)
+    model, second = models("DPO")
+    huggingface.enable(second, group)
     huggingface.enable(model, mesh["sp"])
-    make = lambda options: huggingface.trainer(base)(  # noqa: E731
-        model=model,
-        ref_model=reference,
-        args=config(**settings(folder, 2, options)),
-        processing_class=tokenizer(),
-        train_dataset=dataset(4, "DPO"),
-    )
-    return [hf.refused(lambda: make({})), hf.refused(lambda: make({"use_liger_kernel": True}))]
+
+    def make(name, options):
+        base, config = kind_of(name)
+        return huggingface.trainer(base)(
+            model=model,
+            args=config(**settings(folder, 2, options)),
+            processing_class=tokenizer(),
+            train_dataset=dataset(4, name),
+            **{SECOND[name]: second},
+        )
+
+    calls = [("DPO", {}), ("GKD", {}), ("DPO", {"use_liger_kernel": True})]
+    return [hf.refused(lambda call=call: make(*call)) for call in calls]
 
 
 @pytest.mark.composes(
@@ -306,6 +311,7 @@ def refusals(group, folder):
     refused="ref_model must be enabled on the model's ranks",
 )
 def test_other_ranks_and_liger_are_refused(ready, tmp_path):
-    for ranks, liger in ready(4, refusals, str(tmp_path)):
-        assert ranks.startswith("ref_model must be enabled on the model's ranks")
+    for reference, teacher, liger in ready(4, refusals, str(tmp_path)):
+        assert reference.startswith("ref_model must be enabled on the model's ranks")
+        assert teacher.startswith("teacher_model must be enabled on the model's ranks")
         assert liger.startswith("use_liger_kernel must not be set for an enabled model")
