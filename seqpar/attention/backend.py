@@ -31,11 +31,6 @@ DEFAULT = "default"  # softmax/attend.py or linear/linear_strategy.py chooses th
 
 
 class _Forced(threading.local):
-    """The backend of this thread's calls.
-
-    The backend is an attribute of an object, so that torch.compile can guard on it.
-    """
-
     name: str | None = None
 
 

@@ -1,10 +1,8 @@
 """Convert the arguments of a call, except q, k and v, between modules and torch operators.
 
-Each kind of call declares its arguments as a NamedTuple. The first fields are tensors, such as a
-layout's handle. The last field may be a NamedTuple of options. An operator takes the fields of this
-inner NamedTuple one by one. A field that is annotated with an `Option` is a scalar that users pass.
-Four things are derived from the declaration: the schema of the operator, the code for autograd, the
-comparison of ranks, and preparations.
+Each kind of call declares its arguments as a NamedTuple. The first fields are tensors. The last
+field may be a NamedTuple of scalars, which an operator takes one by one. A field that is annotated
+with an `Option` is a scalar that users pass.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ NOT_CARRIED = "not carried"  # annotates a field that operators do not take
 
 
 class Option(NamedTuple):
-    """The annotation of a field that declares a scalar, which users pass to a call."""
+    """Marks a field as a scalar that users pass to a call."""
 
     parse: Callable[[str, Any], Any]  # takes the name and the user's value; raises a ValueError
     default: Any
@@ -55,9 +53,8 @@ class Field(NamedTuple):
 def fields_of(arguments: type) -> list[Field]:
     """Return the fields of a NamedTuple that operators take as arguments.
 
-    The NamedTuple has tensors, arguments of a call, or options as fields. If a field is itself a
-    NamedTuple of options, operators take only the scalars among the fields of this inner
-    NamedTuple. These scalars must be its first fields.
+    If a field is itself a NamedTuple, operators take only the scalars among the fields of this
+    inner NamedTuple. These scalars must be its first fields.
     """
     found: list[Field] = []
     for name, hint in get_type_hints(arguments, include_extras=True).items():

@@ -26,7 +26,7 @@ from seqpar.layout.layout import Layout
 
 
 class Moving(Named, Protocol):
-    """A strategy that can list the messages of a call without sending them."""
+    """A strategy whose method `traffic` lists the messages of a call."""
 
     def traffic(self, call: Any, rank: int) -> list[Traffic]:
         """Return the messages of a rank in a resolved call, by pass, step and peer."""
@@ -215,12 +215,11 @@ class BoundModule(nn.Module, Generic[S]):
     def _agreed_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> tuple[Any, Any, HeadPlacement]:
-        """Return the result of `_operator_inputs`, or raise an error on all ranks.
+        """Return the tensors of the operator, its other arguments, and the placement of heads, or
+        raise an error.
 
         If this rank refuses the inputs and `check_ranks` is True, all ranks raise the error. With
-        `check_ranks=False`, only this rank raises the error. For calls with meta tensors, this
-        method also checks the arguments that the operator usually checks, because the operator's
-        implementation for meta tensors checks nothing.
+        `check_ranks=False`, only this rank raises the error.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)

@@ -60,11 +60,10 @@ def prepare_operands(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as (B, T, H, D), with a batch dimension of 1 if they had none.
 
-    Under autocast, q, k and v are cast as `F.scaled_dot_product_attention` casts its operands. With
-    some wrong arguments, torch would choose a wrong implementation of the operator. This function
-    refuses these arguments with a ValueError: values that are not tensors, tensors with a wrong
-    number of dimensions or without heads, operands or `others` on different devices, and tensors
-    with forward-mode tangents.
+    Under autocast, q, k and v are cast as `F.scaled_dot_product_attention` casts its operands.
+    Raises a ValueError for values that are not tensors, tensors with a wrong number of dimensions
+    or without heads, operands or `others` on different devices, and tensors with forward-mode
+    tangents.
     """
     check_tensor("q", q)
     dims, device = q.dim(), q.device
@@ -97,9 +96,9 @@ def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | floa
     """Return q and the scale of q·k. If the scale is a tensor, q is usually multiplied with the
     scale.
 
-    Two kinds of scales are multiplied with q, so that autograd computes their gradient: a tensor
-    that requires a gradient, and a tensor (Hq,) with one scale per head. The product is rounded
-    once, to q's dtype, and the returned scale is 1. All other scales are returned unchanged.
+    Two kinds of scales are multiplied with q: a tensor that requires a gradient, and a tensor (Hq,)
+    with one scale per head. The product is rounded once, to q's dtype, and the returned scale is 1.
+    All other scales are returned unchanged.
     """
     if not isinstance(scale, Tensor):
         return q, scale
@@ -184,9 +183,8 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> 
 
 
 def _way_out(name: str, x: Tensor, expected: int) -> str:
-    """Return a text that says how to make a tensor with the expected number of tokens, or "".
-
-    The text is for tensors that are transposed or not sharded.
+    """Return a text that says how to give a tensor the expected number of tokens. Return "" unless
+    the tensor seems to be transposed or not sharded.
     """
     if x.shape[2] == expected:
         return f": if heads come before tokens, pass {name}.transpose(-3, -2)"

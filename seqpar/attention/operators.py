@@ -1,9 +1,9 @@
 """The torch operators that compute calls: one forward and one backward for each kind of call.
 
 Communication is inside these operators, so torch.compile and checkpointing treat a call as a single
-operator. The layout is passed to an operator as a tensor, the layout's handle
-(`seqpar.layout.handle`). The module is passed as a string, which its configuration determines
-(`seqpar.comm.binding`). A compiled graph is therefore not specialised on the layout of a batch.
+operator. The layout is passed to an operator as a tensor (`seqpar.layout.handle`), so a compiled
+graph is not specialised on the layout of a batch. The module is passed as a string, which its
+configuration determines (`seqpar.comm.binding`).
 
 `CallOperator` has the code that all kinds of calls share. The code of each kind is in
 `softmax/softmax_operator.py`, `linear/linear_operator.py` and `halo/halo_operator.py`.
@@ -52,9 +52,8 @@ F = TypeVar("F", bound=Callable[..., list[Tensor]])
 def implementation(operator: str) -> Callable[[F], F]:
     """Return a decorator that registers a function as the implementation of an operator.
 
-    If the operator has the argument `strategy`, which is the key of a BoundStrategy, the function
-    runs within `Comm.turn`. Two threads can therefore not exchange messages on one group at the
-    same time.
+    If the operator has the argument `strategy`, which names a strategy and its group, two threads
+    cannot run the function on one group at the same time.
     """
 
     def register(function: F) -> F:
@@ -78,10 +77,7 @@ def implementation(operator: str) -> Callable[[F], F]:
 
 @cache
 def register_flop_formulas() -> None:
-    """Register FLOP formulas with torch's FLOP counter.
-
-    Importing the counter takes long, so it is imported only when this function is first called.
-    """
+    """Register FLOP formulas with torch's FLOP counter."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for operator, formula in FLOP_FORMULAS.items():
@@ -104,13 +100,12 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 
 
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-    """Return `call(x)`, the results of an operator that communicates, so that operators keep their
-    order.
+    """Return `call(x)`, the results of an operator that communicates. Compiled graphs run such
+    operators in the order of the program.
 
-    x is a small tensor. A compiler may reorder operators that do not depend on each other. The
-    order may depend on the sizes of tensors, which differ between ranks. Ranks with different
-    orders would exchange messages of different calls. While a graph is traced, x is therefore
-    replaced by a copy that depends on the results of the preceding call.
+    x is a small tensor. A compiler may reorder operators that do not depend on each other, in a
+    different order on each rank. While a graph is traced, x is therefore replaced by a copy that
+    depends on the results of the preceding operator.
     """
     traced = None if torch.compiler.is_dynamo_compiling() else trace()
     if traced is None:
@@ -154,7 +149,9 @@ def register_autograd(
         backward: `backward(ctx, *gradients)` returns the gradient of each of the first `inputs`
             arguments.
         save: `save(ctx, arguments, results)` keeps the tensors and options that `backward` needs.
-        handle: the index of the argument that is passed to `in_order`. The default is `inputs`.
+        handle: the index of the small tensor argument, such as the layout, that a compiled graph
+            makes depend on the preceding call, so that calls keep their order. The default is
+            `inputs`.
     """
     name = operator.removeprefix("seqpar::")
     overload = getattr(torch.ops.seqpar, name).default
@@ -275,7 +272,6 @@ class CallOperator(ABC, Generic[T, A, C]):
     the tensors that are kept for backward. The numbers of the call, (ranks,) on the CPU, are in the
     headers of its messages (`seqpar.comm.messages.message_header`). The backward operator takes the
     gradients of the results, the fields of `Saved`, the numbers, and the arguments of the call.
-    Messages of backward have the same numbers in their headers as messages of forward.
     """
 
     name: ClassVar[str]  # the name of the forward; the backward is `name`_backward
@@ -323,8 +319,8 @@ class CallOperator(ABC, Generic[T, A, C]):
         outs: Sequence[Tensor],
         kept: Sequence[Tensor],
     ) -> Saved:
-        """Return the tensors and sizes that backward needs, given the two fields of the
-        `Results`.
+        """Return the tensors and sizes that backward needs. `outs` and `kept` are the results of
+        the forward.
         """
 
     @abstractmethod
@@ -390,17 +386,15 @@ class CallOperator(ABC, Generic[T, A, C]):
         return self
 
     def __call__(self, tensors: T, arguments: A) -> list[Tensor]:
-        """Call the forward operator. If no tensor requires a gradient, torch calls `_forward`
-        directly.
-        """
+        """Call the forward operator."""
         results: list[Tensor] = self._forward_op(*tensors, *self.arguments.flat(arguments))
         return results
 
     def begin(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> tuple[C, Comm]:
         """Return the resolved call, and the Comm of the call.
 
-        The headers of messages contain a digest of the arguments. With `check_ranks`, all ranks
-        raise the same error if one rank refuses the call, or if ranks make different calls.
+        With `check_ranks`, all ranks raise the same error if one rank refuses the call, or if ranks
+        make different calls.
         """
         device, compared = tensors[0].device, self.compared(tensors, arguments)
 
@@ -476,8 +470,8 @@ class CallOperator(ABC, Generic[T, A, C]):
         return [*outs, empty_numbers(bound.comm.size), *kept]
 
     def _restored(self, flat: Sequence[Any]) -> tuple[Saved, Tensor, A]:
-        """Return the `Saved` of the forward, the numbers of the call, and the arguments of the
-        call.
+        """Return what the forward saved, the numbers in the headers of its messages, and the
+        arguments of the call.
 
         `flat` are all arguments of the backward operator.
         """

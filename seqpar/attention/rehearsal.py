@@ -33,8 +33,8 @@ from seqpar.layout.replaced import remember
 
 
 class SilentComm(Comm):
-    """Replaces the Comm of a group in a rehearsal. It has the ranks of the group, and sends no
-    messages.
+    """Replaces the Comm of a group while a call runs on meta tensors. It has the ranks of the
+    group, and sends no messages.
     """
 
     def __init__(self, rank: int, size: int, is_routed: bool) -> None:
@@ -66,11 +66,13 @@ class RehearsableCall(Protocol):
 
     @property
     def kept(self) -> Memo:
-        """The cache that stores tables with the layout."""
+        """The cache in which the layout stores tables, small tensors of indices."""
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """All values on which tables depend, except for the strategy and the layout."""
+        """All values on which the tables of indices of a call depend, except for the strategy and
+        the layout.
+        """
 
 
 class Rehearsing(Protocol):
@@ -78,9 +80,9 @@ class Rehearsing(Protocol):
     def rehearses(self) -> bool: ...
 
     def rehearse(self, comm: Comm, call: Any, backward: bool) -> None:
-        """Run a call on meta tensors, so that it requests its tables.
+        """Run a call on meta tensors, to find the tables of indices that the call needs.
 
-        The call runs forward and, if `backward` is True, backward.
+        If `backward` is True, backward is run too.
         """
 
 
@@ -90,8 +92,8 @@ def upload_tables(
     """Copy the tables of a call to a device in one copy. Tables are small tensors of indices.
 
     The tables of forward are always copied. The tables of backward are copied if `backward` is
-    True, or if a preparation has already built them. Calls that differ only in the values of
-    tensors share tables, and only the first of these calls copies them.
+    True, or if they already exist. Nothing is copied if an earlier call with the same layout and
+    arguments has copied the tables.
     """
     if device.type == "cpu" or hooks().replace_compute is not None:
         return
@@ -116,8 +118,8 @@ def tables_of(
 ) -> list[Tensor]:
     """Return the tables of a call, on the CPU. Tables are small tensors of indices.
 
-    The result has the tables of forward and, if `backward` is True, the tables of backward. The
-    plans and tables are stored with the layouts of the call.
+    The result has the tables of forward and, if `backward` is True, the tables of backward. They
+    are also stored with the layouts of the call.
     """
 
     def build() -> list[Tensor]:
@@ -138,10 +140,8 @@ def _key(
 def _remember(
     strategy: Rehearsing, comm: Comm, call: Any, device: torch.device, backward: bool
 ) -> None:
-    """Store a function with which `Layout.load_tables` rebuilds the tables of this call.
-
-    `Layout.load_tables` replaces the tables of a layout's documents by tables of different
-    documents.
+    """Store a function that builds the tables of this call again. `Layout.load_tables` calls the
+    function after it has put different documents into a layout.
     """
     # otherwise the layout's cache would refer to the layout
     without_documents = call.without_documents()
@@ -156,7 +156,8 @@ def _remember(
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation(ABC):
-    """A function that builds the tables of one kind of call ahead of time.
+    """A function that builds the tables of one kind of call ahead of time. Tables are small tensors
+    of indices.
 
     It can be pickled and called in any process. `preparation(layout)` builds the tables of the
     layout, and returns the layout.
@@ -176,7 +177,7 @@ class Preparation(ABC):
 
     @outside_graphs
     def __call__(self, layout: Layout) -> Layout:
-        """Build the tables of a layout, store them in the layout, and return the layout.
+        """Build the tables of indices of a layout, store them in the layout, and return the layout.
 
         The tables are pickled with the layout. Raises a ValueError if a call with this layout would
         be refused.
@@ -201,9 +202,10 @@ def described_call(
     backward: bool,
     **sizes: int,
 ) -> dict[str, Any]:
-    """Return the fields of a `Preparation` that all kinds of attention share, by name.
+    """Return, by name, the fields of a `Preparation` that all kinds of attention have. `sizes` are
+    sizes of q, k and v.
 
-    `sizes` are the sizes of an `OperandShape`. If an argument is wrong, a ValueError names it.
+    If an argument is wrong, a ValueError names it.
     """
     counts = {
         name: as_int("head_dim" if name == "dim" else name, size, 1, 2**31 - 1)

@@ -69,7 +69,7 @@ def advice(name: str, known: list[str]) -> str:
 
 
 def unknown_argument(others: Mapping[str, object], known: list[str]) -> TypeError:
-    """Return the error for the first argument of `others`, which a call does not have."""
+    """Return the error for the first argument in `others`, given the names of all arguments."""
     name, value = next(iter(others.items()))
     instead = advice(name, known)
     given = f"{name} is not an argument of a call, got {name}={shown(value)}"
