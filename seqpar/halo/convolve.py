@@ -1,15 +1,15 @@
 """The arithmetic of a short convolution on a rank, and its gradients.
 
 The *window* of a row is the row and a few tokens before it. A *tap* is the weight of one token of a
-window, for each channel. The *edges* are the rows whose windows are not consecutive local rows
-(`rows.py`). A rank first convolves all of its rows as if they were one document (`_consecutive`),
-which gives wrong results at the edges. When the rows of other ranks have arrived, the rank computes
-the edges again (`_gathered`), and replaces the wrong results.
+window, for each channel. The first rows of a document, or of a span whose earlier tokens are on
+another rank, have windows that are not consecutive rows of this rank. These first rows are called
+*edges* (`rows.py`). A rank first convolves all of its rows as if they were one document
+(`_consecutive`), which gives wrong results at the edges. When the rows of other ranks have arrived,
+the rank computes the edges again (`_gathered`), and replaces the wrong results.
 
 In backward, a rank receives the gradients of the sums at the tokens after its spans, and computes
-all gradients of its own rows. If ranks sent parts of these gradients back instead, the parts would
-be added in an order that depends on the layout. Rows are computed in blocks that fit into a CPU's
-cache. The computation in blocks is five times as fast as ATen's depthwise convolution.
+all gradients of its own rows. Rows are computed in blocks that fit into a CPU's cache. The
+computation in blocks is five times as fast as ATen's depthwise convolution.
 
 T is the number of rows, B the batch and C the number of channels. In this file, rows are (T, B, C),
 and windows are (n, reach + 1, B, C).
@@ -78,10 +78,11 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) -> list[Tensor]:
-    """Return the windows of the rows from `start` to `stop`, as one tensor for each token of a
-    window.
+    """Return the windows of the rows from `start` to `stop`. The window of a row is the row and the
+    `reach` tokens before it, or after it if `following` is True.
 
-    Tokens before the first local row and after the last local row are zeros.
+    The i-th of the `reach` + 1 tensors has the i-th token of each window. Tokens before the first
+    local row and after the last local row are zeros.
     """
     first, last = (start, stop + reach) if following else (start - reach, stop)
     inside = x[max(first, 0) : last].to(accumulator_dtype(x.dtype))
@@ -92,11 +93,11 @@ def _consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) 
 
 
 def _gathered(x: Tensor, received: Tensor, halo: HaloRows, reach: int) -> list[Tensor]:
-    """Return the windows of the edges, as one tensor for each token of a window. The window of a
-    row is the row and the `reach` tokens before it.
+    """Return the windows of those rows whose windows are not consecutive local rows. The window of
+    a row is the row and the `reach` tokens before it, or after it in backward.
 
-    The *edges* are the rows whose windows are not consecutive local rows. The result has the dtype
-    in which sums are computed.
+    The i-th of the `reach` + 1 tensors has the i-th token of each window, in the dtype in which
+    sums are computed.
     """
     windows = x.new_zeros((halo.edges.numel() * (reach + 1), *x.shape[1:]))
     windows.index_copy_(0, halo.held_places, x.index_select(0, halo.held_rows))

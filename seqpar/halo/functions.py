@@ -78,8 +78,9 @@ def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = 
     """Return, for each token, the row of the previous token of its document, or 0 for the first
     token.
 
-    This is the token shift of RWKV. The bits of rows do not change. Arguments, result, errors and
-    bytes are as in a `causal_conv1d` of width 2 without an activation.
+    This is the token shift of RWKV. Rows are copied without rounding. The arguments, the result,
+    the errors and the number of sent bytes are those of a call of `causal_conv1d` with w = 2 and
+    without an activation.
     """
     return _call(x, None, layout, group, check_ranks)
 

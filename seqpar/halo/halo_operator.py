@@ -1,9 +1,9 @@
 """The torch operators of a convolution over sharded tokens, with the arguments of a call and the
 checks of these arguments.
 
-x is (B, T, C). The result is out. `received` (room, B, C) has the rows of other ranks, and is kept
-for backward. Without a weight, a call shifts tokens. Backward is a convolution in which the window
-of a row is the row and the tokens after it. Backward has the same bits in every layout.
+x is (B, T, C), for batch, tokens and channels. `received` (room, B, C) has the rows of other ranks,
+and is kept for backward. A call without a weight shifts tokens by one. Backward is a convolution
+over each row and the tokens after it. Its results have the same bits in every layout.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ class ConvolutionArguments(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A call whose arguments have been checked.
-
-    The fields between `layout` and `room` are equal on all ranks.
-    """
+    """A call whose arguments have been checked."""
 
     layout: Geometry
     dtype: torch.dtype

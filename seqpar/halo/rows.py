@@ -3,9 +3,9 @@
 A *span* is a range of consecutive tokens of a document on one rank. The *window* of a row is the
 row and the `reach` tokens of its document before it, in ascending order. In tables with
 `following`, which are for backward, the window is the row and the tokens after it. Most windows are
-consecutive local rows. The *edges* are the rows whose windows are not consecutive local rows. These
-are the first rows of spans or, with `following`, the last rows of spans. Some tokens of their
-windows are in other spans, on other ranks, or beyond the document.
+consecutive local rows. The first rows of a span (with `following`, the last rows) have windows with
+tokens of other spans, tokens of other ranks, or positions beyond the document. These rows are
+called *edges*.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from seqpar.layout.geometry import Geometry
 class HaloRows(NamedTuple):
     """The rows that a rank sends and receives, and the edges among the rows of the rank.
 
-    The *window* of a row is the row and the tokens before it that are needed for its result. An
-    *edge* is a row whose window is not a range of consecutive local rows. A row is given as the
-    index of a local token or of a received token.
+    An *edge* is a row for whose result the rank needs tokens that are not next to the row on this
+    rank, for example tokens of other ranks. A row is given as the index of a local token or of a
+    received token.
     """
 
     sent: Tensor  # (n,): the rows that other ranks need, sorted by rank
@@ -59,7 +59,9 @@ class _Spans(NamedTuple):
 def halo_rows(
     geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
 ) -> HaloRows:
-    """Return the tables of a rank on a device. They are made once and stored with the layout."""
+    """Return the rows that a rank sends and receives in forward, or in backward if `following` is
+    True.
+    """
     build = lambda: _tables(geometry, rank, reach, following)  # noqa: E731
     return kept_on(device, geometry.derived, ("halo", rank, reach, following), build)
 
@@ -74,8 +76,8 @@ def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> lis
 def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
     """Return the spans of all ranks, and the tokens that each span needs from other ranks.
 
-    These tokens are in the windows of the span's rows, but outside the span. If the rank has a
-    neighbouring span of the same document, only tokens between the two spans are included.
+    If the rank holds two spans of a document that are close together, only the tokens between the
+    spans are returned.
     """
     columns = [np.stack(holding.columns) for holding in geometry.holdings]
     ranks = np.repeat(np.arange(geometry.ranks), [x.shape[1] for x in columns])
