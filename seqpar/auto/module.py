@@ -65,8 +65,9 @@ class AutoAttention(Attention):
     keeps the predictions. If every batch has a new layout, the choice takes additional time in
     every batch (see the guide). `decode` needs no choice.
 
-    See `Attention` for the call, which all strategies share. torch.compile breaks its graph at the
-    choice: with `once` only in the first call, and otherwise in every call.
+    See `Attention` for the call, which all strategies share. torch.compile breaks its graph in
+    every call, because the choice cannot be part of a graph. If the argument `once` is True, it
+    breaks its graph only in the first call.
 
     Args:
         group: a process group, or a mesh, whose ranks are numbered row by row.
