@@ -35,8 +35,8 @@ def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
 
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-    """Return the attention that each rank computes for its queries, as cells: spans of query rows
-    of one document, with the keys that they can attend to.
+    """Divide the attention that each rank computes for its queries into cells. A cell is a span of
+    query rows of one document on one rank, with the keys to which these rows can attend.
 
     If the mask has prefixes, to which all queries of a document attend, the keys of a prefix form
     separate cells.
