@@ -40,9 +40,7 @@ def candidates(
     strategy comes first.
 
     With the strategy "usp", all ranks in one row of the mesh are in the same node. With the
-    strategy "mesh", queries are sent within rows, and keys within columns. With longer rows, more
-    queries and fewer keys are sent, and a query has at least as many bytes as a key. Meshes whose
-    rows are much longer than the columns are therefore left out.
+    strategy "mesh", meshes whose rows are much longer than their columns are left out.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     made = []

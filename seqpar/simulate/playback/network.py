@@ -35,7 +35,7 @@ class Hardware:
     Each device has one link to the memory of its host. Copies in both directions share this link.
 
     The costs of messages that cores send come from profiles. A profile measures a message while the
-    core computes, because the message then takes 0.4 ms longer than on an idle core.
+    core computes.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -164,11 +164,10 @@ class Network:
     receive was posted first. A sender can continue as soon as the bytes that are not sent yet fit
     into the connection's buffer.
 
-    A rank's program is the list of its computations, messages and waits. A rank whose program is
-    not simulated has a stand-in, which is a rank whose program is simulated (`stand_ins.py`). The
-    rank begins its exchange number n when the stand-in begins exchange number n of the stand-in's
-    program. If the program of only one end of a message is simulated, the message uses only the
-    resources of this end.
+    The program of a rank is the list of its computations, messages and waits. If the program of a
+    rank is not simulated, the rank is assumed to post its messages at the same times as a simulated
+    rank, its stand-in (`stand_ins.py`). If the program of only one end of a message is simulated,
+    the message uses only the resources of this end.
     """
 
     def __init__(
@@ -215,8 +214,8 @@ class Network:
         return flight
 
     def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
-        """Start a message between `rank` and `peer` if `peer` has posted it too. If `peer` has not,
-        remember that `rank` has posted the message.
+        """Start a message between `rank` and `peer` if both have posted the message. If only `rank`
+        has posted it, remember that.
         """
         source, target = (rank, peer) if sending else (peer, rank)
         waiting = self._open.setdefault((source, target, flight.post.channel), deque())
@@ -307,7 +306,8 @@ class Network:
         """Send messages of equal size from all senders to all receivers, over the same links.
 
         `played` has an entry for each rank whose program is simulated. The programs of the senders
-        are either all simulated or all not simulated, and the same is true for the receivers.
+        are either all simulated or all not simulated. The programs of the receivers, too, are
+        either all simulated or all not simulated.
         """
         flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"

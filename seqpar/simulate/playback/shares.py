@@ -7,13 +7,12 @@ resource divides its capacity equally among its jobs, and a job's *share* of a r
 because another of its resources is slower, no other job gets the unused part.
 
 With this rule, a job that starts or ends changes only the paces of jobs on the same resources.
-Max-min fairness would give the unused part to other jobs, so that one job that ends could change
-all 4,032 jobs of an all-to-all on 64 ranks. Both rules divide the busiest port, on which the end of
-a step depends, in the same way.
+Max-min fairness would give the unused part to other jobs. A job that ends could then change the
+paces of all jobs. Both rules divide the busiest port, on which the end of a step depends, in the
+same way.
 
 Jobs with the same resources have the same pace, so these jobs form one group with one timer. For
-example, all messages from one node to another node form a group. On 8 nodes of 8 ranks, a message
-that starts or ends changes the pace of at most 13 groups instead of 832 jobs.
+example, all messages from one node to another node form a group.
 """
 
 from __future__ import annotations

@@ -76,8 +76,7 @@ def has_even_work(geometry: Geometry) -> bool:
     """Return whether all ranks hold tokens of the same documents, with the same causal work.
 
     Two deviations are allowed. Documents that are not on all ranks may have up to 2% of all tokens
-    together. The numbers of tokens of two ranks may differ by up to 2%, and so may their numbers of
-    (query, key) pairs.
+    together. Two ranks may differ by up to 2% in their numbers of tokens and of (query, key) pairs.
     """
 
     def build() -> bool:

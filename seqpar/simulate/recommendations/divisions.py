@@ -76,13 +76,12 @@ class Division:
 
 
 def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
-    """Yield the ways to divide a cluster's devices.
+    """Yield all divisions of a cluster's devices that are tried.
 
     For up to 128 devices, the division in which all devices compute one micro-batch together is
-    left out, because this case is simulated separately. Tensor ranks are in one node and divide the
-    heads among them. Pipeline ranks divide the layers. A group of context ranks has at most 2,048
-    ranks. The group either consists of whole nodes, or is one of several groups of equal size in a
-    node.
+    left out. Tensor ranks are in one node and divide the heads among them. Pipeline ranks divide
+    the layers. A group of context ranks has at most 2,048 ranks. The group either consists of whole
+    nodes, or is one of several groups of equal size in a node.
 
     Four numbers of micro-batches per data group are tried: one, two per pipeline stage, four per
     pipeline stage, and the smallest number that fits into memory with as little recomputation as
@@ -175,8 +174,9 @@ def _attending(lengths: Ints, costs: Costs) -> Floats:
 def _division(divided: DividedCosts, lengths: Ints, bins: list[tuple[float, Ints]]) -> Division:
     """Assign micro-batches to data groups, so that the groups have similar work.
 
-    Micro-batches are sorted by work, the largest first. The first ones are assigned to the groups
-    in ascending order, the next ones in descending order, and so on.
+    Micro-batches are sorted by work, the largest first. With n groups, the first n micro-batches
+    are assigned to the groups in ascending order, the next n micro-batches in descending order, and
+    so on.
     """
     groups = divided.parallelism.data
     turn, place = np.divmod(np.arange(len(bins)), groups)

@@ -22,7 +22,7 @@ def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
     """Return a configuration with the reason why it does not fit into memory, or None if it may
     fit.
 
-    Temporary tensors of attention are not counted, because only a simulation computes their size.
+    The temporary tensors of attention are not counted.
     """
     least = min(_least_memory(way, costs, x) for x in _manners(way))
     if least <= costs.cluster.device.memory:
@@ -33,9 +33,9 @@ def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
 def predicted(way: Recommendation, costs: Costs) -> Recommendation:
     """Return a configuration with its predicted time and memory.
 
-    Activations can be kept, offloaded or recomputed. The predictions are for the fastest of these
-    three ways that fits into memory. If none of the three ways fits, the predictions are for the
-    way that needs the least memory.
+    Activations can be kept, offloaded or recomputed. The fastest of these three methods that fits
+    into memory is assumed. If none of the three methods fits, the method that needs the least
+    memory is assumed.
     """
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
     manners = _manners(way)
@@ -136,15 +136,17 @@ def _stepped(
 
 
 def _longest(way: Recommendation, costs: Costs, simulated: Step, offload: float = 0.0) -> int:
-    """Return the number of tokens with which a configuration uses all memory of a device."""
+    """Return the largest number of tokens for which a configuration fits into the memory of a
+    device.
+    """
     division = way.division
     tokens = way.layout.tokens if division is None else int(division.lengths.sum())
     return int(tokens * simulated.held.growth(costs.cluster.device.memory, offload))
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return a configuration with activations in host memory, or None if it does not fit even
-    so.
+    """Return a configuration with activations in host memory, or None if it does not fit into
+    memory with offloading.
     """
     if not _can_offload(way, costs, way.checkpointing):
         return None

@@ -122,8 +122,8 @@ def _rank(x: Recommendation) -> tuple[bool, bool, bool, float, bool, float]:
     smallest key.
 
     Ways that fit into memory come first, ordered by seconds. Ways that were excluded by a lower
-    bound come next. Ways that do not fit follow: those with a known `longest` first, and those with
-    less missing memory first. Ways that were not simulated because of an interrupt come last.
+    bound come next, followed by ways that do not fit. Ways that were not simulated because of an
+    interrupt come last.
     """
     impossible = x.seconds == np.inf
     lacking = x.memory if impossible and not np.isnan(x.memory) else np.inf

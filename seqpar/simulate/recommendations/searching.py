@@ -43,7 +43,7 @@ class Search:
       simulated.
 
     When all bounds are above the time of the fastest step, the search adds the remaining strategies
-    of the division of the fastest way. The search ends when all bounds are again above the time of
+    of the division of the fastest way, and continues until all bounds are again above the time of
     the fastest step.
 
     A way whose parameters and activations cannot fit is not simulated. If no way fits, the way with
@@ -191,10 +191,8 @@ def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
 def _busy_ranks(layout: Layout) -> tuple[int, ...]:
     """Return the ranks that probably compute longest.
 
-    Some strategies compute a (query, key) pair on the rank that holds the query, and some on the
-    rank that holds the key. The result therefore contains the rank whose queries have the most
-    pairs, and the rank whose keys have the most pairs. It also contains the first and the last
-    rank, which often hold the ends of documents.
+    The result contains the rank whose queries have the most (query, key) pairs, the rank whose keys
+    have the most pairs, the first rank and the last rank.
     """
     lengths = np.diff(layout.cu_seqlens)
     pairs_of_queries, pairs_of_keys = np.zeros(layout.ranks), np.zeros(layout.ranks)
@@ -211,10 +209,9 @@ def _busy_ranks(layout: Layout) -> tuple[int, ...]:
 def stop_on_interrupt(work: str) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after the user has interrupted `work`.
 
-    The first Ctrl-C only logs a line and makes the function return True. The caller can then end
-    its work in an orderly way. A second Ctrl-C raises a KeyboardInterrupt. Outside the main thread,
-    or if the program handles SIGINT itself, interrupts are not handled and the function returns
-    False.
+    The first Ctrl-C only logs a line and makes the function return True. A second Ctrl-C raises a
+    KeyboardInterrupt. Outside the main thread, or if the program handles SIGINT itself, interrupts
+    are not handled and the function returns False.
     """
     interrupted = False
 

@@ -50,7 +50,7 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     """Yield the configurations of a division with the strategies that are usually the fastest. With
     `others`, yield the configurations with all other strategies.
 
-    With more than 128 ranks, only USP is tried, on meshes for which few messages are recorded.
+    With more than 128 ranks, only USP is tried.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
@@ -176,12 +176,7 @@ def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
 
 
 def tasks_of(layout: Layout, servers: int) -> int:
-    """Return the number of tasks into which every trainer cuts each call of attention.
-
-    The number determines the size of a task of the trainer with the most attention. If the
-    attention of all trainers were cut into tasks of this size, each server would receive about four
-    tasks.
-    """
+    """Return the number of tasks into which every trainer cuts each call of attention."""
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]
     most = max(work) / sum(work)

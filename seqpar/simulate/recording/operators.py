@@ -117,8 +117,8 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         tensors: list[Tensor],
         form: object,
     ) -> object:
-        """Run and count an operator, and cache the form of its result and its cost for arguments
-        with the same shapes, strides and dtypes.
+        """Run an operator, count its cost, and return its result. The cost is cached for later
+        arguments with the same shapes, strides and dtypes, which `form` describes.
         """
         result = operator(*args, **kwargs)
         inputs = [x for x in tensors if x.is_meta]
@@ -208,7 +208,7 @@ _MAX_KNOWN = 2**14
 
 
 def _form(x: object, tensors: list[Tensor]) -> object:
-    """Return an argument with each tensor replaced by the tensor's form, and append the tensor to
+    """Return an argument in which each tensor is replaced by its form, and append these tensors to
     `tensors`.
 
     The form of a tensor is its device, shape, stride and dtype. If the tensor is in `tensors`
@@ -252,9 +252,8 @@ def operator_cost(
 def temporary_bytes(operator: Any, args: Arguments, results: list[Tensor]) -> int:
     """Return the bytes that an operator on a CPU allocates and frees, in addition to its results.
 
-    ATen's attention kernels allocate buffers. A pointwise operator computes in one dtype. An
-    operand with a different floating dtype is first copied to this dtype, and a result with a
-    different dtype is copied from this dtype.
+    These are the buffers of ATen's attention kernels, and the copies of operands and results of
+    pointwise operators that have a different dtype than the computation.
     """
     tensors = [x for x in _tensors(args) if x.is_meta]
     packet = operator.overloadpacket

@@ -184,7 +184,7 @@ class RecordingComm(Comm):
 
     def channel(self, name: str) -> Comm:
         """Return the same group on the communicator with this name. If the ranks use gloo, return
-        this group, because gloo has only one communicator.
+        this group unchanged.
         """
         if not self._ordered:
             return self

@@ -51,10 +51,10 @@ def record_served(
     trainer continues. A trainer can thus alternate between two parts of its documents, called
     nano-batches. No numbers are computed and no data is sent.
 
-    Task i of trainer t is sent to server (t + i) mod `servers`, as with servers of equal speed. A
-    recorded server runs the code of real servers, but computes one task at a time, in order of
-    arrival. Real servers can compute several tasks together. On a cluster, the first ranks are the
-    trainers, and the next ranks are the servers. Each task and each result is one message.
+    Task i of trainer t is sent to server (t + i) mod `servers`. A server computes one task at a
+    time, in order of arrival. Servers outside a simulation can compute several tasks together. On a
+    cluster, the first ranks are the trainers, and the next ranks are the servers. Each task and
+    each result is one message.
 
     Args:
         step: the code of a trainer.

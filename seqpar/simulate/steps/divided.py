@@ -121,8 +121,7 @@ class DividedCosts:
         """Return the seconds in which NCCL's rings gather parameters, or reduce their gradients,
         `passes` times.
 
-        Each parameter is sent over the ports inside a node, and is sent once over the NICs into
-        each of the other nodes. `parameters` is the number of parameters on one tensor rank.
+        `parameters` is the number of parameters on one tensor rank.
         """
         cluster, ranks = self.costs.cluster, self.sharding_ranks
         nbytes = passes * parameters * self.costs.itemsize

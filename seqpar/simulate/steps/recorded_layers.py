@@ -151,10 +151,9 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
     """Return the number of consecutive ranks whose programs differ only in the peers of their
     messages. A program is the list of one rank's computations, messages and waits.
 
-    Ranks that exchange heads compute the same tokens for different heads. With Ulysses, all ranks
-    exchange heads. With USP, the ranks in one row of the mesh do. The programs of these ranks are
-    alike if the ranks hold the same number of tokens and of heads. With all other strategies, the
-    result is 1.
+    With Ulysses, the result is the number of ranks, and with USP, it is the number of ranks in a
+    row of the mesh, if these ranks hold equal numbers of tokens and of heads. In all other cases,
+    the result is 1.
     """
     if candidate.strategy == "ulysses":
         length = layout.ranks
@@ -170,10 +169,9 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
 def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
     """Return the program of `rank`, made from the recorded program of the rank `recorded`.
 
-    The ranks are divided into groups of `length` consecutive ranks with equal programs
-    (`ranks_alike`). `rank` and `recorded` are in the same group. The result is a copy of the
-    recorded program, in which each peer is replaced: the new peer is the peer of `rank` that is in
-    the same group as the old peer.
+    The ranks are divided into groups of `length` consecutive ranks whose programs differ only in
+    the peers of their messages. `rank` and `recorded` are in the same group. Each peer is replaced
+    by the rank in the peer's group with which `rank` exchanges this message.
     """
     if rank == recorded:
         return program
@@ -208,8 +206,8 @@ def whole_documents(layout: Layout) -> list[list[int]]:
 def nano_batches(layout: Layout) -> list[list[list[int]]]:
     """Return each trainer's documents in two nano-batches of similar length.
 
-    A nano-batch consists of whole documents, so a trainer with a single document has a single
-    nano-batch.
+    A nano-batch is one of two parts into which a trainer divides its whole documents. A trainer
+    with a single document has a single nano-batch.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     batches = []

@@ -96,8 +96,8 @@ class StepMemory:
         return replace(self, tokens=tokens, temporary=temporary, of_servers=of_servers)
 
     def peak(self, offload: float = 0.0) -> Floats:
-        """Return the most bytes of each rank and server, if a fraction `offload` of the tensors
-        that can be moved is in host memory.
+        """Return the largest number of bytes on each rank and server during a step, if a fraction
+        `offload` of the movable tensors is in host memory.
         """
         most = (self.fixed[:, None] + self._growing(offload)).max(0)
         return np.r_[most, self.of_servers]
@@ -115,9 +115,8 @@ class StepMemory:
         return float((free / np.maximum(np.r_[growing, self.of_servers], 1.0)).min())
 
     def least_offload(self, capacity: float) -> float:
-        """Return the least fraction of the tensors that can be moved which must be in host memory,
-        so that each rank has at most `capacity` bytes. The result is infinite if all of them are
-        too few.
+        """Return the least fraction of the movable tensors that must be in host memory, so that
+        each rank has at most `capacity` bytes. The result is infinite if no fraction suffices.
         """
         lacking = self.fixed[:, None] + self._growing(0.0) - capacity
         with np.errstate(divide="ignore", invalid="ignore"):
