@@ -427,14 +427,14 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
 
 
 def _totals(losses: list[float], run: Recording) -> list[float]:
-    """Return the values that the loss of the batch can have, given the losses of the ranks.
+    """Return the possible values of the loss of the whole batch, given the losses of the ranks.
 
     The values are:
 
     * the mean of the losses;
-    * the sum of the losses, divided by the number of copies of a token;
-    * the sum of the losses, divided by the number of copies and by the number of groups. Each
-      sequence is divided among the ranks of one group.
+    * the sum of the losses, divided by the number of ranks that hold the same token;
+    * this quotient, divided by the number of groups. Each sequence is divided among the ranks of
+      one group.
     """
     mean, total = sum(losses) / len(losses), sum(losses) / run.copies_of_tokens
     return [mean, total, total / len(run.groups)]

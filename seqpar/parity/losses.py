@@ -1,4 +1,5 @@
-"""Observe the loss of a step, its labels, and the optimizer, whichever code computes them.
+"""Observe the losses and labels of a step, and the steps of optimizers, without changes to the
+training code.
 
 During a recording, PyTorch's `cross_entropy` and `backward` are replaced by functions that call the
 original ones and record the calls.
