@@ -6,7 +6,8 @@ tensors, only when enough memory is free for the client (`account.py`). Until th
 control makes the sender wait. When a call ends, for whatever reason, its memory is freed.
 
 A *name* is the name in a client's certificate. An *open* call can send several tasks, one after
-another. A call needs a *turn* to receive data, and each name has only a few turns at a time.
+another. Only a few calls with the same name may receive data at the same time. The permission to
+receive data is called a *turn*.
 """
 
 from __future__ import annotations
@@ -453,9 +454,9 @@ class Service:
         return incoming.parts
 
     async def _next_chunk(self, name: str, context: Context) -> bytes:
-        """Read the next message of a call. A call may read only while it holds a turn. All calls of
-        clients with one name share a few turns. If no message arrives in time, the call returns its
-        turn, and waits for the message without a turn.
+        """Read the next message of a call. `name` is the name in the certificate of the client.
+        Only a few calls with the same name read at the same time, and all other calls with this
+        name wait.
         """
         async with self._turns.turn(name):
             chunk = asyncio.ensure_future(context.read())
