@@ -1,9 +1,8 @@
 """Attention over ranks under accelerate's `ParallelismConfig(cp_size=...)`.
 
 accelerate makes a mesh of ranks, gives the ranks that share a sequence the same batches, and shards
-the weights over these ranks. accelerate then also hooks torch's own attention over ranks into the
-model. `sequence_mesh` removes these hooks and keeps everything else. This module is tested with
-accelerate 1.15.0.
+the weights over these ranks. accelerate then also adds torch's own context parallelism to the
+model. `sequence_mesh` prevents only this last step. This module is tested with accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _ACCELERATE = PrivateNames(
 
 
 def sequence_mesh(accelerator: Accelerator) -> DeviceMesh:
-    """Return the mesh of the ranks that share each sequence, and switch off torch's attention over
-    ranks.
+    """Return the mesh of the ranks that share each sequence, and keep accelerate from adding
+    torch's own context parallelism to the model.
 
     Pass the mesh to `huggingface.enable`, or to `make_attention` if you wrote the model yourself.
-    Then call `accelerator.prepare` as usual. The prepared data loader gives all ranks of the mesh
-    the same batches, and ranks of different meshes different batches. FSDP2 shards the weights over
-    the dimensions `dp_shard` and `cp` together, and averages gradients over all ranks.
+    Then call `accelerator.prepare` as usual. The prepared data loader gives the same batches to all
+    ranks of the mesh. Different meshes receive different batches. FSDP2 shards the weights over the
+    dimensions `dp_shard` and `cp` together, and averages gradients over all ranks.
 
     Afterwards, `accelerator.maybe_context_parallel` raises a ValueError, because `sp.shard` or a
     layout cuts the batch instead. A second call of `sequence_mesh` returns the same mesh.

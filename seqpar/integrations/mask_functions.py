@@ -177,11 +177,8 @@ def _padded(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _remapped(within: list[Area], closed: Closed, batch: int) -> list[Area]:
-    """Return the areas that a mask function leaves visible, if the function is a function of
-    positions. An area is a rectangle of query columns and key columns.
-
-    The areas are cut where the positions do not count up by one. In each of the cut areas, the
-    function is evaluated at the positions of the area.
+    """Return the areas of `within` that are visible under a mask function that reads `position_ids`
+    instead of columns. An area is a rectangle of query columns and key columns.
     """
     positions = closed["position_ids"][batch].detach().cpu().numpy()
     edges = np.flatnonzero(np.r_[True, np.diff(positions) != 1, True])
