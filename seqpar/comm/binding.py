@@ -113,14 +113,11 @@ class BoundStrategy(Generic[S]):
         return found
 
     def shared(self) -> BoundStrategy[S]:
-        """Return the `BoundStrategy` that all modules with the same strategy and group share.
-
-        torch may reuse the name of a destroyed group for a new group. If a module of the destroyed
-        group still exists, a number is appended to the keys of modules on the new group, so that
-        these keys differ from the key of the old module.
-        """
+        """Return the one object that all modules with the same strategy and group share."""
         name = f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
         for number in itertools.count(1):
+            # torch may reuse the name of a destroyed group. If a module of the destroyed group
+            # still exists, a number makes the new key different from the key of that module.
             key = name if number == 1 else f"{name}/{number}"
             object.__setattr__(self, "key", key)  # set before other threads can find the object
             known = _by_key.setdefault(key, self)

@@ -342,16 +342,19 @@ class Layout:
 
     @outside_graphs
     def prepare(self, attn: Prepares, **call: object) -> Layout:
-        """Build the tables of this layout's first call ahead of time, and return this layout.
+        """Compute ahead of time what the first attention call with this layout needs. Return the
+        layout.
 
-        `attn` is an attention module, and `call` are the arguments of its method `preparation`:
-        `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
-        causal=True)`. Call `prepare` once for each combination of arguments with which `attn` will
-        be called. Without `prepare`, the first call builds the tables.
+        The first call with a layout computes tables, such as the indices of the rows that ranks
+        send. `prepare` computes them earlier, for example in a DataLoader. `attn` is the attention
+        module. The keyword arguments describe the call, as in `layout.prepare(attn, heads=32,
+        kv_heads=8, head_dim=128, dtype=torch.bfloat16, causal=True)`. `attn.preparation` lists
+        them. Call `prepare` once for each combination of arguments with which `attn` will be
+        called.
 
-        A pickled layout includes its prepared tables, so a different process can prepare the
-        layout. If FlashAttention-4 is installed and the process uses a GPU, `prepare` also compiles
-        the kernels of FlashAttention-4 for these calls.
+        A pickled layout includes these tables, so a different process can prepare the layout. If
+        FlashAttention-4 is installed and the process uses a GPU, `prepare` also compiles the
+        kernels of FlashAttention-4 for these calls.
 
         Raise a ValueError that names a wrong argument.
         """
@@ -419,14 +422,9 @@ class Layout:
         return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """Return the indices or the positions of a rank's tokens.
-
-        In graphs of torch.compile, an operator returns the numbers. Outside graphs, the numbers are
-        read from the geometry, the arrays of the layout. Outside graphs, the operator would fail
-        under a FakeTensorMode, which refuses a real handle.
-        """
         rank = self._rank(rank)
         if not is_traced():
+            # Under a FakeTensorMode, the operator would refuse `_handle`, which is no fake tensor.
             return handle.read_indices(name, self.geometry, rank)
         return getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
 

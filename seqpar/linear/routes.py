@@ -65,12 +65,12 @@ class SpanStates:
 
 
 class StatePoints(NamedTuple):
-    """Positions of documents at which a rank has states, or at which it needs sums of states.
+    """Positions of documents, with an index for each position.
 
-    The positions are sorted by document. Within a document, they ascend. `slots` has, for each
-    position, the index of its state in a tensor of states (n, B, Hkv, D, Dv). In this tensor, the
-    states at the starts or ends of the rank's ranges of tokens come first. The states at the ends
-    of documents follow.
+    The positions are those at which a rank has a state, or those at which it needs a state. A
+    *state* is a matrix for each head, which summarises tokens of a document. `slots` has, for each
+    position, the index of its state in a tensor of states (n, B, Hkv, D, Dv). Positions are sorted
+    by document, and ascend within a document.
     """
 
     documents: Ints

@@ -50,13 +50,12 @@ ForwardBlocks = Callable[
 
 
 class Backend(Protocol):
-    """The interface of a backend, which is a module or an object.
+    """The interface of a backend, a module or an object that computes attention over one block of
+    keys.
 
-    A backend computes attention of some queries over one block of keys and values. A module may
-    also have a function `prepared(q, v, slices, options)`. This function may return an object with
-    the interface of a backend, which is made for blocks with these slices and for tensors with the
-    shapes of q and v. The object is then used in place of the module. If the function returns None,
-    the module is used.
+    A module may also have a function `prepared(q, v, slices, options)`. It returns an object with
+    the interface of a backend, which is used in place of the module for tensors with the shapes of
+    q and v, or None.
     """
 
     @property
@@ -120,9 +119,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOption
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the name of the backend that computes one block, if the user does not force a backend.
 
-    The choice depends on the type of the device, the dtype, the head dims, the options and the mask
-    of the block (`slices`). The choice does not depend on the values of the tensors, so backward
-    chooses the same backend as forward.
+    The result does not depend on the values of the tensors. `slices` says which queries attend to
+    which keys of the block.
     """
     # `rank_invariant_refusal` has already refused calls that these two backends cannot compute.
     if options.rank_invariant:
@@ -201,20 +199,14 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of q over blocks of keys and values that arrive one after another.
 
-    The slices of a block say which queries attend to which keys of the block. If a single backend
-    computes all blocks and has the function `forward_blocks`, the backend receives the slices of
-    all blocks at the start. The backend can then compute the final result of a query directly after
-    the last block to which the query attends, so that no partial result of this query is stored.
-
     Args:
         q: (B, T, Hq, D).
         blocks: an iterator over k and v of each block.
-        slices_of_blocks: the slices of q over each block, in the order of the blocks.
+        slices_of_blocks: which queries attend to which keys, for each block.
         options, max_logits: as in `attend`.
         sinks: (Hq,) or None.
-        into: two tensors to which out and lse are written, in the dtypes of these tensors. The two
-            tensors may be views of some heads of larger tensors. With None, the function makes new
-            tensors.
+        into: two tensors to which out and lse are written, in the dtypes of these tensors. With
+            None, the function makes new tensors.
 
     Returns:
         out (B, T, Hq, Dv), in q's dtype unless `into` is given, and lse (B, T, Hq).
@@ -267,15 +259,11 @@ def _update_max_logits(
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> Backend | None:
-    """Return a single backend for all blocks, or None if the blocks need several backends.
+    """Return the backend that `attend_blocks` uses, or None.
 
-    k and v are the first block. All blocks have the same dtype and head dims. The slices of a block
-    say which queries attend to which keys of the block. If no block has slices, the result is also
-    None.
-
-    If the backend of the first block has no function `forward_blocks`, this backend is returned at
-    once, so that the slices of later blocks need not be built. The slices of later blocks are read
-    only if the backend has this function.
+    A backend with the function `forward_blocks` is returned only if it computes every block. A
+    backend without this function is the one that computes the first block. k and v are the first
+    block.
     """
     nonempty: Iterator[Slices] = (x for x in slices_of_blocks.slices if x.are_computed)
     first = next(nonempty, None)
@@ -283,7 +271,7 @@ def _backend_of_all(
         return None
     backend = choose_backend(q, k, v, first, options)
     if backend.forward_blocks is None or options.backend != DEFAULT:
-        return backend
+        return backend  # the slices of later blocks need not be built yet
     same = all(choose_backend(q, k, v, slices, options) is backend for slices in nonempty)
     return backend if same else None
 

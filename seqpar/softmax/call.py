@@ -1,8 +1,8 @@
-"""The arguments of a call to softmax attention, in the two forms that the code uses.
+"""The arguments of a call to softmax attention, in two forms.
 
 `CallArguments` contains the arguments that torch's operator receives: tensors, numbers and strings.
 A strategy reads a `ResolvedCall`, which contains layouts, the mask and options as objects that have
-been checked. `CallArguments.to_call` makes a `ResolvedCall`.
+been checked.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class CallArguments(NamedTuple):
         ranges: a tensor that stands for the ranges of `Mask.of_ranges`, or None. If the tensor is
             given, `causal`, `left`, `right` and `prefix_lens` have no effect.
         tokens, kv_tokens: the numbers of query tokens and key tokens with which this rank computes.
-            If the ranks of a mesh row exchange heads (`Strategy.merged_size`), this rank computes
-            with the tokens of all ranks of its mesh row. If not, it computes with its own tokens.
-        strategy: the key of a `BoundStrategy`, a strategy with its group."""
+            If ranks exchange heads, these are the tokens of all ranks with which this rank
+            exchanges heads. For all other strategies, these are the tokens of this rank.
+        strategy: a string that stands for the strategy and its group (`BoundStrategy`).
+    """
 
     layout: Tensor
     kv_layout: Tensor
@@ -237,7 +238,7 @@ class ResolvedCall:
     Attributes:
         rank: this process's rank among the ranks of the layouts.
         shape: the dtype, batch, heads and head dims of the operands.
-        kept: the cached results of the method `once`.
+        kept: the results that are the same for all calls that differ only in their tensors.
         max_logits: the object that collects the largest scores of a forward, or None if the user
             did not request them.
     """
@@ -258,8 +259,8 @@ class ResolvedCall:
         """Return the result of `build`, which runs once for all calls that differ only in their
         tensors.
 
-        The result is stored with the layouts of the call. The result must not refer to the layouts
-        or to the call, because this cycle of references would keep the layouts alive.
+        The layouts of the call store the result. The result must not refer to the layouts or to the
+        call, because this cycle of references would keep the layouts alive.
         """
         return self.kept(key, build)
 
@@ -307,8 +308,8 @@ class ResolvedCall:
     def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
         """Return the gradient of lse, or zeros if the call returned lse but `dlse` is None.
 
-        If a rank's loss does not use lse, autograd passes None on this rank. On the other ranks, it
-        passes a tensor. With zeros in place of None, all ranks send the same messages.
+        autograd passes None on a rank whose loss does not use lse. With zeros in place of None, all
+        ranks send the same messages.
         """
         if dlse is None and self.return_lse:
             return dout.new_zeros(dout.shape[:-1], dtype=accumulator_dtype(dout.dtype))

@@ -1,8 +1,7 @@
 """Decoding: attention of queries that all ranks have, over keys that are distributed over ranks.
 
-`Attention.decode` calls `attend_to_cache`. Each rank computes attention of all queries over the
-keys that it holds. After that, all ranks exchange their results (out, lse), and each rank merges
-the results of all ranks.
+Each rank computes attention of all queries over the keys that it holds. After that, all ranks
+exchange their results (out, lse), and each rank merges the results of all ranks.
 
 Letters of shapes: B is the batch, T the number of query tokens, Tkv_local the number of this rank's
 keys, Hq and Hkv the numbers of query heads and KV heads, D the head dim of q and k, and Dv the head
@@ -45,15 +44,15 @@ def layout_of_queries(
     """Return a layout of the queries of a call of `Attention.decode`. The layout is cached with
     `kv_layout`.
 
-    Without `dealt`, this rank holds all queries. With `dealt`, the documents that have queries are
-    distributed over the ranks in turn, and each rank holds the queries of its documents. If the
-    arguments do not match each other, the function raises a ValueError that names an argument.
+    If the arguments do not match each other, the function raises a ValueError that names an
+    argument.
 
     Args:
         comm: the ranks that hold the keys.
         q, k_cache, cu_seqlens, kv_layout: as in `Attention.decode`. Without `cu_seqlens`, all
             documents have the same number of queries.
-        dealt: whether the queries are distributed over the ranks.
+        dealt: if True, each rank holds the queries of some documents. If False, this rank holds all
+            queries.
     """
     check_layouts(kv_layout=kv_layout)
     check_ranks_of(comm, kv_layout=kv_layout.geometry)
@@ -126,10 +125,9 @@ def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
 class _Decode(AttentionOperator):
     """The operator that computes calls of `Attention.decode` for all strategies.
 
-    Unlike the operator `ATTENTION`, this operator is not registered with torch. In a decode, all
-    ranks have the same queries. On each rank, the layout of queries says that this rank holds all
-    queries. The layouts of two ranks are therefore different. To check that ranks make the same
-    call, ranks compare the lengths of documents in place of the layouts.
+    All ranks have the same queries, so the layout of queries is different on each rank. When ranks
+    check that they make the same call, they therefore compare the lengths of documents in place of
+    this layout.
     """
 
     name = "decode"
@@ -167,14 +165,11 @@ def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) 
 def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
     """Attend to this rank's keys, exchange the results of all ranks, and merge them in rank order.
 
-    Because the order is the same on all ranks, all ranks have the same bits. The query heads that
-    use the same KV head are computed as rows of one head, so that each key is read only once for
-    all of these query heads. With few queries, reading keys takes most of the time. With one query
-    of 8 heads over 16,384 keys of 2 KV heads, the attention of this function took 2.0 ms on one
-    core, and SDPA with `enable_gqa` took 5.0 ms. With ALiBi, query heads are computed separately,
-    because each head has a different slope.
+    The result has the same bits on all ranks.
     """
     q, k, v, sinks = operands
+    # The query heads of one KV head become rows of one head, so that each key is read only once.
+    # With ALiBi, this is impossible, because each head has a different slope.
     kv_heads = k.shape[2] if call.options.slopes is None else q.shape[2]
     group = q.shape[2] // kv_heads
     rows = by_kv_head(q, kv_heads)

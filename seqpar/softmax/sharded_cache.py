@@ -291,8 +291,9 @@ class ShardedCache:
         """Store this rank's keys and values of a layer's prefill.
 
         k is (T_local, Hkv, D) and v is (T_local, Hkv, Dv), in the layout's local order. Both may
-        have a leading batch dimension. With `reserve`, k and v are copied. Without `reserve`, the
-        cache uses k and v themselves until its memory must grow, and never writes to them.
+        have a leading batch dimension. If the cache was made with `reserve=0`, it uses k and v
+        themselves until its memory must grow, and never writes to them. In all other cases, k and v
+        are copied.
         """
         rank = self.attn.rank
         held = self._rows.held[rank]

@@ -177,11 +177,9 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         return name, getattr(self, name), self.tolerance
 
     def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
-        """Return the groups of heads that are sent one after another, which are equal on all ranks.
+        """Return the groups of heads that are sent and computed one after another.
 
-        Forward has a single group. Forward consists of two parts, between which a caller may do
-        other work. With a single group, the first part posts all messages with queries and keys, so
-        that these messages are sent during the other work.
+        All ranks have the same groups. Forward has a single group.
         """
         if direction == "backward":
             rows = call.layout.worst_case.most_tokens * call.shape.batch

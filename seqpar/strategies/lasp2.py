@@ -102,7 +102,7 @@ class GatheredStates:
 
 @register
 class LASP2Attention(LinearModule):
-    """Linear attention over a packed batch, for which ranks exchange the states of documents.
+    """Linear attention over a packed batch whose tokens are distributed over the ranks of a group.
 
     Within each document
 
@@ -113,9 +113,10 @@ class LASP2Attention(LinearModule):
     each KV head. Its size does not depend on the number of tokens. It has S = B·Hkv·D·Dv·e bytes,
     where e is 4 (8 for fp64).
 
-    A layout is refused if states would be larger than tokens. This is the case if a rank has more
-    than 4 spans of a document, and these spans have on average fewer than D·Dv·e / ((D + Dv)·b)
-    tokens, where b is the number of bytes of an element of q.
+    A layout is refused if it has so many short spans that sending states would take more bytes than
+    sending keys and values. This is the case if a rank has more than 4 spans of a document, and
+    these spans have on average fewer than D·Dv·e / ((D + Dv)·b) tokens, where b is the number of
+    bytes of an element of q.
 
     Forward keeps for backward q, k, v, and a state for each span that does not begin its document.
     With `initial_state`, a state is kept for each span. With `causal=False`, a state is kept for

@@ -37,7 +37,8 @@ TRANSPORTS = (AllGather.transport, Scan.transport, Tree.transport)
 
 @register
 class RecurrentAttention(LinearModule):
-    """Recurrent attention over a packed batch, for which ranks exchange the maps of spans.
+    """Recurrent attention over a packed batch whose tokens are distributed over the ranks of a
+    group.
 
     Within each document, with a state S (K, V) for each of H = max(Hk, Hv) heads,
 
@@ -63,9 +64,10 @@ class RecurrentAttention(LinearModule):
     bytes, and a map has m = s + B·H·a·e bytes, where e is 4 (8 for fp64). a is K for a decay per
     key channel, K² for the delta rule, and 1 for the other kinds.
 
-    A layout is refused if maps would be larger than tokens. This is the case if a rank has more
-    than 4 spans of a document, and these spans have on average fewer than (K·V + a)·e / ((K + V)·b)
-    tokens, where b is the number of bytes of an element of q.
+    A layout is refused if it has so many short spans that sending maps would take more bytes than
+    sending keys and values. This is the case if a rank has more than 4 spans of a document, and
+    these spans have on average fewer than (K·V + a)·e / ((K + V)·b) tokens, where b is the number
+    of bytes of an element of q.
 
     Forward keeps for backward the inputs, and a state for each span that does not begin its
     document. With `initial_state`, a state is kept for each span. Backward sends as many bytes as

@@ -1,14 +1,13 @@
 """The backend "aten": attention with the fused kernels of PyTorch's library ATen.
 
-On CPUs this file calls the kernel `_scaled_dot_product_flash_attention_for_cpu`. The kernel also
-accepts half precision, but many CPUs compute faster in fp32. On these CPUs, inputs are cast to fp32
-and results are rounded at the end. On CUDA, cuDNN computes all calls that it can compute, and
-FlashAttention-2 computes the others (`aten_cuda.py`). Calls with a softcap are computed in plain
-PyTorch.
+On CPUs, the kernel is `_scaled_dot_product_flash_attention_for_cpu`. Many CPUs compute faster in
+fp32 than in half precision. On these CPUs, inputs are cast to fp32, and results are rounded at the
+end. On CUDA, the kernels are cuDNN and FlashAttention-2 (`aten_cuda.py`). Calls with a softcap are
+computed in plain PyTorch.
 
 Letters of shapes: B is the batch, T the number of rows, n and m the numbers of query rows and key
-rows of a piece (`pieces.py`), Hq and Hkv the numbers of query heads and KV heads, D the head dim of
-q and k, and Dv the head dim of v.
+rows of one kernel call, Hq and Hkv the numbers of query heads and KV heads, D the head dim of q and
+k, and Dv the head dim of v.
 """
 
 from __future__ import annotations
@@ -177,8 +176,8 @@ def _forward(
     """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece, a rectangle of query rows and key
     rows.
 
-    `merges` says whether out and lse will be merged with results over further keys. If `merges` is
-    True, and fp32 is not accurate enough for the lse of some row, lse is in fp64.
+    If `merges` is True, the caller will merge the result with results over further keys. In this
+    case, lse is in fp64 if fp32 is not accurate enough for some row.
     """
     exact = merges and q.is_cpu and q.dtype == torch.float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -209,12 +208,12 @@ def _exact_lse(
     mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    """Return the lse (B, Hq, n) of a kernel call in fp64, without the rounding of lse to fp32.
+    """Return the lse (B, Hq, n) of a kernel call in fp64, given the lse that the kernel rounded to
+    fp32.
 
-    `lse` is the lse of a first kernel call, rounded to fp32. This function runs the kernel again,
-    and subtracts the rounded lse of each row from the scores of the row. The lse of the second call
-    is the rounding error of the first lse. Because this error is close to 0, fp32 represents it
-    accurately. The result is the sum of both lse.
+    The kernel runs again, with the rounded lse of each row subtracted from the scores of the row.
+    The lse of the second run is the rounding error of the first lse. Because this error is close to
+    0, fp32 represents it accurately.
     """
     rounded = lse.nan_to_num(0.0, 0.0, 0.0)[..., None]
     if mask is None:
@@ -243,11 +242,9 @@ def _with_special_rows(
     """Return out and lse of ATen's CPU kernel, after wrong rows were computed again in plain
     PyTorch.
 
-    The kernel has two faults. First, if the largest score that the kernel finds in a row is −inf,
-    it treats the row as a row without keys (out 0, and lse 0 or −inf). When it looks for the
-    largest score, it overlooks a NaN in the last keys, if these keys do not fill a vector register.
-    Second, it masks keys by adding −inf or by multiplying by 0. A NaN or an infinity in a masked
-    key therefore reaches rows that do not attend to this key.
+    The kernel is wrong in two cases. If the largest score that it finds in a row is −inf, it
+    returns the result of a row without keys, even if the row has a NaN. A NaN or an infinity in a
+    masked key reaches rows that do not attend to this key.
 
     `result` and `operands` are (B, H, rows, …).
     """
@@ -292,12 +289,8 @@ def _backward(
 def forward_buffer_bytes(q: Tensor, k: Tensor) -> int:
     """Return how many bytes of buffers ATen's CPU kernel allocates in one thread during forward.
 
-    q is (B, Hq, n, D), and k is (B, Hkv, m, D). A thread stores the scores of a block, the result
-    of the block, and two numbers per query. In half precision, a thread also stores a copy of the
-    scores in half precision.
-
-    Two kinds of buffers are not counted: buffers of oneDNN for products in half precision, and
-    copies of k and v that the kernel packs for matrix units.
+    q is (B, Hq, n, D), and k is (B, Hkv, m, D). Two kinds of buffers are not counted: buffers of
+    oneDNN for products in half precision, and copies of k and v for matrix units.
     """
     rows, scores = _block(q, k)
     width = 2 + q.shape[3]
@@ -309,10 +302,8 @@ def forward_buffer_bytes(q: Tensor, k: Tensor) -> int:
 def backward_buffer_bytes(dout: Tensor, q: Tensor, k: Tensor) -> int:
     """Return how many bytes of buffers ATen's CPU kernel allocates in one thread during backward.
 
-    dout is (B, n, Hq, D), q is (B, Hq, n, D), and k is (B, Hkv, m, D). A thread stores the
-    scores of a block, the gradients of these scores, and one number per query. In half precision,
-    a thread also stores copies of the scores and gradients in half precision. If dout is not
-    contiguous, the kernel copies dout.
+    dout is (B, n, Hq, D), q is (B, Hq, n, D), and k is (B, Hkv, m, D). If dout is not contiguous,
+    the kernel copies dout, and the copy is counted.
     """
     rows, scores = _block(q, k)
     itemsize = accumulator_dtype(q.dtype).itemsize

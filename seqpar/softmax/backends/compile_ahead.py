@@ -2,9 +2,7 @@
 
 FlashAttention-4 compiles a variant of its kernels in the first call that needs the variant. This
 takes 3 to 4 s. If a rank compiled in the middle of a call, all ranks that expect its messages would
-wait. `compile_ahead` is therefore called in a *rehearsal*, which runs the code of a call on meta
-tensors. All ranks rehearse a call before they send its first message, and `Layout.prepare`
-rehearses calls before training begins.
+wait.
 """
 
 from __future__ import annotations
@@ -25,16 +23,17 @@ _compiled: set[Hashable] = set()  # the kinds of calls for which this process ha
 def compile_ahead(
     kind: Hashable, q: Tensor, call: Callable[[Callable[..., Tensor]], object]
 ) -> None:
-    """Compile the kernels of FlashAttention-4 that a call will run, once for each variant of the
-    kernels.
+    """Compile the kernels of FlashAttention-4 that a call will run, unless they are compiled
+    already.
 
     Nothing is compiled in a process that does not use a GPU, such as a worker of a DataLoader.
 
     Args:
-        kind: a key of the variant that is compiled.
-        q: a meta tensor of the rehearsal. It stands for a tensor on a device.
-        call: a function that runs the kernels on fake tensors. The argument of `call` is a function
-            like `torch.empty`, which makes fake tensors on the device for which q stands.
+        kind: anything hashable that, together with the device and the dtype of q, identifies a
+            variant of the kernels.
+        q: a meta tensor, in place of the q of the call.
+        call: a function that runs the kernels. Its argument is a function like `torch.empty`, which
+            makes fake tensors on the GPU.
     """
     device = device_of(q)
     key = device, q.dtype, kind

@@ -1,15 +1,12 @@
 """The backend "flash_attn": attention with the best installed package of FlashAttention.
 
 This backend computes bf16 and fp16 on CUDA, usually all documents in one call (`varlen.py`). Plain
-PyTorch computes two cases that the packages cannot compute. The first case is ALiBi, because the
-packages measure distances in rows and not in positions. The second case is a mask under which the
-range of attended keys does not move by exactly one key from each query row to the next.
+PyTorch computes two cases that the packages cannot compute: ALiBi on positions, and masks under
+which the range of attended keys does not move by exactly one key from each query row to the next.
 
-This file calls functions of the packages that autograd functions of the packages call, because the
-autograd functions do not accept the lse over all keys on all ranks. A package that is not installed
-may be in the cache of Hugging Face's package `kernels`. seqpar does not download packages. If a
-package is missing, is broken or has an unknown version, `load_package` returns the reason instead
-of a kernel, and the next kernel in the order of preference is used.
+Packages are searched in the environment and in the cache of Hugging Face's package `kernels`.
+seqpar does not download packages. If a package is missing, is broken or has an unknown version,
+`load_package` returns the reason in place of a kernel.
 """
 
 from __future__ import annotations
@@ -87,8 +84,8 @@ def _filling_gradients(
     Args:
         forward_name, backward_name: the names of the package's functions.
         causal: the name of backward's argument for a causal mask.
-        deterministic: whether the package's backward has an option with which gradients have the
-            same bits in each run.
+        deterministic: whether the package's backward has an option for gradients with the same bits
+            in each run.
         unused: further arguments that are passed to both functions.
     """
 
@@ -230,12 +227,10 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
     """Return the number of query rows and of key rows of each segment, or None.
 
-    A segment is a range of query rows and a range of key rows. If the result is not None,
-    FlashAttention-4 receives the segments as a batch in which all segments have the same numbers of
-    rows. FlashAttention-4 computes a batch faster than a packed tensor, but compiles a separate
-    variant of its kernels for batches. Segments whose rows fit into one tile, which a single
-    program of the kernel computes, would need a third variant, so the result for these segments is
-    None.
+    A segment is a range of query rows and a range of key rows. The result is None if the segments
+    have different sizes, or if they are so small that FlashAttention-4 would need a third variant
+    of its kernels. In all other cases, FlashAttention-4 can compute the segments as a batch, which
+    is faster than a packed tensor.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None

@@ -22,9 +22,7 @@ def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions
     """Change q and options so that the scale is positive and the scores stay the same.
 
     Returns q, the options, and the sign of the original scale. To get dq of the original q,
-    multiply dq of the returned q by the sign. The change is necessary because fused kernels scale
-    the scores after masking. A scale of 0 would turn the −∞ of a masked score into NaN, and a
-    negative scale would turn the −∞ into +∞.
+    multiply dq of the returned q by the sign.
     """
     options, sign = positive_options(options)
     return q if sign == 1 else q * sign, options, sign
@@ -33,6 +31,8 @@ def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions
 def positive_options(options: CallOptions) -> tuple[CallOptions, int]:
     if options.scale > 0:
         return options, 1
+    # Kernels scale scores after masking. A scale of 0 would turn the −∞ of a masked score into NaN,
+    # and a negative scale would turn it into +∞.
     return options._replace(scale=-options.scale or 1.0), -1 if options.scale else 0
 
 
@@ -68,14 +68,13 @@ def _heads_are_aligned(strides: tuple[int, ...], offset: int) -> bool:
 def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:
     """Return the numbers that fill the additional columns of v if lse has a gradient.
 
-    Some fused kernels do not accept dlse, the gradient of lse. For these kernels, dlse is added to
-    the product dout·v in additional columns. Each returned number fills one column of v. The
-    additional columns of dout are chosen such that their product with the returned numbers is dlse.
-    The additional columns of out are zeros.
+    Some fused kernels do not accept dlse, the gradient of lse. For these kernels, v and dout get
+    additional columns, so that the product dout·v contains dlse. Each returned number fills one
+    column of v.
 
     dlse is in fp32. In half precision, a single column would round dlse, and would be infinite
-    above 65,504 in fp16. Two columns keep 16 bits of dlse in bf16. In fp16, two columns keep 22
-    bits, for numbers up to 1.3e8. In fp16, the number in the second column is at most 32,768.
+    above 65,504 in fp16. With two columns, dlse keeps 16 bits in bf16. In fp16, it keeps 22 bits,
+    for numbers up to 1.3e8.
     """
     return (2.0**11, 1.0) if dtype.itemsize == 2 else (1.0,)
 

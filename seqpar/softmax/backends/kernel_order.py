@@ -1,10 +1,9 @@
-"""Choose the kernel that computes a block on a GPU. No other file makes this choice.
+"""Choose the kernel that computes a block on a GPU.
 
 For each generation of GPUs, `ORDERS` lists kernels. A block is computed by the first kernel of the
-list that is available and can compute the whole block. The order for sm_90 was measured on an H200
-(docs/benchmarks/kernels.md), with two exceptions: FlashAttention-3 was not measured, and our own
-forward was measured only with warp specialisation. For all other GPUs, the order has not been
-measured.
+list that is available and can compute the whole block. The list for sm_90 was measured on an H200
+(docs/benchmarks/kernels.md), except for FlashAttention-3, and for our own forward without warp
+specialisation. The lists for all other GPUs were not measured.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the backend of the first available kernel that can compute all slices of a block.
 
-    A slice is a range of query rows and a range of key rows with a mask. The kernel must be able to
-    compute the slices even if lse has a gradient, so that backward can use the same kernel.
+    A slice is a range of query rows and a range of key rows with a mask. The kernel can also
+    compute the backward of the block if lse has a gradient.
     """
     device = device_of(q)
     for name in _order(device):
@@ -110,11 +109,9 @@ def preferred_kernel(
     """Return the varlen kernel that will compute all blocks of a call, or None if this is not
     certain.
 
-    A varlen kernel computes many segments in one call. A segment is a range of query rows and a
-    range of key rows. The function does not know the segments of the call, and ignores segments
-    that no varlen kernel can compute. The result is None if our Triton kernels or plain PyTorch
-    might compute some blocks, or if different kernels might compute different blocks. A meta device
-    stands for a GPU with FlashAttention-4.
+    A varlen kernel computes many documents in one call. The result is None if our Triton kernels or
+    plain PyTorch might compute some blocks, or if different kernels might compute different blocks.
+    A meta device stands for a GPU with FlashAttention-4.
     """
     if device.type == "meta":
         return _ON_META if _ON_META.takes(operands, options, True) else None
@@ -143,10 +140,9 @@ def _order(device: torch.device) -> tuple[str, ...]:
 def _first_kernel(
     operands: HeadDims, options: CallOptions, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the first kernel in a GPU's order that computes the operands, or None.
+    """Return the first kernel in a GPU's list that computes the operands, or None.
 
-    The result is also None if cuDNN or our Triton kernels come before this kernel in the order,
-    because cuDNN or our kernels might compute some blocks.
+    The result is also None if cuDNN or our Triton kernels might compute some blocks instead.
     """
     major = gpu_major(device)
     for name in _order(device):

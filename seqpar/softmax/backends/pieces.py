@@ -73,7 +73,7 @@ def additive_mask(
     """Return the additive mask of a piece, (n, m), and which rows attend to no key, (n,).
 
     A piece is a rectangle of n query rows and m key rows. The mask is None if the piece has no
-    `band`. The second result is None if each row attends to some key of the piece.
+    `band`. In place of the rows without keys, None is returned if each row attends to some key.
     """
     if piece.band is None:
         return None, None
@@ -123,12 +123,10 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
 
 
 def key_runs(start: Ints, stop: Ints) -> Ints | None:
-    """Return the runs of a slice as a table (r, 4), with the range of rows and the range of keys of
-    each run.
+    """Return ranges of query rows that attend to the same keys, with these keys, as a table (r, 4).
 
-    A *slice* is a range of query rows and a range of key rows. A *run* is a range of query rows
-    that attend to the same keys. Row i attends to the keys start[i] … stop[i] − 1. Runs without
-    keys are left out. The result is None if a run has on average fewer than `_MIN_RUN_ROWS` rows.
+    Row i attends to the keys start[i] … stop[i] − 1. Ranges without keys are left out. The result
+    is None if a range has on average fewer than `_MIN_RUN_ROWS` rows.
     """
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
     if stop.size < (edges.size + 1) * _MIN_RUN_ROWS:
@@ -139,10 +137,9 @@ def key_runs(start: Ints, stop: Ints) -> Ints | None:
 
 
 def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
-    """Cut a slice with a causal mask into at most three pieces, which are rectangles for kernel
-    calls.
+    """Cut a causal mask into at most three rectangles for kernel calls.
 
-    The slice has the query rows q0 … q1 − 1 and the key rows k0 … k1 − 1. The first row attends to
+    The mask has the query rows q0 … q1 − 1 and the key rows k0 … k1 − 1. The first row attends to
     the first `base` + 1 keys. Each row attends to one key more than the row before, until a row
     attends to all keys.
     """
@@ -158,12 +155,12 @@ def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
 
 
 def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...]) -> list[Piece]:
-    """Cut a slice into tiles of query rows, and cut each tile into pieces for single kernel calls.
+    """Cut query rows and their keys into rectangles for kernel calls, most of which have an
+    additive mask.
 
-    A slice is a range of query rows and a range of key rows. Row i attends to the keys start[i] …
-    stop[i] − 1. Most pieces have an additive mask. Because the kernel is faster without a mask, the
-    keys to which all rows of a tile attend become a piece without a mask if there are more than
-    twice as many of these keys as rows in the tile.
+    Row i attends to the keys start[i] … stop[i] − 1. The rows are first cut into tiles of
+    neighbouring rows. If many keys are attended by all rows of a tile, they become a rectangle
+    without a mask, because the kernel is faster without a mask.
     """
     tile = int(np.clip((stop - start).mean(), _MIN_TILE_ROWS, _MAX_TILE_ROWS))
     pieces: list[Piece] = []
@@ -209,14 +206,13 @@ def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
 def with_bias(
     mask: Tensor | None, piece: Piece, slices: Slices, slopes: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of a piece with ALiBi's bias, and a number for each row to subtract from lse.
+    """Return the mask of a piece with ALiBi's bias, and numbers to subtract from lse, or None.
 
-    A piece is a rectangle of query rows and key rows. A bias that is the same for all keys of a row
-    is left out of the mask, and is returned as a *shift* of lse. The caller must subtract the shift
-    (B or 1, n, Hq) from the lse of each row. The shift is in fp64, because it can exceed a million,
-    and fp32 would lose the differences between rows. If the piece has an additive mask (n, m), the
-    bias is added to this mask, and the shift is None. If `slopes` is None, there is no bias: the
-    mask is unchanged, and the shift is None.
+    A piece is a rectangle of n query rows and m key rows. If the piece has an additive mask (n, m),
+    the bias is added to the mask. Without such a mask, the returned mask has the part of the bias
+    that differs between keys, and the numbers (B or 1, n, Hq) are the part that is the same for all
+    keys of a row. They are in fp64, because they can exceed a million. Without `slopes`, the mask
+    is returned unchanged.
     """
     if slopes is None:
         return mask, None
@@ -232,12 +228,12 @@ def with_bias(
 
 
 def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
-    """Cut a slice into tiles of query rows, and cut the keys of each tile into pieces.
+    """Cut slice i into rectangles for kernel calls with ALiBi's bias.
 
-    A *slice* is a range of query rows and a range of key rows, a *tile* is a range of query rows,
-    and a *piece* is a rectangle that one kernel call computes. Keys before all queries of the tile,
-    and keys after all queries of the tile, become pieces whose masks have a single row. The
-    remaining keys become pieces whose masks have a row for each query.
+    A slice is a range of query rows and a range of key rows. The rows are cut into tiles of
+    neighbouring rows. The keys before all queries of a tile, and the keys after all queries of the
+    tile, become rectangles whose masks have a single row. The remaining keys become rectangles
+    whose masks have a row for each query.
     """
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
     start, stop = slices.key_intervals(i)

@@ -1,9 +1,7 @@
-"""The backend "reference": attention in plain PyTorch, over the slices of a mask
-(`layout/masks/mask.py`).
+"""The backend "reference": attention in plain PyTorch.
 
-A *slice* is a range of query rows and a range of key rows with a mask. This backend computes all
-float dtypes and options. All other backends are tested against it. Some backends call it for slices
-that they cannot compute.
+This backend computes all float dtypes and options. All other backends are tested against it, and
+some backends call it for masks that they cannot compute.
 
 Letters of shapes: B is the batch, Hkv the number of KV heads, G the number of query heads per KV
 head, n the number of query rows, and m the number of key rows. Scores are (B, Hkv, G, n, m).

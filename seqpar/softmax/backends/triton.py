@@ -1,11 +1,8 @@
-"""The backend "triton": attention over the slices of a mask (`layout/masks/mask.py`), with our own
-Triton kernels.
+"""The backend "triton": attention with our own Triton kernels.
 
 The kernels are in `seqpar.kernels.flash_attention`. They run on CUDA, for bf16, fp16 and fp32. On
-CPUs they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests. A *launch* is one start
-of a kernel, with a table of the tiles (ranges of rows) that the kernel computes. A *slice* is a
-range of query rows and a range of key rows with a mask. The tables, and their copies on the device,
-are made once per layout and mask, and are stored with the slices.
+CPUs they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests. The tables that kernels
+read are made once per layout and mask.
 """
 
 from __future__ import annotations
@@ -53,11 +50,7 @@ def forward_blocks(
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of q over all blocks of keys and values; see `attend_blocks`.
-
-    A *launch* is one start of a kernel. The launch for a block reads the result over the preceding
-    blocks and adds the block to it, so no separate kernel merges results.
-    """
+    """Return out and lse of q over all blocks of keys and values; see `attend_blocks`."""
     remaining: Iterator[kernels.Launches] | None = None
     scores = options.scale, options.softcap
     for k, v in blocks:
@@ -152,13 +145,11 @@ def _forward_launches(
     continued: bool = False,
     splits: bool = True,
 ) -> tuple[list[kernels.Launches], bool]:
-    """Return the kernel launches for each block of keys, and whether partial results are stored.
+    """Return the launches for each block of keys, and whether results are stored between launches.
 
-    A *tile* is a range of query rows that one program of the kernel computes. A partial result is
-    stored for a tile if one launch computes the tile over some blocks, and a later launch continues
-    with further blocks. If there are too few tiles to use the whole device, and `splits` is True,
-    several programs may compute one tile, each over some of the keys. The second result does not
-    consider tiles that several programs compute. The launches are stored in `derived`.
+    A result is stored if a later launch continues it with further keys. With `splits`, several
+    programs of a launch may compute the same queries, each over some of the keys. The results of
+    these programs do not count as stored.
     """
     heads, device = q.shape[0] * q.shape[2], device_of(q)
     key = config, device, continued, heads, splits
@@ -188,9 +179,8 @@ def _backward_launches(
 ) -> tuple[kernels.Launches | kernels.Config, ...]:
     """Return the launches and the configuration of each kernel of a backward.
 
-    A *tile* is the rows that one program of a kernel computes. A tile of the first kernel is a
-    range of key rows, and the program loops over the queries that attend to these keys. If there is
-    a second kernel, its tiles are ranges of query rows.
+    The first kernel loops over the queries of a range of keys. If there is a second kernel, it
+    loops over the keys of a range of queries.
     """
 
     def build() -> list[kernels.Launches]:

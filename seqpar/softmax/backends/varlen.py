@@ -1,14 +1,9 @@
 """Compute attention with varlen kernels, which compute many documents in one call.
 
 A varlen kernel, such as FlashAttention's, computes many *segments* in one call. A segment is a
-range of query rows and a range of key rows. All segments of a call share one window (left, right).
-The window is counted from the last query and the last key of a segment: of m keys, row i of n
-queries attends to the key rows i + m − n − left … i + m − n + right. −1 means no limit. The window
-(−1, −1) is a full mask, and the window (−1, 0) is a causal mask.
-
-Rows ascend in position, both for queries and for keys. Under a causal mask, a rank's own keys are
-therefore a causal segment in any layout. On a zigzag layout, the keys that arrive in a step of Ring
-are one full segment per document.
+range of query rows and a range of key rows. All segments of a call share one window (left, right),
+which is counted from the last query and the last key of a segment: of m keys, row i of n queries
+attends to the key rows i + m − n − left … i + m − n + right. −1 means no limit.
 
 Letters of shapes: B is the batch, T the number of query rows, n and m the numbers of query rows and
 key rows of a call in all batch entries, Hq and Hkv the numbers of query heads and KV heads, D the
@@ -172,13 +167,9 @@ class VarlenWork(NamedTuple):
 def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
     """Return the kernel calls that compute attention over the slices of a block.
 
-    A *slice* is a range of query rows and a range of key rows with a mask. The calls are built once
-    and stored with the slices.
-
-    A *segment* is a range of query rows and a range of key rows that a kernel computes. With
-    `repeats_keys`, several segments of a call may have the same key rows, so that fewer calls are
-    needed. Calls that repeat key rows can be used only in forward, because in backward two segments
-    would add to the gradient of one key row at the same time.
+    A *slice* is a range of query rows and a range of key rows with a mask. With `repeats_keys`, one
+    call may read the same key rows several times, so that fewer calls are needed. Such calls can be
+    used only in forward.
     """
     name = "varlen work with repeated keys" if repeats_keys else "varlen work"
     return slices.derived(name, lambda: _build(slices, repeats_keys))
@@ -296,9 +287,9 @@ _MOST_READS = 2
 
 
 def _with_repeated_keys(segments: list[VarlenSegment], window: Window) -> list[VarlenCall] | None:
-    """Return a list with a single call, in which several segments have the same key rows.
+    """Return a list with a single call that computes all segments, or None.
 
-    A *segment* is a range of query rows and a range of key rows. In the call, each query row is in
+    A *segment* is a range of query rows and a range of key rows. Each query row of the call is in
     one segment, which contains all keys to which the row attends. The result is None if some
     segment has a mask, or if the call would read too many key rows.
     """
@@ -382,9 +373,8 @@ class VarlenKernel(NamedTuple):
     """A kernel that computes all segments of a `VarlenCall`, in bf16 or fp16.
 
     A segment is a range of query rows and a range of key rows. All operands have the same head dim,
-    which is a multiple of 8. Results are new tensors, which callers may keep and change. The
-    functions `forward` and `backward` prepare the arguments of a kernel call, and return a function
-    that takes the tensors and runs the kernel.
+    which is a multiple of 8. The functions `forward` and `backward` return a function that takes
+    the tensors and runs the kernel. Its results are new tensors, which callers may keep and change.
     """
 
     forward: Callable[[VarlenTables, CallOptions], Forward]
@@ -438,9 +428,8 @@ class _Launch(NamedTuple):
 class VarlenBlock:
     """A backend that computes attention over one block of keys with varlen kernels.
 
-    The kernels, the calls of kernels and the padded head dim are chosen once. They are used for all
-    tensors with the same device, dtype, head dims and options. All arguments of a kernel except
-    tensors are also prepared once.
+    It can be used for all tensors with the device, dtype, head dims and options for which it was
+    made.
     """
 
     forward_blocks = None  # `attend_blocks` calls `forward` for each block
@@ -450,9 +439,8 @@ class VarlenBlock:
     ) -> None:
         """Choose the kernels for tensors with the device, dtype and head dims of q and v.
 
-        `kernels[True]` is the kernel for calls in which lse has a gradient. `kernels[False]` is the
-        kernel for calls in which lse has no gradient. If no kernel can compute the calls, the value
-        is None.
+        `kernels[True]` is the kernel for calls in which lse has a gradient, and `kernels[False]`
+        the kernel for all other calls. None means that no kernel can compute these calls.
         """
         self._kernels, self._width, kernel = kernels, joint_head_dim(q, v), kernels[False]
         # If segments repeat keys, their lengths may differ, and the call is not dense.
@@ -580,8 +568,7 @@ class VarlenBlock:
     ) -> None:
         """Compile a kernel before its first call, if the package of the kernel can do this.
 
-        If `output` is given, this method compiles the backward of the kernel. If `output` is None,
-        it compiles the forward.
+        With `output`, this method compiles the kernel's backward, and without `output` its forward.
         """
         if kernel.variant is None:
             return

@@ -1,12 +1,9 @@
-"""`CallOptions`: the options that determine the scores, the checks of these options, and ALiBi's
-bias.
+"""`CallOptions`: the options that determine the scores, and ALiBi's bias.
 
 ALiBi subtracts slope · |i − j| from the score of the query at position i and the key at position j
 (Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
 Extrapolation", 2022, section 3). Each head has its own slope. Positions are counted within a
-document, and the last query and the last key of a document have the same position. The bias does
-not depend on the ranks that hold the tokens. It is computed from the distance |i − j|, which is an
-exact integer. The difference slope · i − slope · j would lose digits at large positions.
+document, and the last query and the last key of a document have the same position.
 
 Letters of shapes: B is the batch, Hq the number of query heads, Hkv the number of KV heads, G the
 number of query heads per KV head, n the number of query rows, and m the number of key rows.

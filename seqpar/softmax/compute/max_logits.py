@@ -2,9 +2,8 @@
 
 In Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1, S_max of a head is the
 largest scale · q·k over all pairs of a batch, before the softmax. If S_max exceeds a threshold,
-training scales down the weights that make q and k of this head. Attention kernels return only lse,
-which can exceed the largest score by the logarithm of the number of keys. `attend.py` therefore
-computes the scores a second time, in plain PyTorch.
+training scales down the weights that make q and k of this head. Attention kernels do not return
+S_max, so the scores are computed a second time, in plain PyTorch.
 """
 
 from __future__ import annotations

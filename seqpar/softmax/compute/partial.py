@@ -1,10 +1,8 @@
 """Results of attention, and gradients, that are summed over one block of keys after another.
 
-Backends (`softmax/backends/`) write to the objects of this file. In forward, a `Partial` contains
-out and lse over the keys that were computed so far. In backward, an `OutputGradient` contains the
-tensors that backward reads, and `PartialGradients` contains the sums of dq, dk and dv. On GPUs,
-results of kernels can be stored until one Triton kernel adds several results at once
-(`waiting_results.py`).
+In forward, a `Partial` contains out and lse over the keys that were computed so far. In backward,
+an `OutputGradient` contains the tensors that backward reads, and `PartialGradients` contains the
+sums of dq, dk and dv.
 
 Letters of shapes: B is the batch, T the number of query rows, Tk the number of key rows, n the
 number of rows of one result, Hq and Hkv the numbers of query heads and KV heads, D the head dim of
@@ -29,17 +27,15 @@ from seqpar.softmax.wire.row_messages import Rows, add_rows
 class Sums:
     """Sums of the results that several kernel calls return for the same rows.
 
-    The result of the first call is stored as the kernel returned it. Memory for the sums is
-    allocated only when a second call returns a result. If there is only one call, its result is
-    used in place of sums.
+    Memory for the sums is allocated only when a second call returns a result. If there is only one
+    call, its result is used in place of sums.
     """
 
     def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
         """Store the function `make`, which later allocates the tensors of the sums.
 
         The argument of `make` is the results of the first kernel call, and `make` returns sums that
-        are equal to these results. If no kernel call has returned results, the argument is an empty
-        sequence, and the returned sums are 0.
+        are equal to these results. If the argument is an empty sequence, the returned sums are 0.
         """
         self._make = make
         self._kept: tuple[Tensor, ...] = ()  # torch.compile cannot trace `tuple[Tensor, ...]()`
@@ -93,15 +89,10 @@ _MIN_COPIED_ROWS = 1024  # products are computed for at least this number of row
 class Partial(WaitingResults):
     """The attention of some queries over the keys that were computed so far.
 
-    The results of further keys can be merged into the object. A row without keys has out 0 and lse
-    −inf.
-
-    A Triton kernel merges results if they are on CUDA, the sums are in fp32, and `rank_invariant`
-    is False. In this case, several results are stored before one run of the kernel merges these
-    results. The bits are the same as if the results were merged one by one.
-
-    In all other cases, torch merges each result immediately, with one exception: if the first
-    result has all rows, it is stored until a second result is added.
+    Results over further keys can be merged into the object. A row without keys has out 0 and lse
+    −inf. On CUDA, results are stored until one Triton kernel merges several of them, if the sums
+    are in fp32 and `rank_invariant` is False. The bits are the same as if results were merged one
+    by one.
     """
 
     # 12 bytes suffice for six results in half precision, or for the sums in fp32 and four such
@@ -171,9 +162,7 @@ class Partial(WaitingResults):
     def lse(self) -> Tensor:
         """The natural logarithm of the softmax's denominator, (B, T, Hq), in fp64.
 
-        Reading lse merges all stored results. An fp32 lse would be rounded in each merge. After 16
-        merges, the error of an fp32 lse would be 1.5 times the error of a single kernel's lse, and
-        our limit is 1.35 times.
+        Reading lse merges all stored results.
         """
         return self.sums[1]
 
@@ -409,10 +398,8 @@ class OutputGradient:
     def ensure_out(self) -> Tensor:
         """Return out or, if out is None, a tensor that kernels can read in its place.
 
-        Kernels read out only to compute the product out·dout. The returned tensor is the multiple
-        of dout that gives the same product. To compute the multiple, dout is first divided by its
-        largest element, because squares of elements can leave the range of fp32. In fp32, the
-        square of a number below 1e-23 is 0, and the square of a number above 1e19 is infinite.
+        Kernels read out only to compute the product out·dout. The returned tensor is a multiple of
+        dout that gives the same product.
         """
         if self.out is None:
             assert self.delta is not None
@@ -607,9 +594,7 @@ class PackedGradients(PartialGradients):
     def message(self, dtype: torch.dtype) -> Tensor:
         """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv) of the dtype `dtype`, to be sent.
 
-        If a single kernel call returned dk and dv in this dtype, dk and dv are joined without a
-        conversion to fp32. The receiver converts them to fp32 without rounding, because fp32 can
-        represent each number of bf16 and fp16.
+        If a single kernel call returned dk and dv in this dtype, they are not converted.
         """
         dk, dv, *sums = self.keys.results
         if sums or dk.dtype != dtype:
@@ -645,24 +630,23 @@ def _split(packed: Tensor, dims: list[int]) -> Sequence[Tensor]:
 
 
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the gradients as contiguous tensors of the dtype `dtype`.
+    """Return the gradients as contiguous tensors of the dtype `dtype`, which share no memory.
 
-    A gradient is freed before the next gradient is cast. torch requires that the results of an
-    operator share no memory, but dk and dv may be views of one tensor. In half precision, the cast
-    copies dk and dv to separate tensors. In fp32, there is no cast, so dk and dv are copied.
+    A gradient is freed before the next gradient is cast.
     """
     remaining = list(gradients)
     del gradients
     contiguous = torch.contiguous_format
+    # dk and dv may be views of one tensor. torch requires that results share no memory.
     cast = lambda x: x.to(dtype, memory_format=contiguous).contiguous()  # noqa: E731
     return [cast(remaining.pop(0)) for _ in range(len(remaining))]
 
 
 def key_weight(lse: Tensor, total: Tensor) -> Tensor:
-    """Return exp(lse − total), (…, 1): the weight that keys with the lse `lse` have in a softmax.
+    """Return the fraction of a softmax's weights that some of its keys have, exp(lse − total).
 
-    `total` is the lse over all keys of the softmax. The weight is 0 in rows without any keys, and
-    NaN in rows whose lse is NaN.
+    `lse` is over these keys, and `total` over all keys. The result is (…, 1). It is 0 in rows
+    without any keys, and NaN in rows whose lse is NaN.
     """
     return torch.exp(lse - _finite(total))[..., None]
 
@@ -671,8 +655,7 @@ def key_fraction(lse: Tensor, sinks: Tensor, rank_invariant: bool = False) -> Te
     """Return the fraction of the softmax's denominator that comes from the keys, (B, T, Hq, 1).
 
     The remaining fraction comes from the sinks (Hq,). lse (B, T, Hq) excludes the sinks. If lse and
-    the sink are both −∞, the row has no keys, and its fraction is 1. The out of a row without keys
-    is 0, and remains 0 after the multiplication by the fraction.
+    the sink are both −∞, the row has no keys, and its fraction is 1.
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
     return (sigmoid_anywhere if rank_invariant else torch.sigmoid)(difference)[..., None]

@@ -1,7 +1,6 @@
 """Store results of kernel calls until one Triton kernel merges or adds several of these results.
 
-If one launch of the Triton kernel sums several results, the sum is written to memory only once.
-`Partial` and `QuerySums` in `partial.py` inherit from `WaitingResults`.
+If the Triton kernel sums several results at once, the sum is written to memory only once.
 
 Letters of shapes: B is the batch, T the number of rows, n the number of rows of a result, H the
 number of heads, and D the head dim.
@@ -38,11 +37,9 @@ class Result(NamedTuple):
 class WaitingResults:
     """Stores results of kernels for rows of a tensor (B, T, H, D), to sum the results later.
 
-    The subclass `Partial` merges results with weights that depend on lse. The subclass `QuerySums`
-    adds results without weights. On CUDA, a Triton kernel usually computes the sums, and several
-    results may be stored until it runs, in the dtypes in which kernels returned them. In other
-    cases, torch adds each result to the sums immediately. Only the first result may be stored, if
-    it has all rows, because its tensor can become the tensor of the sums.
+    On CUDA, a Triton kernel usually computes the sums of several results at once. In other cases,
+    torch adds each result to the sums immediately, except for a first result that has all rows. A
+    subclass says how results are summed.
     """
 
     # How much memory the stored results and the sums may take together, in bytes per element of (B,
@@ -52,11 +49,10 @@ class WaitingResults:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, by_kernel: bool
     ) -> None:
-        """Prepare to store results. Their sums will have this shape and dtype, on the device of
-        `like`.
+        """Prepare to store results whose sums have this shape and dtype, on the device of `like`.
 
-        If `by_kernel` is True, a Triton kernel sums the results, provided that they are on CUDA and
-        the dtype of the sums is fp32. In all other cases, torch sums the results.
+        If `by_kernel` is True, the device is CUDA and the dtype is fp32, a Triton kernel sums the
+        results. In all other cases, torch sums them.
         """
         self._shape, self._device, self.dtype = shape, like.device, dtype
         # Whether a Triton kernel sums the results.

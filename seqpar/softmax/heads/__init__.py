@@ -1,5 +1,4 @@
 """Ulysses and USP: each rank receives some heads of the tokens of several ranks.
 
-Start with `head_exchange.py`, which plans the exchange and sends its messages. `head_messages.py`
-packs tensors into messages, and reorders the rows that a rank receives.
+Start with `head_exchange.py`, which plans the exchange and sends its messages.
 """

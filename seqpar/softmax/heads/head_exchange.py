@@ -1,14 +1,10 @@
 """Divide heads among ranks, and send each head to the rank that computes attention of the head.
 
-The ranks form a mesh. The ranks of a *mesh row* exchange heads with each other. In Ulysses, all
-ranks form a single mesh row. In USP, there are several mesh rows. Before the exchange, a rank has
-all heads of its own tokens. After the exchange, a rank has some heads of all tokens in its mesh
-row, in the order of documents and positions. A second exchange returns the results to the ranks
-that hold the tokens.
-
-Heads are exchanged and computed in groups, so that the messages of one group are sent while another
-group is computed. A `HeadPlan` contains everything that depends only on the layouts, the mask and
-the shapes of tensors. A `HeadExchange` sends the messages.
+The ranks form a mesh, and the ranks of a *mesh row* exchange heads with each other. In Ulysses, all
+ranks form a single mesh row. Before the exchange, a rank has all heads of its own tokens. After the
+exchange, it has some heads of all tokens in its mesh row, ordered by document and position. A
+second exchange returns the results. Heads are exchanged and computed in groups, so that the
+messages of one group are sent while another group is computed.
 
 Letters of shapes: B is the batch, T_local the number of this rank's tokens, T_merged the number of
 tokens in the mesh row, H the number of all heads, h the number of heads of one group, and D the
@@ -75,10 +71,10 @@ class HeadGroups:
     these query heads use. With `whole_on_ranks`, rank r computes all query heads that use the KV
     heads ⌊rHkv/P⌋ … ⌊(r+1)Hkv/P⌋ − 1.
 
-    The query heads of a rank are cut into `groups` groups. A rank with fewer heads has fewer
-    groups. Where possible, the query heads of a KV head are in one group. With `whole_kv`, the
-    query heads of a KV head are always in one group. In each group, all KV heads are used by equal
-    numbers of query heads. If this is impossible with `groups` groups, the rank has more groups.
+    Each rank cuts its query heads into `groups` groups, or into fewer groups if it has fewer heads.
+    With `whole_kv`, all query heads of a KV head are in one group. Within a group, all KV heads are
+    used by equal numbers of query heads. If this is impossible with `groups` groups, the rank has
+    more groups.
     """
 
     def __init__(
@@ -244,10 +240,8 @@ def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
     """Return the arguments of the attention that a rank computes after ranks have exchanged heads.
 
     After the exchange, a rank has some heads of all tokens of the `size` ranks in its mesh row. The
-    returned layouts therefore treat the ranks of a mesh row as one rank, which holds all tokens of
-    these ranks. Plans keep the returned object as long as the layouts exist. The object contains no
-    tensors of the call, such as ALiBi's slopes and the max logits, because it would keep these
-    tensors in memory.
+    returned layouts therefore treat the ranks of a mesh row as one rank. The returned object
+    contains no tensors of the call, so it may live as long as the layouts.
     """
     return replace(call, max_logits=None).altered(
         rank=rank // size,
@@ -299,9 +293,9 @@ class HeadExchange:
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
         """Yield the heads that this rank computes, one group after another, as lists of buffers.
 
-        `tensors` are this rank's tokens with all heads, (B, T_local, H, D). A list has one buffer
-        for each `MessageBlock` of the group. The function `in_heads` returns the tensors in these
-        buffers. While the caller computes a group, the messages of the next group are sent.
+        `tensors` are this rank's tokens with all heads, (B, T_local, H, D). The function `in_heads`
+        returns the tensors in the buffers. While the caller computes a group, the messages of the
+        next group are sent.
         """
 
         def post(number: int) -> Arriving:

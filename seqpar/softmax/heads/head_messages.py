@@ -1,17 +1,11 @@
 """Pack tensors into the messages of an exchange of heads, and unpack these messages.
 
-The ranks of a *mesh row* exchange heads with each other. A buffer with the messages has one of two
-forms. In *token form*, it contains all heads of one rank's own tokens. In *head form*, it contains
-some heads of all tokens in the mesh row. In both forms, the buffer contains one message for each
-rank, in the order of the ranks. A message that is sent from a buffer in token form is received into
-a buffer in head form, and vice versa. Within a message, all elements of one token lie next to each
-other, even if several tensors share the message.
-
-One strided copy packs a tensor into a buffer in token form under two conditions: every rank has the
-same number of heads, and the index of the first head increases by the same number from each rank to
-the next rank. In head form, one index_select reorders the rows of all ranks to the order of
-documents. With contiguous layouts, the rows already have this order, so nothing is copied and each
-tensor is a view of the buffer.
+The ranks of a *mesh row* exchange heads with each other. A buffer has one message for each rank, in
+the order of the ranks. It has one of two forms. In *token form*, it contains all heads of one
+rank's own tokens. In *head form*, it contains some heads of all tokens in the mesh row. A message
+that is sent from a buffer in token form is received into a buffer in head form, and vice versa.
+Within a message, all elements of one token lie next to each other, even if several tensors share
+the message.
 
 Letters of shapes: B is the batch, T_local the number of this rank's tokens, T_merged the number of
 tokens in the mesh row, H the number of all heads, h the number of this rank's heads, and D the head
@@ -37,8 +31,7 @@ class MergedRows:
     """The tokens of several ranks, in two orders: sorted by rank, and sorted by document and
     position.
 
-    The indices that convert one order into the other are copied to a device only once. If each call
-    copied them, the host would wait for the device in each call.
+    The indices that convert one order into the other are copied to a device only once.
     """
 
     def __init__(self, layout: Geometry, ranks: range) -> None:
@@ -88,8 +81,8 @@ class Operand(NamedTuple):
         rows: the tokens of the tensor on all ranks of the mesh row.
         heads: the heads that each rank of the mesh row computes.
         dim: D, or None for a tensor without D.
-        add: whether several ranks may return results for the same head. With True, the results for
-            a head are added in the order of the ranks.
+        add: whether several ranks may return results for the same head, which are then added in the
+            order of the ranks.
     """
 
     name: str
@@ -110,8 +103,8 @@ class Operand(NamedTuple):
 class _Run(NamedTuple):
     """Heads of consecutive ranks that one strided copy can pack.
 
-    All of these ranks have the same number of heads. The index of a rank's first head increases by
-    `step` from each rank to the next rank.
+    Each of these ranks has the same number of heads. From each rank to the next rank, the index of
+    the first head increases by `step`.
     """
 
     shape: tuple[int, ...]  # number of ranks, T_local, B, heads of a rank, D

@@ -1,9 +1,8 @@
 """Send keys and values in steps, and send gradients back to the ranks that hold the keys.
 
-A *row* is the key and the value of one token. A `KeyPlan` says which rows are sent in which step. k
-and v of a row are sent together, in messages (n, B, Hkv, D + Dv), with n rows, batch B, Hkv KV
-heads, and the head dims D of k and Dv of v. Gradients return in messages of the same shape, with dk
-in place of k and dv in place of v.
+A *row* is the key and the value of one token. k and v of a row are sent together, in messages (n,
+B, Hkv, D + Dv), with n rows, batch B, Hkv KV heads, and the head dims D of k and Dv of v. Gradients
+return in messages of the same shape, with dk in place of k and dv in place of v.
 """
 
 from __future__ import annotations

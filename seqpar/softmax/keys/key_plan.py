@@ -84,10 +84,9 @@ class KeyStep:
 class LazySlices(Sequence[Slices]):
     """Lists of slices, which say which of this rank's queries attend to which keys.
 
-    A slice is a range of query rows and a range of key rows with a mask (`layout/masks/mask.py`).
-    The first list is over the keys that this rank holds. Each further list is over the keys that
-    arrive in one step, and is built when the rank computes this step, while messages of later steps
-    are being sent.
+    A slice is a range of query rows and a range of key rows with a mask. The first list is over the
+    keys that this rank holds. Each further list is over the keys that arrive in one step, and is
+    built when it is first read.
     """
 
     def __init__(self, build_own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
@@ -110,12 +109,7 @@ class LazySlices(Sequence[Slices]):
 
 
 class KeyPlan:
-    """The steps of one rank, in which the rank sends keys, receives keys and computes attention.
-
-    A slice is a range of query rows and a range of key rows whose attention is computed. The number
-    of rows in each message is found when the plan is made. The indices of the rows are found when
-    the exchange of the step is posted. The slices of a step are built when the step is computed.
-    """
+    """The steps of one rank, in which the rank sends keys, receives keys and computes attention."""
 
     def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
         """Make the plan of the rank `call.rank`.
@@ -156,21 +150,17 @@ class KeyPlan:
         """The slices that backward computes over the keys that this rank holds.
 
         A slice is a range of query rows and a range of key rows. If this rank sends or receives
-        rows, the slices are divided into two halves. Backward computes the first half before the
-        first step, while keys arrive. Backward computes the second half after the last step, while
-        gradients are sent back. Without the division, ranks waited for messages during 11% of the
-        transfer time in Ring, and during 80% of the transfer time in AllGather.
+        rows, the slices are divided into two halves. Backward computes the first half while the
+        first keys arrive, and the second half while the last gradients are sent back.
         """
         own = self.blocks.slices[0]
         return halves(own) if any(step.travels for step in self.steps) else (own,)
 
 
 class KeyTables:
-    """The rows that a rank sends, and the slices of queries and keys whose attention it computes.
+    """The rows that a rank sends, and which of its queries attend to which keys.
 
-    A slice is a range of query rows and a range of key rows. The rows and slices are found when
-    they are first needed. References to layouts are weak, because a layout stores its plans, and a
-    plan must not keep its layout alive.
+    Both are computed when they are first needed. The object does not keep its layouts alive.
     """
 
     def __init__(self, call: ResolvedCall) -> None:
@@ -238,9 +228,8 @@ def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, 
     """Return three arrays with one element for each distance of each step.
 
     In a step with the distance d, rank r sends rows to rank r + d and receives rows from rank r −
-    d. A step may have several distances. The first array has the number of the step. The second
-    array has the rank from which `rank` receives rows. The third array has the rank to which `rank`
-    sends rows.
+    d. The arrays have the number of the step, the rank from which `rank` receives rows, and the
+    rank to which `rank` sends rows.
     """
     numbers = np.repeat(np.arange(1, len(distances) + 1), [len(step) for step in distances])
     flat = np.fromiter(chain.from_iterable(distances), np.int64, numbers.size)
@@ -340,10 +329,10 @@ class HeadSlices(NamedTuple):
         return OutputGradient(dout, out, lse, dlse, delta)
 
     def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients of a group of heads to the tensors that contain all heads.
+        """Write the sums of dq, dk and dv of a group of heads to tensors that contain all heads.
 
-        `total` contains the sums of dq, dk and dv of the group. `gradients` are the tensors dq, dk
-        and dv with all heads. The sums are rounded to the dtypes of the tensors in `gradients`.
+        `total` contains the sums, which are rounded to the dtypes of the tensors. `gradients` are
+        the tensors dq, dk and dv.
         """
         total.queries.finish(gradients[0][:, :, self.queries])
         for x, part in zip(gradients[1:], total.keys.results, strict=False):
@@ -359,13 +348,9 @@ def gradients_by_group(
     """Return dq, dk and dv of all heads, computed for one group of heads after another.
 
     `add` is called once for each group. Its arguments are the group, the group's output, the
-    group's operands, and the sums to which it adds the group's gradients.
-
-    With one group, the returned gradients may be in the accumulator's dtype. With several groups,
-    the gradients of each group are rounded to the dtype of q, so that only one group's sums in the
-    accumulator's dtype are in memory at a time. In USP, several ranks may compute with the same KV
-    head. In this case, USP adds the gradients of these ranks and rounds the sum. To avoid two
-    roundings, USP computes each KV head on one rank in calls with several groups (`HeadGroups`).
+    group's operands, and the sums to which it adds the group's gradients. With one group, the
+    result may be in the accumulator's dtype. With several groups, gradients are rounded to the
+    dtype of q, so that the sums of only one group are in memory at a time.
     """
     q, k, v, _ = operands
     if len(groups) == 1:
@@ -388,9 +373,9 @@ def gradients_by_group(
 def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:
     """Return the groups of heads that are sent and computed one after another.
 
-    The groups are the same on all ranks. With one document and no window, there is one group for
-    each 4,096 rows of the rank with the most rows. If documents are short, or if there is a window,
-    the work per row is smaller, and there are fewer groups. Each group has at least one KV head.
+    The groups are the same on all ranks. Each group has at least one KV head. With one document and
+    no window, there is one group for each 4,096 rows of the rank with the most rows. With short
+    documents or a window, there are fewer groups.
     """
     layout = layout.worst_case
     rows = layout.most_tokens * shape.batch
@@ -412,8 +397,7 @@ def _attended(layout: Geometry, mask: Mask) -> int:
     """Return a measure of the work per token: the document's length, averaged over all tokens.
 
     With a window, the length of a document counts as at most 2w + 1, where w is the larger side of
-    the window. Causal masks and windows to one side allow only half of the (query, key) pairs. The
-    measure ignores this.
+    the window. Causal masks have no effect.
     """
     reach = 2 * max(mask.left, mask.right) + 1
     if mask.prefix is not None or mask.ranges is not None:

@@ -1,6 +1,5 @@
 """`deterministic="ranks"`: attention with the same bits on any number of ranks and in any layout.
 
-`KeyStrategy` calls this file instead of its own loop if the user asks for `deterministic="ranks"`.
 A *tile* is a range of queries between fixed positions of a document (`rank_invariant_plan.py`). One
 rank computes the attention of a whole tile over all keys to which the tile attends.
 
@@ -9,8 +8,7 @@ heads, on one torch thread. The operands of the call always have the same shapes
 and masks. The bits of the result therefore depend neither on the number of heads of a rank nor on
 the number of threads. On CUDA and in Triton's interpreter, a backend call computes all heads of one
 tile. Within this call, a separate Triton program computes each head, so the bits do not depend on
-the number of heads either. Merging and sinks use operations whose bits do not depend on where an
-element is in a tensor.
+the number of heads either.
 
 Letters of shapes: B is the batch, n the number of rows of a tile, m the number of keys to which the
 tile attends, H the number of heads, and D the head dim.
@@ -384,12 +382,11 @@ class SumBlock(NamedTuple):
 
 
 def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
-    """Add one or more blocks along a fixed binary tree, and return the sum.
+    """Add one or more blocks of gradients along a fixed binary tree, and return the sum.
 
-    A leaf of the tree is the gradient that one *tile*, a range of queries, contributes to the keys
-    of a document. A block is the gradient of one tile, or the sum of a complete subtree.
-    `contributions` is a list of pairs (number, block), where the number is the index of one of the
-    tiles in the block. The numbers ascend.
+    Each leaf of the tree is the gradient from one range of queries, called a *tile*. A block is the
+    sum of one leaf, or of all leaves of a complete subtree. `contributions` has pairs (index of one
+    of the block's tiles, block), in ascending order of the index.
     """
     waiting = list[tuple[int, SumBlock]]()
     for number, block in contributions:
@@ -432,8 +429,8 @@ def _sum(one: SumBlock, other: SumBlock) -> SumBlock:
 def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Run each job on one torch thread, and yield the results in the order of the jobs.
 
-    The jobs, which are functions, must not depend on each other. If the caller has t torch threads,
-    t jobs run at the same time, and at most t finished results are in memory.
+    A job is a function that does not depend on the other jobs. If the caller has t torch threads, t
+    jobs run at the same time, and at most t finished results are in memory.
     """
     threads = torch.get_num_threads()
     if threads == 1:

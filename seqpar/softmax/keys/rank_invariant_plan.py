@@ -130,14 +130,11 @@ def _whole(queries: Geometry, keys: Geometry, mask: Mask) -> Slices:
 
 
 def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
-    """Cut the slices of all queries into parts, so that the queries of each part are in one tile.
+    """Cut the slices of all queries so that the queries of each part are in one tile.
 
     A *slice* is a range of query rows and a range of key rows. A *tile* is a fixed number of
-    consecutive queries of a document.
-
-    Returns the table of the parts (`RankInvariantTiles.parts`), and how many (query, key) pairs
-    each tile has. Each query of a part attends to at least one key of the part. At least one query
-    of the part attends to each key of the part.
+    consecutive queries of a document. Returns the table of the parts (`RankInvariantTiles.parts`),
+    and how many (query, key) pairs each tile has.
     """
     table, areas = list[tuple[int, ...]](), np.zeros(first_rows.size - 1, np.int64)
     for i, (q_start, q_stop) in enumerate(whole.q_rows.tolist()):
@@ -160,13 +157,13 @@ def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
 
 
 def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
-    """Assign each tile to a rank that holds some of the tile's rows.
+    """Return the rank that computes each tile, (n,), and whether any tile has rows on several
+    ranks.
 
-    Returns the rank of each tile, (n,), and whether any tile has rows on several ranks. A *tile* is
-    a range of queries of a document, and its area is the number of its (query, key) pairs. If all
-    rows of a tile are on one rank, this rank computes the tile. The remaining tiles are assigned
-    one by one, beginning with the tile that has the largest area. Of the ranks that hold rows of a
-    tile, the rank whose tiles have the smallest total area so far computes the tile.
+    A *tile* is a range of queries of a document, and its area is the number of its (query, key)
+    pairs. Tiles with rows on several ranks are assigned one by one, beginning with the largest
+    area. Of the ranks that hold rows of a tile, the rank whose tiles have the smallest total area
+    so far computes the tile.
     """
     first, total = np.cumsum(counts) - counts, int(counts.sum())
     pairs = []
@@ -320,9 +317,8 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
     """Return the sizes of the messages that a rank sends.
 
     A *tile* is a range of queries whose attention one rank computes. In step 0, the rank sends rows
-    of tiles that another rank computes. In the steps of the plan, the rank sends keys. In the last
-    step, the rank sends the results of tiles, and gradients of keys, to the ranks that hold the
-    rows.
+    of tiles that another rank computes. In the following steps, it sends keys. In the last step, it
+    sends results of tiles, and gradients of keys, to the ranks that hold the rows.
     """
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
     tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)

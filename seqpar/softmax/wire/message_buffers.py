@@ -45,7 +45,7 @@ class MessageBuffers:
             grow: whether buffers may grow. With False, a buffer has the size of the largest message
                 that will use the buffer. With True, a buffer has the size of the largest message
                 that has used the buffer so far. For a larger message, a new buffer is allocated.
-            unit: the dtype whose elements `sizes` count. It is needed if messages have different
+            unit: the dtype of the elements in `sizes`. It is needed if messages have different
                 dtypes.
         """
         self._count = count = min(count, len(sizes))
