@@ -1,9 +1,8 @@
 """Replay the steps of a strategy's forward or backward without running the strategy's code.
 
-A *pass* is a forward or a backward. The first pass with a combination of layout, mask, shapes,
-strides and options makes tables and copies them to the device. The second pass with this
-combination records its steps. The third pass, and all later passes, replay the recorded steps
-(`seqpar.core.recording`).
+Steps are recorded for each combination of layout, mask, shapes, strides and options. The first
+forward with a combination makes tables, the second forward records its steps, and all later
+forwards replay the recorded steps (`seqpar.core.recording`). Backward does the same.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def replayed(
 ) -> Sequence[Tensor]:
     """Return `compute(comm, *tensors)`. Replay the recorded steps of `compute` if there are any.
 
-    The steps of `compute` may depend only on its arguments, on `name`, and on everything on which a
-    result of `ResolvedCall.once` may depend. All of its operators run in the calling thread and on
-    the current stream.
+    The steps of `compute` may depend only on its arguments, on `name`, and on everything in `call`
+    except the values of tensors. All of its operators run in the calling thread and on the current
+    stream.
     """
     if not _may_be_replayed(call):
         return compute(comm, *tensors)

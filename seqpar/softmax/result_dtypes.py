@@ -1,11 +1,8 @@
 """The dtypes in which ranks send results of attention, and gradients, back to each other.
 
-A kernel of FlashAttention rounds its results to half precision. If a single kernel call computed a
-result, the result is sent in half precision, as the kernel returned it. The message then has half
-of the bytes of fp32, and the receiver loses no bits, because fp32 can represent each number of bf16
-and fp16. A result that is the sum of several kernel calls is sent in the accumulator's dtype, which
-is fp32 (fp64 for fp64). Results of our Triton kernels and of kernels on CPUs are also sent in the
-accumulator's dtype, because these kernels compute in fp32.
+A kernel of FlashAttention rounds its results to half precision. If a single call of such a kernel
+computed a result, the result is sent in half precision, as the kernel returned it. All other
+results are sent in the accumulator's dtype, which is fp32 (fp64 for fp64).
 
 The receiver must know the dtype before the message arrives. It therefore needs two facts:
 
@@ -60,6 +57,8 @@ def result_dtypes(
     have the same kernels. `chosen` is a dtype that the user has chosen for all results, or None.
     """
     exact = accumulator_dtype(call.shape.dtype)
+    # Called in every forward, even if the dtype is chosen. Without this, the first comparison could
+    # be in a pass that a CUDA graph captures, and a capture cannot contain the comparison.
     may_be_half = ranks_have_equal_kernels(comm, call)
     if chosen is not None:
         return ResultDtypes(chosen, chosen)
@@ -80,14 +79,9 @@ def ranks_have_equal_kernels(comm: Comm | None, call: ResolvedCall) -> bool:
     """Return whether all ranks have the same kernels, so that results may be sent in half
     precision.
 
-    The result is always False for a dtype or layout whose kernels do not return half precision. The
-    ranks compare their kernels in their first forward. No later forward or backward sends messages
-    for the comparison.
-
-    Every forward calls this function, even if the user has chosen a dtype and the result is not
-    used. If only some forwards called the function, the first comparison could be in a forward or
-    backward that a CUDA graph captures. A capture cannot contain the comparison, because the CPU
-    reads the result of the comparison.
+    The result is False for a dtype or layout whose kernels do not return half precision. The ranks
+    compare their kernels in their first forward. No later forward or backward sends messages for
+    the comparison.
     """
     dtype = call.shape.dtype
     # Our Triton kernels compute layouts with `most_documents`, and do not return half precision.
@@ -119,18 +113,11 @@ def is_one_call(slices: Slices, backward: bool) -> bool:
 
 
 def hops_are_one_call(queries: Geometry, keys: Geometry, mask: Mask) -> bool:
-    """Return True if, for any two ranks, one kernel call surely computes all results.
+    """Return True if, for any two ranks, one kernel call surely computes one rank's queries over
+    the other rank's keys.
 
-    The results are those of one rank's queries over another rank's keys. If this function returns
-    False, `is_one_call` answers the question for two given ranks, but it needs the table of the
-    pairs of queries and keys. If this function returns True, a rank need not make this table to
-    know the dtypes of results.
-
-    The result is True for a full mask, because all queries of a document attend to all keys of the
-    document. The result is also True for a causal mask on contiguous and zigzag layouts. On these
-    layouts, suppose that rank A has queries of a document, and rank B has keys of the document.
-    Each query of rank A attends either to no key of rank B, or to the same range of keys of rank B
-    as all other queries that attend to some key.
+    The result is True for a full mask, and for a causal mask on contiguous and zigzag layouts. In
+    all other cases, `is_one_call` answers the question for two given ranks.
     """
     has_others = mask.prefix is not None or mask.ranges is not None
     if queries is not keys or mask.left != UNLIMITED or has_others:

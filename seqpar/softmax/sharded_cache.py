@@ -1,8 +1,7 @@
 """`ShardedCache`, which distributes keys and values over ranks for decoding.
 
-After a prefill, each rank keeps the keys and values that it computed. When tokens are decoded
-later, their keys and values are stored on one rank at a time. `CacheRows` tracks which rows hold
-which tokens on all ranks, and `CacheLayer` contains the tensors of one layer on this rank.
+`CacheRows` tracks which rows hold which tokens on all ranks, and `CacheLayer` contains the tensors
+of one layer on this rank.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ from seqpar.softmax.module import Attention
 class CacheRows:
     """The tokens of each sequence on each rank, and the rows that store these tokens.
 
-    The tensors of a rank contain a range of rows for each sequence, in the order of the sequences.
-    The first rows of each range store tokens. The other rows of the range are free, so that a
-    sequence can grow without moving other sequences. N is the number of sequences, and P the number
-    of ranks.
+    Each rank has a range of rows for each of N sequences, in the order of the sequences. The first
+    rows of a range store tokens. The other rows of the range are free, so that a sequence can grow
+    without moving other sequences. P is the number of ranks.
     """
 
     def __init__(self, layout: Layout, free_rows: int) -> None:

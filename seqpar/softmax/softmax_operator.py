@@ -1,9 +1,8 @@
 """The operator `seqpar::attention` and its backward.
 
-Each call of a module becomes a call of this operator. The operator checks the call, runs the
-strategy, and saves tensors for backward. The results of the operator are, in this order, out, lse,
-the max logits if they were requested, and the *residuals*, which are the tensors that the strategy
-keeps for backward.
+The operator checks a call, runs the strategy, and saves tensors for backward. Its results are, in
+this order, out, lse, the max logits if they were requested, and the *residuals*, which are the
+tensors that the strategy keeps for backward.
 
 The file also counts FLOPs for torch's FlopCounterMode. Only the (query, key) pairs that this rank
 computes are counted. A multiplication with an addition counts as 2 FLOPs. Forward has two matrix
@@ -268,10 +267,10 @@ ATTENTION = AttentionOperator().registered()
 def as_result(
     results: list[Tensor], arguments: CallArguments, heads: HeadPlacement, unbatched: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return what the module returns: out, or a tuple that begins with out.
+    """Return what the module returns: out, or a tuple of out and the lse and max logits that the
+    user requested.
 
-    The tuple contains the lse and the max logits that the user requested. `results` are the results
-    of the operator, or only out and lse.
+    `results` are the results of the operator, or only out and lse.
     """
     out, lse = results[:2]
     found: list[Any] = [heads.restore(out[0] if unbatched else out, -2)]

@@ -1,7 +1,6 @@
 """`Strategy`, the base class of all strategies of softmax attention.
 
-A strategy decides which tensors ranks send to each other, in forward and in backward, and calls
-`attend.py` to compute. To write a new strategy, see "Adding a strategy" in the documentation.
+To write a new strategy, see "Adding a strategy" in the documentation.
 
 Letters of shapes: B is the batch, T_local and Tkv_local the numbers of this rank's query and key
 tokens, Hq and Hkv the numbers of query heads and KV heads, D the head dim of q and k, and Dv the
@@ -133,11 +132,10 @@ class Strategy:
         raise NotImplementedError
 
     def merged_size(self, ranks: int) -> int:
-        """Return how many consecutive ranks exchange heads with each other.
+        """Return how many consecutive ranks exchange heads with each other, or 1 for strategies
+        that do not exchange heads.
 
-        Before the exchange, a rank has all heads of its own tokens. After the exchange, a rank has
-        some heads of the tokens of all ranks with which it has exchanged heads. The result is 1 for
-        strategies that do not exchange heads.
+        After the exchange, a rank has some heads of the tokens of all these ranks.
         """
         return 1
 

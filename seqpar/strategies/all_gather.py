@@ -29,12 +29,9 @@ class AllGather(KeyStrategy):
         """Return the distances of each step. With the distance d, rank r receives keys of rank r −
         d.
 
-        Distances are divided into steps so that messages are sent while ranks compute. In the first
-        step, a rank receives keys from one rank. In the following steps, the number of ranks from
-        which it receives keys doubles from step to step (1, 2, 4, …). In the last steps, this
-        number is halved from step to step (…, 4, 2, 1). While the first keys arrive, and while the
-        last gradients return, a rank computes with its own keys. While a rank computes with the
-        keys of n ranks, it receives the keys of the next step, which come from at most 2n ranks.
+        In the first steps, a rank receives keys from 1, 2, 4, … ranks. In the last steps, it
+        receives keys from …, 4, 2, 1 ranks. While a rank computes with the keys of n ranks, it
+        therefore receives the keys of at most 2n ranks.
         """
         rising: list[int] = []
         middle = ranks - 1
@@ -69,8 +66,8 @@ class AllGatherAttention(Attention):
     Ring, a rank holds the keys and values of two ranks. In backward, a rank also holds fp32
     gradients of its own tokens, fp32 gradients of the keys of two exchanges, and the gradients that
     arrive for its own keys. On a GPU with packed documents, a kernel call also reads a copy of the
-    keys and values of an exchange. In forward, this copy may contain some keys and values twice. In
-    return for this memory, AllGather waits less often than Ring and starts larger kernels.
+    keys and values of an exchange. In forward, this copy may contain some keys and values twice.
+    AllGather needs more memory than Ring, but waits less often and starts larger kernels.
 
     The method is from "The Llama 3 Herd of Models" (2024), section 3.3.2, and Sun et al., "LASP-2"
     (2025), section 3.3.

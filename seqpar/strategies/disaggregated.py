@@ -223,7 +223,7 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
 
     A *task* is attention of some queries over some keys of one document, which one rank computes.
     Every rank makes the same plan, without messages. The plan estimates times with the costs of an
-    H100. It also balances the work of GPUs with different costs.
+    H100.
     """
     s = call.shape
     heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # in a mesh, a rank may have no heads
@@ -266,9 +266,8 @@ class DisaggregatedAttention(SplitAttention):
         tolerance: an option of the default plan. The work of the slowest rank may exceed the mean
             work of all ranks by this fraction of the mean.
 
-    With a pool, the options are `tasks` and `tile` instead of the last four options. These two
-    options and the call determine the tasks. They must therefore be the same on all trainers, and
-    in all runs whose bits are compared.
+    With a pool, the options are `tasks` and `tile` instead of the last four options. Both options
+    must be the same on all trainers, and in all runs whose bits are compared.
         tasks: the largest number of tasks of a call. One more task is made if some work is left
             over. With more tasks, servers of different speeds share the work more evenly, but more
             bytes are sent.

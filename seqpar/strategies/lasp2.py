@@ -3,14 +3,11 @@
 A *span* is a range of consecutive tokens of a document on one rank. The *state* of a span is a
 matrix (D, Dv) for each KV head: the sum of the outer products k vᵀ of the span's tokens. The loop
 `lasp2` of docs/internals/in_300_lines.md shows the idea. Unlike the loop, this strategy has decay,
-packed documents in any layout, and a backward. Code that LASP-2 and ZeCO share is in
-`seqpar/linear/states/`.
+packed documents in any layout, and a backward.
 
 The method is from Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its
 Hybrid" (2025), algorithms 1 to 4. Unlike the paper, this strategy has a separate state for each
-span, so that any layout works. A rank receives only the states that its spans need. On contiguous
-and zigzag layouts, this is at most one state per document from each rank. States are sent while
-ranks compute with their own tokens.
+span, so that any layout works. A rank receives only the states that its spans need.
 """
 
 from __future__ import annotations
@@ -64,10 +61,9 @@ TRANSPORTS = (LASP2.transport, ZeCO.transport)
 class GatheredStates:
     """The exchange of states in one forward or one backward.
 
-    A *state* is a matrix for each head, which summarises tokens of a document. At some positions of
-    documents, a rank needs the sum of the states of all earlier tokens. These positions are called
-    *stations*. `post` sends the states of this rank to the ranks that need them. `wait` returns the
-    sum for each station of this rank.
+    A *state* is a matrix for each head, which summarises tokens of a document. `post` sends the
+    states of this rank to the ranks that need them. `wait` returns, for each position at which this
+    rank needs it, the sum of the states of all earlier tokens of the document.
     """
 
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:
@@ -125,9 +121,9 @@ class LASP2Attention(LinearModule):
     `transport="all_gather"`: ranks send states in one exchange. The exchange is posted before a
     rank computes with its own tokens, and this computation hides the exchange. In forward, rank r
     sends S bytes to rank p for each span of p, if r has tokens of the document between p's previous
-    span and this span. For a contiguous document, r sends at most S bytes to each later rank. For a
-    zigzag document, r sends at most S bytes to each other rank. Backward sends as many bytes as
-    forward, in the other direction.
+    span and this span. For each document, r sends at most S bytes to each later rank with a
+    contiguous layout, and at most S bytes to each other rank with a zigzag layout. Backward sends
+    as many bytes as forward, in the other direction.
 
     `transport="scan"` (ZeCO's All-Scan): a sum of states is sent from span to span, and each rank
     adds the state of its span. The sum is cut into `blocks` blocks, so that several links work at
@@ -138,11 +134,10 @@ class LASP2Attention(LinearModule):
     With `return_state`, the rank that holds the last token of a document also sends the final
     state, of S bytes, to all other ranks in forward, so that all ranks have the same bits. Final
     states are sent in a separate exchange, which is step 1 in traffic and traces. The last
-    computation of forward hides this exchange. With `return_state`, backward begins with the
-    gradients of the final states, which all ranks have. With "all_gather", rank r also sends S
-    bytes to each rank p that has tokens of a document, if r has no tokens of the document after p's
-    last token. With "scan", each rank also sends S bytes to the rank that holds the last token of
-    each document.
+    computation of forward hides this exchange. In backward, all ranks have gradients of the final
+    states. With "all_gather", rank r also sends S bytes to each rank p that has tokens of a
+    document, if r has no tokens of the document after p's last token. With "scan", each rank also
+    sends S bytes to the rank that holds the last token of each document.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the

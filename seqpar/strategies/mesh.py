@@ -1,17 +1,13 @@
 """Mesh attention: queries are sent within rows of ranks, and keys and values within columns.
 
 The ranks form a mesh with R rows and C columns. Each rank computes the queries of its row with the
-keys of its column. In docs/internals/in_300_lines.md, the loop `ring` shows what happens in a
-column, and the loop `token_ring` shows what happens in a row. The code is in
-`seqpar/softmax/queries/`.
+keys of its column. A rank receives queries of C − 1 ranks and keys of R − 1 ranks. In
+docs/internals/in_300_lines.md, the loop `ring` shows what happens in a column, and the loop
+`token_ring` shows what happens in a row. A mesh with one row is TokenRing. A mesh with one column
+sends the same bytes as Ring.
 
-A rank receives queries of C − 1 ranks and keys of R − 1 ranks. In Ring, a rank receives keys of P −
-1 ranks. A mesh with one row is TokenRing. A mesh with one column sends the same bytes as Ring.
-
-This strategy differs from the paper in two points. In the paper, ranks pass queries and keys on
-along rings. Here, the rank that holds a query or a key sends it directly, and only to ranks that
-need it. A rank also computes some of the attention of its own queries over its own keys at the end,
-while the last results arrive.
+In the paper, ranks pass queries and keys on along rings. Here, the rank that holds a query or a key
+sends it directly, and only to ranks that need it.
 """
 
 from __future__ import annotations
@@ -215,11 +211,10 @@ def row_bytes(
     gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return how many bytes are sent for one row of queries, results, keys and gradients of keys.
+    """Return how many bytes are sent for one token of queries, results, keys and gradients of keys.
 
-    A row is one token. There is one number for each of these four tensors. If `backward` is True,
-    the numbers are sums over forward and backward. If `backward` is False, the numbers are the
-    bytes of forward, and the number for gradients is 0.
+    If `backward` is True, the four numbers are sums over forward and backward. If `backward` is
+    False, they are the bytes of forward, and the number for gradients is 0.
     """
     heads, dims = shape.heads, (shape.dim, shape.value_dim)
     b, e = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
@@ -240,17 +235,11 @@ def _best(ranks: int, sizes: tuple[int, int, int, int], causal: bool) -> tuple[i
 
 
 def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal: bool) -> Ints:
-    """Return the bytes that each rank sends for one document in a zigzag layout.
+    """Return the bytes that each rank sends for one document in a zigzag layout, divided by the
+    number of tokens of a chunk.
 
-    Each rank holds two chunks of the document, an early chunk and a late chunk. The result is the
-    number of bytes divided by the number of tokens of a chunk. Under a causal mask, the following
-    rules hold:
-
-    * All ranks have queries that attend to the early chunk of a rank's keys.
-    * Only ranks with lower numbers have queries that attend to the late chunk of a rank's keys.
-    * The late chunk of a rank's queries attends to keys of every column.
-    * The early chunk of a rank's queries attends to keys of a column only if some rank of the
-      column has a lower number than this rank.
+    Each rank holds two chunks of the document. `shape` is the shape of the mesh, and `sizes` has
+    the bytes that are sent for one token (`row_bytes`).
     """
     (rows, columns), (query, result, key, gradient) = shape, sizes
     ranks = np.arange(rows * columns)

@@ -1,10 +1,9 @@
 """Recurrent attention, such as Gated DeltaNet or Mamba-2, across ranks.
 
-A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
-function from the state before the span to the state after the span. A *state* is a matrix for each
-head, which summarises the tokens of a document so far. Ranks exchange maps, and compose the maps
-along each document. The loop `lasp2` of docs/internals/in_300_lines.md shows the idea for states.
-The code is in `seqpar/linear/maps/`.
+A *state* is a matrix for each head, which summarises the tokens of a document so far. A *span* is a
+range of consecutive tokens of a document on one rank. The *map* of a span is the function from the
+state before the span to the state after the span. Ranks exchange maps, and compose the maps along
+each document. The loop `lasp2` of docs/internals/in_300_lines.md shows the idea for states.
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ class RecurrentAttention(LinearModule):
     computes with its own tokens, and this computation hides the exchange. A rank sends the map of
     each of its spans, of m bytes, to every rank that has a later span of the document. For the
     first span of a document (in backward, the last span), a rank sends a state of s bytes instead
-    of the map. For a contiguous document, a rank sends m bytes to each later rank. Each rank
-    receives up to P maps, and applies one map after another. On few ranks, "all_gather" is the
-    transport with the least work. On 256 ranks, P·m are gigabytes.
+    of the map. With a contiguous layout, a rank sends m bytes per document to each later rank. Each
+    rank receives up to P maps, and applies one map after another. On few ranks, "all_gather" is the
+    transport with the least work. On 256 ranks, the P maps of m bytes each take gigabytes.
 
     `transport="scan"`: a state is sent from span to span, cut into `blocks` blocks. A rank sends s
     bytes for each of its spans after which the document continues on another rank, for any number

@@ -2,13 +2,11 @@
 
 In step s, rank r computes attention of the queries of rank r − s over its own keys. During this
 computation, the queries of the next step arrive, and the results of the preceding step are sent
-back. Queries and results are sent in separate exchanges. If one exchange contained both, results
-would be sent one step later. The loop `token_ring` of docs/internals/in_300_lines.md shows the
-idea. The code is in `seqpar/softmax/queries/`.
+back. The loop `token_ring` of docs/internals/in_300_lines.md shows the idea.
 
-The paper has no backward. In our backward, q, dout, lse and delta are sent, dq returns, and dk and
-dv stay on their ranks. A rank leaves half of the work with its own queries for the end, so that
-this work hides the return of the last results.
+The paper has no backward. In our backward, a rank sends q, dout, lse and delta to the other ranks,
+which send dq back. dk and dv stay on their ranks. A rank leaves half of the work with its own
+queries for the end, so that this work hides the return of the last results.
 """
 
 from __future__ import annotations

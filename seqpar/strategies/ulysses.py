@@ -3,12 +3,11 @@
 An exchange before the attention gives each rank the q, k and v of its heads, for all tokens. An
 exchange after the attention returns the outputs to the ranks that hold the tokens. The loop
 `ulysses` of docs/internals/in_300_lines.md shows the idea. Unlike the loop, this strategy accepts
-any number of heads, and computes heads in groups. The computation of one group hides the messages
-of another group. Query heads are divided over ranks as evenly as possible, with at most ⌈Hq/P⌉ per
-rank. A KV head is sent to every rank that computes one of its query heads.
+any number of heads. A KV head is sent to every rank that computes one of its query heads. Heads are
+computed in groups, and the computation of one group hides the messages of another group.
 
-USP (`usp.py`) uses the same code on a mesh. In USP, heads are exchanged within rows of `inner`
-ranks, and the strategy `outer` computes the attention of these heads across rows.
+USP (`usp.py`) uses the same code on a mesh. In USP, the ranks of a mesh row exchange heads, and a
+second strategy computes the attention of these heads across rows.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ class Ulysses(Strategy):
     def heads(self, ranks: int, q_heads: int, kv_heads: int) -> HeadGroups:
         """Return the heads that each rank of a mesh row computes, divided into groups.
 
-        If the mesh has several rows, all query heads of a KV head are in one group. If they were in
-        several groups, the KV head would be sent once for each group. With `deterministic="ranks"`,
-        all query heads of a KV head are on one rank, because the gradient of the KV head must be
-        summed over its query heads in one fixed order.
+        If the mesh has several rows, all query heads of a KV head are in one group. With
+        `deterministic="ranks"`, all query heads of a KV head are on one rank.
         """
         inner, whole = self.merged_size(ranks), self.rank_invariant
         divided = inner, q_heads, kv_heads, self.head_groups

@@ -1,11 +1,8 @@
 """USP: ranks exchange heads within rows of a mesh, and run a second strategy within columns.
 
-The second strategy is Ring, for example.
-
-The loop `ulysses` of docs/internals/in_300_lines.md shows the exchange of heads. After this
-exchange, the ranks of a column have the same heads of different tokens. The second strategy
-computes attention of these heads among the ranks of the column. The code is in `ulysses.py`, where
-Ulysses is treated as USP on a mesh with one row.
+The second strategy is Ring, for example. The loop `ulysses` of docs/internals/in_300_lines.md shows
+the exchange of heads. After this exchange, the ranks of a column have the same heads of different
+tokens. The second strategy computes attention of these heads among the ranks of the column.
 """
 
 from __future__ import annotations

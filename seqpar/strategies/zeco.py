@@ -3,15 +3,13 @@
 A *span* is a range of consecutive tokens of a document on one rank. The *state* of a span is a
 matrix for each KV head: the sum of the outer products k vᵀ of the span's tokens. A rank receives
 the sum of the states before its span, adds the state of its span, and sends the new sum to the next
-rank. The loop `lasp2` of docs/internals/in_300_lines.md shows how states are used. In this loop,
-however, each rank receives all states.
+rank. Without causality, the last rank computes the sum of all states, and the sum is sent back from
+rank to rank.
 
 The method is from "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention"
 (2025), section 3. If λ is the decay and a span has L tokens, a rank sends λ^L times the received
 sum, plus the state of its span. A state is cut into K blocks. After the time of (P − 2 + K) / K
-transfers of a whole state, all P ranks have the states that they need. If states of several
-documents are sent in the same step, they share one message per block. Without causality, the last
-rank computes the sum of all states, and the sum is sent back from rank to rank.
+transfers of a whole state, all P ranks have the states that they need.
 """
 
 from __future__ import annotations

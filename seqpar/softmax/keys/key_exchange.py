@@ -38,11 +38,6 @@ def travelling_keys(
     While the caller computes with the k and v of one step, the messages of the next `ahead` steps
     are sent. The caller may read the k and v of a step until it requests the next k and v.
 
-    In backward, a rank alternates between exchanges of keys and exchanges of gradients. Two ranks
-    must post the exchanges between them in the same order. The number of a step therefore
-    determines when its exchange is posted. A step has the same number on all ranks, even if a rank
-    leaves out steps without rows.
-
     Args:
         comm: the ranks that exchange keys.
         steps: the steps of this rank's plan. Steps without rows may be left out.
@@ -86,6 +81,8 @@ def travelling_keys(
 
     posted = 0
 
+    # Backward alternates between exchanges of keys and exchanges of gradients, and two ranks must
+    # post the exchanges between them in the same order. All ranks use the same numbers of steps.
     def post_until(number: int) -> None:
         nonlocal posted
         while posted < len(steps) and steps[posted].number <= number:

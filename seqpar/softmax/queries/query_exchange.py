@@ -1,9 +1,8 @@
 """Send queries to the other ranks of a mesh row, and receive the results that these ranks compute.
 
-The ranks form a mesh, and queries are exchanged between the ranks of a mesh row (`tiles.py`). In a
-*hop*, this rank sends its queries to one rank, the *receiver*, and receives the queries of another
-rank, the *sender*. The results of a hop are sent in the opposite direction. `tile_strategy.py`
-makes a `QuerySchedule`, and runs it with a `QueryExchange`.
+The ranks form a mesh. In a *hop*, this rank sends its queries to one rank of its mesh row, the
+*receiver*, and receives the queries of another rank, the *sender*. The results of a hop are sent in
+the opposite direction.
 
 Letters of shapes: B is the batch, T the number of local rows, and Hq the number of query heads.
 """
@@ -141,9 +140,8 @@ class QuerySchedule(NamedTuple):
     ) -> QuerySchedule:
         """Return the schedule of this rank's messages.
 
-        In a *hop*, this rank sends queries to one rank and receives queries from one rank. Heads
-        are divided into groups. All hops of one group of heads come before the hops of the next
-        group, so that the results of a group can be merged together.
+        In a *hop*, this rank sends queries to one rank and receives queries from one rank. All hops
+        of one group of heads come before the hops of the next group.
 
         Args:
             call: the call of attention.
@@ -198,9 +196,7 @@ class _KeptResults:
     Attributes:
         most: the largest number of results that are stored at the same time, at least 1.
         last: the indices of the hops (`QueryHop`) after which all stored results are merged,
-            because later results need the memory of the stored results. This set contains the last
-            hop of each group, with one exception: if `most` is larger than 1, it does not contain
-            the last hop of the last group.
+            because later results need the memory of the stored results.
     """
 
     def __init__(self, returning: Sequence[HopMessages], kept_bytes: int) -> None:
@@ -235,8 +231,8 @@ class _Packed(NamedTuple):
 class QueryExchange:
     """Sends queries to the ranks of a mesh row, and sends the results back.
 
-    Queries and results are sent in separate exchanges. If one exchange contained the results of a
-    step and the queries of the next step, the results would be sent one step later.
+    Queries and results are sent in separate exchanges, so that results are sent as early as
+    possible.
     """
 
     def __init__(
@@ -296,8 +292,7 @@ class QueryExchange:
             compute_last: computes attention of this rank's queries while the last results arrive.
             compute: computes attention of the queries that arrived in a step. The arguments are the
                 messages of the step, the queries, and the tensors to which `compute` writes the
-                results. While `compute` runs, the queries of the next step arrive, and the results
-                of the preceding step are sent.
+                results.
 
         Yields:
             The index of the group of heads, the local rows of the result, the tensors of the

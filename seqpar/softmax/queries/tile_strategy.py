@@ -60,10 +60,9 @@ class TileStrategy(Strategy):
     """Sends queries to the other ranks of a mesh row, and keys to the other ranks of a mesh column.
 
     A rank first computes attention of its own queries, while it receives the keys of its mesh
-    column. The rank keeps these keys until the end of the forward or backward. After that, the
-    queries of the other ranks in its mesh row arrive, one rank after another. The rank computes
-    attention of these queries and sends the results back. While the last results arrive, the rank
-    computes the rest of the attention of its own queries.
+    column. After that, the queries of the other ranks in its mesh row arrive, one rank after
+    another. The rank computes attention of these queries and sends the results back. While the last
+    results arrive, it computes the rest of the attention of its own queries.
     """
 
     # The dtype in which outputs return. None means the accumulator's dtype.
@@ -322,12 +321,8 @@ class TileStrategy(Strategy):
 
 
 def _kept_bytes(total: WaitingResults) -> int:
-    """Return how many bytes of received results may be stored before they are merged.
-
-    `total.most_bytes` is a limit in bytes per element of the results. 4 of these bytes are for the
-    fp32 sums into which results are merged. The remaining bytes are multiplied by 17/16, because
-    each result is stored with its lse, and lse has less than 1/16 of the bytes of the result.
-    """
+    """Return how many bytes of received results may be stored before they are merged."""
+    # 4 bytes per element are for fp32 sums. The lse of a result has less than 1/16 of its bytes.
     return total.elements * (total.most_bytes - 4) * 17 // 16 if total.waits else 0
 
 

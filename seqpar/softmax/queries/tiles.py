@@ -27,11 +27,9 @@ from seqpar.softmax.wire.row_messages import Rows
 class Tiles:
     """The work of all ranks of a mesh, and the rows that they send to each other for this work.
 
-    Each rank computes one *tile*: attention of the queries of all ranks in its mesh row to the keys
-    of all ranks in its mesh column. Ranks are numbered along the rows of the mesh.
-
-    The object has only weak references to the layouts. Plans that are stored with the layouts refer
-    to this object, and must not keep the layouts alive.
+    Each rank computes one *tile*: attention of the queries of all ranks in its mesh row over the
+    keys of all ranks in its mesh column. Ranks are numbered along the rows of the mesh. The object
+    does not keep its layouts alive.
     """
 
     def __init__(self, queries: Geometry, keys: Geometry, mask: Mask, columns: int) -> None:
@@ -125,10 +123,8 @@ class Tiles:
         `k_rank`.
 
         A *slice* is a range of query rows and a range of key rows whose attention is computed.
-        `q_rank` is in the mesh row of `at`, and `k_rank` is in the mesh column of `at`. Rows are
-        counted in the tensors of queries and keys on the rank `at`. If `at` holds the tokens
-        itself, a tensor contains all rows of `at`. If another rank has sent the tensor, it contains
-        only the rows that were sent.
+        `q_rank` is in the mesh row of `at`, and `k_rank` is in its mesh column. Rows are counted
+        among the rows that `at` receives from the other rank, or among its own rows.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:
@@ -138,10 +134,8 @@ class Tiles:
     def known_calls(self) -> bool | None:
         """Return whether a rank computes each other rank's queries in a single kernel call.
 
-        If the mesh has several rows, each rank has several blocks of keys, so the result is False.
-        If the mesh has one row and `hops_are_one_call` is true for the layouts and the mask, the
-        result is True. In all other cases, the answer may differ between pairs of ranks, and the
-        result is None.
+        The result is None if the answer may differ between pairs of ranks. On a mesh with several
+        rows, it is False, because a rank computes the keys of several ranks one after another.
         """
         if self._columns < self._ranks:
             return False
@@ -179,9 +173,6 @@ class Tile:
 
     The *tile* of a rank is attention of the queries of all ranks in its mesh row over the keys of
     all ranks in its mesh column.
-
-    The constructor finds how many rows are sent in each message. Which received queries attend to
-    which keys is found later, when attention of these queries is computed.
     """
 
     def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
@@ -204,8 +195,7 @@ class Tile:
         """Two halves of the slices of this rank's queries over each block of keys.
 
         A *slice* is a range of query rows and a range of key rows whose attention is computed.
-        Backward computes the two halves separately. While a rank computes the second half over one
-        block of keys, the gradients of another block are sent.
+        Backward computes the two halves separately.
         """
         return [halves(slices) for slices in self.blocks]
 
@@ -214,9 +204,8 @@ class Tile:
         """The work that forward does at the end: the index of a block of keys, and slices over it.
 
         A *slice* is a range of query rows and a range of key rows whose attention is computed. If
-        the block contains the rank's own keys, forward does half of the work over the block at the
-        end. If the block contains the keys of another rank, forward does all of the work over the
-        block at the end.
+        the block has the rank's own keys, the slices are half of the rank's work over the block. If
+        it has the keys of another rank, they are all of this work.
         """
         last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
         return last, self.blocks[last] if last else self.own[0][1]

@@ -1,15 +1,13 @@
 """Divide a call of attention into two parts: `begin` posts messages, `finish` computes attention.
 
 Between the two parts, while messages are sent, a model can compute another batch. The two parts are
-two operators of torch, `attention_begin` and `attention_finish`. Backward runs their derivatives in
-the opposite order: the derivative of `attention_finish` posts messages, and the derivative of
-`attention_begin` computes gradients. A model can also do other work between the two derivatives.
+two operators of torch, `attention_begin` and `attention_finish`. In backward, the derivative of
+`attention_finish` posts messages, and the derivative of `attention_begin` computes gradients.
 
 A call that has begun is stored in this process, under a number. The first operator returns a
-*ticket*, an empty tensor whose shape contains the number. The second operator takes the ticket as
-an argument, so that compilers know which operators belong together. The number is in the shape,
-because reading it from the data would require a copy from the device. The gradient of a ticket has
-the same number.
+*ticket*, an empty tensor whose shape contains the number, and the second operator takes the ticket.
+Reading the number from the data of a tensor would require a copy from the device. The gradient of a
+ticket has the same number.
 """
 
 from __future__ import annotations

@@ -11,18 +11,13 @@ several *stages*. In forward, a rank does the following:
 3. After the last stage, it computes the second half of its local work, while the last results are
    sent back.
 
-If all rows were in one stage, a rank would wait for all keys before it computes. Each stage
-contains about the same number of keys from every rank. If a stage were a range of positions
-instead, a few ranks would send while all other ranks wait. On 8 ranks with a zigzag layout and slow
-links, a step would take twice as long if stages were ranges of positions.
+Each stage contains about the same number of keys from every rank. If a stage were a range of
+positions instead, a few ranks would send while all other ranks wait. Attention of a rank's own
+queries over foreign keys is distributed over the stages. If a rank computed this attention as early
+as possible, it would send results and gradients later.
 
-Attention of a rank's own queries over foreign keys is distributed over the stages. If a rank
-computed this attention as early as possible, it would send results and gradients later. On 4
-emulated ranks with documents in order and links of 1 Gbit/s, a step would take 1.10 times as long.
-
-Messages are (n, B, H, …), with n rows, batch B and H heads. Rows are the first dimension, so that
-one block of memory can contain the messages from several ranks. Backends receive the view (B, n, H,
-…) of this block.
+Messages are (n, B, H, …), with n rows, batch B and H heads. Backends receive them as views (B, n,
+H, …).
 """
 
 from __future__ import annotations
@@ -208,8 +203,7 @@ class GroupExchanges:
     """The exchanges of a backward whose heads are sent in groups.
 
     The exchange of a group is posted while the preceding group is computed, or earlier. At most two
-    groups of rows from other ranks are in memory at the same time. All ranks have the same groups,
-    so all ranks post the same exchanges in the same order.
+    groups of rows from other ranks are in memory at the same time. All ranks have the same groups.
     """
 
     def __init__(
@@ -429,8 +423,8 @@ def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Split results (n, B, Hq·(Dv + 1)) into the views out (B, n, Hq, Dv) and lse (B, n, Hq).
 
-    In memory, each row begins with the elements of out, for all heads. The elements of lse follow,
-    also for all heads. In this order, out is aligned for kernels.
+    Each row begins with out of all heads, so that out is aligned for kernels. lse of all heads
+    follows.
     """
     sizes = [results.shape[2] - heads, heads]
     out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)

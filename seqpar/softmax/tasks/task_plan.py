@@ -1,12 +1,9 @@
 """Plan the messages and the work of one rank, for given tasks.
 
-A *task* is attention of some queries over some keys of one document. One rank computes this
-attention. A rank is the *owner* of the tokens that it stores, and the *server* of the tasks that it
-computes. *Foreign* queries and keys are those that a server receives from other ranks. Foreign rows
-arrive in several stages.
-
-`Disaggregated` makes one `TaskPlan` for each combination of layout, mask and tasks. A `Planner`
-contains the tasks that a user has given, or a user's function that makes tasks.
+A *task* is attention of some queries over some keys of one document, which one rank computes. A
+rank is the *owner* of the tokens that it stores, and the *server* of the tasks that it computes.
+*Foreign* queries and keys are those that a server receives from other ranks. They arrive in several
+stages.
 """
 
 from __future__ import annotations
@@ -211,9 +208,8 @@ Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 class Planner:
     """The tasks that a user has given, or a user's function that makes tasks, with a name.
 
-    A task is attention of some queries over some keys of one document. The name is part of the
-    string of a strategy. Because ranks compare the strings of their strategies, the name must be
-    the same on all ranks. Planners with the same name are the same object.
+    A task is attention of some queries over some keys of one document. The name must be the same on
+    all ranks. Planners with the same name are the same object.
     """
 
     def __init__(self, name: str, plan: TaskRectangles | Plans) -> None:

@@ -1,6 +1,5 @@
 """Messages that contain rows of tensors.
 
 Start with `row_messages.py`, which selects the rows of a message and puts several tensors into one
-message. `message_dtypes.py` encodes rows in 8 bits. `message_buffers.py` reuses the memory of
-messages.
+message.
 """

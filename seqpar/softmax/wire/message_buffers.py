@@ -12,22 +12,16 @@ from torch import Tensor
 class MessageBuffers:
     """Buffers that several messages of one forward or backward use, one message after another.
 
-    Message i uses buffer i mod `count`. Without these buffers, each message would be a new tensor.
-    On a GPU, the new tensors would take more memory than the messages that are in use. The host
-    queues many messages before the GPU sends them, and torch reuses the memory of a freed tensor
-    only when the GPU has finished the work that was queued before the tensor was freed.
+    Message i uses buffer i mod `count`. The caller must choose `count` so that, when `take` is
+    called, at most `count` − 1 earlier messages are still in use. A message is in use until the
+    host has waited for the exchange of the message and has called all operators that read the
+    message.
 
-    The caller must choose `count` so that, when `take` is called, at most `count` − 1 earlier
-    messages are still in use. A message is in use until the host has waited for the exchange of the
-    message and has called all operators that read the message.
-
-    The GPU may still read a message after the host has called the operators that read it. The next
-    message in the same buffer does not overwrite the data that these operators read: NCCL starts to
-    receive a message only when the GPU has finished the work that was queued on the current stream
-    before the exchange was posted. On CPUs, an operator has finished when its call returns.
-
-    When `take` returns the last message that uses a buffer, the object drops its reference to the
-    buffer. The buffer is freed together with this message.
+    With a new tensor for each message, a GPU would need more memory. The host queues many messages
+    before the GPU sends them, and torch reuses the memory of a freed tensor only when the GPU has
+    finished the work that was queued before the tensor was freed. A message does not overwrite data
+    that queued operators still read: NCCL starts to receive it only when the GPU has finished the
+    work that was queued before the exchange was posted.
     """
 
     def __init__(

@@ -23,12 +23,10 @@ _MAX_CAST_ROWS = 1024  # the number of rows that are cast at a time, which limit
 
 
 class Rows:
-    """The local rows that one message contains, as ranges of row indices. They are called a
-    *block*.
+    """The local rows that one message contains, as ranges of row indices.
 
-    The block contains the rows of the first range, followed by the rows of the next range, and so
-    on. The indices of the rows are copied to a device only once. If each call copied them, the host
-    would wait for the device in each call.
+    The message contains the rows of the first range, followed by the rows of the next range, and so
+    on. The indices of the rows are copied to a device only once.
     """
 
     def __init__(self, ranges: Ints) -> None:
@@ -87,13 +85,12 @@ class Rows:
         return self._range if self.is_range else self._indices(device)
 
     def place(self, rows: int, device: torch.device) -> int | Tensor:
-        """Return where local rows lie in the block, as an argument for Triton kernels.
+        """Return where local rows lie in the message, as an argument for Triton kernels.
 
-        The *block* is the rows of this object, one row after another. If these rows are a single
-        range, the result is the index of the first local row in the range. If there are several
-        ranges, the result is an int32 tensor (rows,) on `device`. It contains, for each of the
-        `rows` local rows, the index of this row in the block, or −1 if the block does not contain
-        the row.
+        If the rows of the message are a single range, the result is the index of the first local
+        row in the range. If there are several ranges, the result is an int32 tensor (rows,) on
+        `device`: for each of the `rows` local rows, its index in the message, or −1 if the message
+        does not contain the row.
         """
         if self.is_range:
             return self.reach[0]
@@ -133,8 +130,7 @@ def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -
 class RowFormat(NamedTuple):
     """The shape and dtype of a tensor (B, n, H, *shape) in a message.
 
-    With `planes`, the dimensions `shape` are the outermost dimensions in memory. For each index
-    along the dimensions `shape`, the elements (B, n, H) are contiguous.
+    With `planes`, the dimensions `shape` are the outermost dimensions in memory, before B, n and H.
     """
 
     shape: tuple[int, ...]
