@@ -485,12 +485,7 @@ def _shapes(evidence: Evidence) -> list[dict[str, list[int]]]:
 def _median_rms(
     summaries: dict[str, list[tuple[int, Floats]]], shapes: dict[str, list[int]]
 ) -> float:
-    """Return the median of the root mean squares of all gradients.
-
-    If a gradient is smaller than this median, its error is taken relative to the median. The reason
-    is that some gradients are zero apart from rounding, such as the gradient of the keys' bias, on
-    which softmax does not depend.
-    """
+    """Return the median, over all gradients, of the root mean square of a gradient."""
     rms = [
         np.sqrt(found[0][1][0] / max(1, np.prod(shapes[name])))
         for name, found in summaries.items()

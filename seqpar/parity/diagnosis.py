@@ -49,8 +49,8 @@ def weights_at_the_start(evidence: Evidence, first: Finding) -> str | None:
 
 
 def positions(evidence: Evidence, first: Finding) -> str | None:
-    """The `position_ids` differ, or each rank has computed its tokens as if they were the first
-    ones.
+    """Explain a difference if the `position_ids` differ, or if each rank has computed its tokens as
+    if they were the first tokens of the sequence.
     """
     assert first.first_token is not None
     token = first.first_token % evidence.shape[1]
@@ -87,7 +87,9 @@ def _restarts(evidence: Evidence, first: Finding) -> bool:
 
 
 def documents(evidence: Evidence, first: Finding) -> str | None:
-    """Tokens of the first document agree, and the first token of every later document differs."""
+    """Explain a difference if all tokens of the first document agree and the first token of every
+    later document differs.
+    """
     starts = evidence.document_starts
     differing = _by_row(evidence, first)
     if starts.sum() == evidence.shape[0]:
@@ -105,8 +107,8 @@ def documents(evidence: Evidence, first: Finding) -> str | None:
 
 
 def window(evidence: Evidence, first: Finding) -> str | None:
-    """All tokens from some position of their document on differ, and this position is no rank
-    border.
+    """Explain a difference if, in each document, all tokens from the same position on differ, and
+    this position is not where the tokens of a different rank begin.
     """
     differing = _by_row(evidence, first)
     position = _positions_in_documents(evidence)
@@ -122,9 +124,7 @@ def window(evidence: Evidence, first: Finding) -> str | None:
 
 
 def attention(evidence: Evidence, first: Finding) -> str | None:
-    """All tokens differ except the first token of each document. The query of the first token
-    attends to a single key.
-    """
+    """Explain a difference if all tokens except the first token of each document differ."""
     differing = _by_row(evidence, first)
     alone = _positions_in_documents(evidence) == 0
     others = ~alone & ~_ignored(evidence)
@@ -141,7 +141,7 @@ def attention(evidence: Evidence, first: Finding) -> str | None:
 
 
 def padding(evidence: Evidence, first: Finding) -> str | None:
-    """Only rows that contain padding differ."""
+    """Explain a difference if only rows that contain padding differ."""
     differing = _by_row(evidence, first)
     ignored = _ignored(evidence)
     with_padding, with_difference = ignored.any(1), differing.any(1)
@@ -161,7 +161,9 @@ def not_finite(evidence: Evidence, first: Finding) -> str | None:
 
 
 def routing(evidence: Evidence, first: Finding) -> str | None:
-    """Every token that differs has two experts whose scores tie within rounding."""
+    """Explain a difference if every token that differs has two experts whose scores are equal up to
+    rounding.
+    """
     assert first.key is not None
     differing = _by_row(evidence, first)
     for key, x in evidence.a.outputs.items():
@@ -192,7 +194,9 @@ def _tie(old: Floats, new: Floats) -> Bools:
 
 
 def dropout(evidence: Evidence, first: Finding) -> str | None:
-    """The module drops elements or draws random numbers, and nothing before it differs."""
+    """Explain a difference if the module that differs first drops elements or draws random
+    numbers.
+    """
     assert first.key is not None
     runs = evidence.a, evidence.b
     seen = [[r.outputs[first.key] for r in x.ranks if first.key in r.outputs] for x in runs]
@@ -216,7 +220,9 @@ def dropout(evidence: Evidence, first: Finding) -> str | None:
 
 
 def one_rank(evidence: Evidence, first: Finding) -> str | None:
-    """All tokens of one rank differ, and the tokens of all other ranks agree."""
+    """Explain a difference if all tokens of one rank differ and the tokens of all other ranks
+    agree.
+    """
     assert first.errors is not None
     if len(evidence.b.ranks) < 2 or _from_a_border(evidence, first.differing) is not None:
         return None
@@ -236,7 +242,10 @@ def one_rank(evidence: Evidence, first: Finding) -> str | None:
 
 
 def border(evidence: Evidence, first: Finding) -> str | None:
-    """From the first rank border on, tokens differ, and each later rank has tokens that differ."""
+    """Explain a difference if the tokens before the first rank border agree and each later rank has
+    tokens that differ. A rank border is a position whose token is on a different rank than the
+    previous token.
+    """
     found = _from_a_border(evidence, first.differing)
     if found is None:
         return None
@@ -248,8 +257,8 @@ def border(evidence: Evidence, first: Finding) -> str | None:
 
 
 def label_shift(evidence: Evidence, first: Finding) -> str | None:
-    """The pattern of labels that were shifted after the batch was cut: labels differ only at tokens
-    whose next token is on a different rank.
+    """Explain a difference if labels differ only at tokens whose next token is on a different rank.
+    Labels that were shifted after the batch was cut differ in this way.
 
     If only the numbers of labels are known, the number of labels that are missing in the second run
     must be at most the number of such tokens.
@@ -291,7 +300,9 @@ def _ends(places: Ints) -> Bools:
 
 
 def local_divisor(evidence: Evidence, first: Finding) -> str | None:
-    """Each rank divides the sum of its losses by its own number of labels."""
+    """Explain a difference if each rank has divided the sum of its losses by its own number of
+    labels.
+    """
     run = evidence.b
     counts, losses = evidence.label_counts(run), evidence.losses(run)
     if not counts or not losses or not sum(counts) or run.copies:
@@ -321,7 +332,9 @@ def local_divisor(evidence: Evidence, first: Finding) -> str | None:
 
 
 def scaled_loss(evidence: Evidence, first: Finding) -> str | None:
-    """The loss is the reference's loss, multiplied or divided by a number of ranks."""
+    """Explain a difference if the loss is the loss of the first run, multiplied or divided by a
+    number of ranks.
+    """
     if first.values is None or not first.values[0] or not evidence.agree("output", "label"):
         return None
     old, new = first.values
@@ -351,7 +364,7 @@ def missing_gradient(evidence: Evidence, first: Finding) -> str | None:
 
 
 def tied_weights(evidence: Evidence, first: Finding) -> str | None:
-    """Only gradients of tied weights differ."""
+    """Explain a difference if only the gradients of tied weights differ."""
     differing = [x.name for x in evidence.of_stage("gradient") if x.is_real]
     tied = {x["name"]: x["tied"] for x in evidence.b.content["parameters"] if x["tied"]}
     agree = [x for x in evidence.of_stage("gradient") if not x.is_real]
@@ -366,8 +379,8 @@ def tied_weights(evidence: Evidence, first: Finding) -> str | None:
 
 
 def own_tokens(evidence: Evidence, first: Finding) -> str | None:
-    """The ranks' gradients differ, and their sum is right up to a factor that numbers of ranks
-    explain.
+    """Explain a difference if the ranks have different gradients, and their sum is the right
+    gradient, multiplied by 1 or by a ratio of numbers of ranks.
     """
     gradients = evidence.b.parameters("gradients")
     ranks = len(evidence.b.ranks)
@@ -390,7 +403,9 @@ def own_tokens(evidence: Evidence, first: Finding) -> str | None:
 
 
 def scaled_gradients(evidence: Evidence, first: Finding) -> str | None:
-    """All gradients are the reference's gradients, multiplied by one factor."""
+    """Explain a difference if all gradients are the gradients of the first run, multiplied by one
+    factor.
+    """
     if not evidence.agree("output", "label"):
         return None
     compared = [x for x in evidence.of_stage("gradient") if np.isfinite(x.error)]
@@ -468,10 +483,8 @@ def _near_count(evidence: Evidence, factor: float) -> bool:
 
 
 def remote_queries(evidence: Evidence, first: Finding) -> str | None:
-    """In backward, only tokens before the last rank border of their row differ.
-
-    Queries behind a rank border send gradients to the keys before it, and these gradients are
-    missing.
+    """Explain a difference in backward if only tokens before the last rank border of their row
+    differ. A rank border is a position whose token is on a different rank than the previous token.
     """
     if not evidence.agree("output", "label", "loss"):
         return None
@@ -509,7 +522,7 @@ def _ignored(evidence: Evidence) -> Bools:
 
 
 def _borders(evidence: Evidence) -> Bools:
-    """Return (rows, tokens): whether a token is on another rank than the token before it."""
+    """Return (rows, tokens): whether a token is on a different rank than the previous token."""
     rank_of = evidence.b.rank_of
     borders = np.zeros(rank_of.shape, bool)
     borders[:, 1:] = (
