@@ -70,7 +70,8 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
 
 
 def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
-    """Return the parts of a call, each with the rank to which the planner assigns it.
+    """Return the parts into which a planner divides a call, each with its rank. All parts of one
+    rank become one task.
 
     The planner distributes the work of rank 0, which stores all tokens, over `count` idle ranks. A
     task has whole tiles of `tile` rows, so some work can stay on rank 0. If rank 0 keeps more work

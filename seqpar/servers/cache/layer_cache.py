@@ -46,13 +46,12 @@ Source = Callable[[int, int], object]
 
 
 class RecomputedRows:
-    """The rows of a segment that this process computes again instead of keeping a copy.
+    """The rows of a segment, for a process that computes rows again instead of keeping a copy.
 
     A row is the key and the value of one token, and a segment is a range of rows that one server
     stores.
 
-    The class has the same methods as `Pages`, which keeps all rows. `RecomputedRows` keeps only the
-    rows of the last `write`, and drops these rows in `settle`.
+    Rows that were passed to `write` are kept until `settle` is called.
     """
 
     def __init__(self, shape: RowShape, source: Source) -> None:
@@ -112,8 +111,8 @@ class RecomputedRows:
 
 
 class Query(NamedTuple):
-    """The queries (B, T, Hq, D) of a step, the rows to which they attend, the scale and the
-    softcap.
+    """The queries (B, T, Hq, D) of a decoding step, the rows of keys to which they attend, the
+    scale and the softcap.
     """
 
     q: Tensor
@@ -130,8 +129,8 @@ class Held(NamedTuple):
 
 
 class BegunStep(NamedTuple):
-    """A step that has no answer yet. When it is answered, the server stores the first `stop`
-    rows.
+    """A request of a decoding step that the server has not answered yet. After its answer, the
+    server stores the first `stop` rows of keys and values.
     """
 
     held: Held
@@ -185,11 +184,9 @@ class Segment:
     """A range of consecutive rows of a layer, stored by one server. A row is the key and the value
     of one token.
 
-    `write` and `truncate` change the rows in this process. A step is a request to the server, which
-    carries queries and the rows that the server does not have. `begin` sends a step, and `finish`
-    returns attention of the step's queries over the rows. While the server has not answered a step,
-    this process assumes that the server has no rows. If the step fails, this process therefore
-    sends all rows again, and never relies on rows that the server may have lost.
+    `write` and `truncate` change the rows in this process. `begin` sends the server the queries of
+    a decoding step and the rows that the server does not have, and `finish` returns attention of
+    these queries over all rows. If a step fails, this process sends all rows again.
     """
 
     def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
@@ -283,8 +280,8 @@ class Segment:
             time.sleep(0.0 if options.has_home else _RETRY_SECONDS)
 
     def _fill(self, held: Held, query: Query) -> tuple[Tensor, ...]:
-        """Send all rows that a server lacks, in one or several steps, and return the result of the
-        last step.
+        """Send the server all rows that it does not have, in one or several requests, and return
+        the result of the last request.
         """
         nothing = query._replace(q=query.q[:, :0])
         most = self._rows_at_once(held.place)
@@ -393,7 +390,7 @@ class LayerCache:
     def ask(self, q: Tensor, options: AttendOptions, heads: HeadPlacement) -> ServerAnswer:
         """Start attention of the last T tokens' queries q (B, T, Hq, D) over all rows.
 
-        `heads` says how the caller's query heads are sharded.
+        `heads` says how the query heads of q are sharded.
         """
         # If a server lacks rows of a segment outside of the window, it gets a step too, because
         # rows are sent only with steps.
@@ -459,9 +456,7 @@ class ServerAnswer:
 def _drop(
     layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[BegunStep | None]
 ) -> None:
-    """Cancel the steps of a `ServerAnswer` whose result was not requested, so that the layer can
-    begin another step.
-    """
+    """Cancel the steps of a `ServerAnswer` whose result was not requested."""
     for (segment, _), each in zip(queries, begun, strict=False):
         if each is not None:
             segment.drop(each)

@@ -111,9 +111,7 @@ class PendingWork:
 
     @classmethod
     def of(cls, request: Request) -> PendingWork:
-        """Convert a request to bytes. This runs in the caller's thread, because it would delay the
-        event loop.
-        """
+        """Convert a request to bytes, in the thread that submits the request."""
         return cls(request, pack(request), request.q.device, request.work)
 
     @property
@@ -135,9 +133,7 @@ class Attempt:
     late: bool = False  # whether another server was asked, because no answer came in time
 
     def cancel(self) -> None:
-        """Cancel the call of an attempt. If the call has not begun, the attempt ends
-        nevertheless.
-        """
+        """Cancel the gRPC call of an attempt. An attempt whose call has not begun ends too."""
         if self.call is not None:
             self.call.cancel()
         self.connection.finish(self)
@@ -183,7 +179,7 @@ class _UnknownVersionError(Exception):
 
 
 class TaskCall:
-    """A gRPC call that sends one task after another. Between two tasks, the call rests."""
+    """A gRPC call that sends one task after another."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self._since = stream, time.monotonic()
@@ -202,8 +198,8 @@ class TaskCall:
         return await early
 
     def rest(self) -> None:
-        """Keep the call open for another task. If the server sends anything before the next task,
-        the call ends.
+        """Keep the call open for another task. If the server sends something before the pool has
+        sent the next task, the call ends.
         """
         self._rests, self._rested = True, time.monotonic()
         self._early = asyncio.ensure_future(self.stream.read())
@@ -244,8 +240,8 @@ class ServerConnection:
     """
 
     def __init__(self, address: str, endpoint: PoolEndpoint, events: ConnectionEvents) -> None:
-        """The connection calls the methods of `events` when its state changes and after an
-        error.
+        """`events` has methods that are called when the state of the connection changes, and after
+        an error.
         """
         self.address = address
         self.state: State = "connecting"  # also the state after a session was lost
@@ -466,7 +462,7 @@ class ServerConnection:
         into which the other side writes.
 
         After a failure or a cancellation, the memory in both arenas stays reserved until the
-        session ends, because the server can still write into this pool's arena.
+        session ends.
         """
         direct, server_arena, own_arena = (
             self._endpoint.direct,
@@ -527,9 +523,7 @@ class ServerConnection:
             self._run(self._quietly, free, request.SerializeToString())
 
     async def _quietly(self, call: Callable[..., Any], request: bytes) -> None:
-        """Make a call that frees a cache. A failure is ignored, because the server also frees the
-        cache when the session ends.
-        """
+        """Make a call that frees a cache, and ignore its failure."""
         with suppress(Exception):
             await call(request, timeout=self._silence_seconds)
 
@@ -699,10 +693,8 @@ class ServerConnection:
 async def _until_cancelled(call: AsyncCall, *arguments: Any) -> None:
     """Run a call, and return normally if the call is cancelled.
 
-    If CancelledError left the coroutine, it would create a reference cycle: the asyncio task refers
-    to the error, the error to its traceback, the traceback to the frames of the call, and the
-    frames to the task. The call's socket and payload would then stay in memory until Python's
-    garbage collector runs.
+    If CancelledError left the coroutine, it would create a reference cycle, and the socket and
+    payload of the call would stay in memory until Python's garbage collector runs.
     """
     with suppress(asyncio.CancelledError):
         await call(*arguments)

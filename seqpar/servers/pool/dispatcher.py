@@ -94,7 +94,7 @@ class Inbox:
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
-        """After something was put into the inbox, the event loop calls `look`."""
+        """The event loop calls `look` after work or a function call was added to the queue."""
         self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
         self.ended: str | None = None  # why the inbox accepts nothing, or None if it is open
@@ -126,7 +126,7 @@ class Inbox:
 
 
 class StepLostError(Exception):
-    """A server has lost a cache, or did not answer a decoding step. Handled in `layer_cache.py`."""
+    """A server has lost a cache, or did not answer a decoding step."""
 
     def __init__(self, reason: str, blame: bool) -> None:
         super().__init__(reason)
@@ -231,8 +231,8 @@ class Dispatcher:
         await self.servers.close()
 
     def _turn(self) -> None:
-        """Process new work, results of the local worker and expired deadlines. Afterwards, send
-        work to servers.
+        """Process new work, results that this process computed, and expired deadlines. Afterwards,
+        send work to servers.
         """
         if self.inbox.ended is not None:
             self._ended.set()
@@ -427,7 +427,7 @@ class Dispatcher:
         self._unsent_steps = waiting
 
     def _leave_servers(self, work: PendingWork) -> bool:
-        """Handle a task that none of the ready servers can compute.
+        """Decide what happens to a task that none of the ready servers can compute.
 
         With the option `home`, this process computes the task. Without `home`, the task fails if
         servers have failed to compute it too often. If they have failed less often, this method
@@ -510,9 +510,6 @@ class StragglerDetector:
     Tasks of different sizes are compared by their pace, in which `work` is the cost of a task:
 
         pace = seconds / (work + 1 + median work)
-
-    The pace would be infinite for a task without work. Such a task takes a constant time that is
-    not known, so the median work is added to the work of every task.
     """
 
     _KEPT_TASKS = 256
@@ -543,4 +540,5 @@ class StragglerDetector:
         return seconds > self._FACTOR * usual * (work + self._constant())
 
     def _constant(self) -> int:
+        # Without this constant, the pace of a task without work would be infinite.
         return 1 + self._sorted_work[len(self._sorted_work) // 2]

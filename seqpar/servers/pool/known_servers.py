@@ -67,8 +67,7 @@ class KnownServers:
     def allowance(self, work: PendingWork) -> float:
         """Return the seconds by which the deadlines of a task are extended, for sending payloads.
 
-        A task that was not sent yet gets the longest of the extensions that the servers would give
-        it.
+        If the task was not sent yet, the result is the longest extension of all servers.
         """
         connections = [attempt.connection for attempt in work.attempts] or list(self)
         return max([work.passing, *(connection.allowance for connection in connections)])

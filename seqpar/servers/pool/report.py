@@ -41,9 +41,7 @@ class PoolReport:
 
     @classmethod
     def of(cls, servers: Sequence[ServerConnection], home: LocalWorker, *counts: int) -> PoolReport:
-        """Make a report. The further arguments (`counts`) are the values of the field `retried` and
-        of all fields after it.
-        """
+        """Make a report. `counts` are the values of the fields from `retried` on."""
         total = max(1, sum(x.work for x in servers) + home.work)
         rows = []
         for x in servers:

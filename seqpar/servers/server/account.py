@@ -15,11 +15,7 @@ from typing import NamedTuple
 
 
 class Client(NamedTuple):
-    """The key by which a server finds the data of a client: a session, and the name that opened it.
-
-    Because of the name, a client that has learnt the secret of another client's session cannot read
-    that client's data.
-    """
+    """The key of the data of a client on a server: a session, and the name of the client."""
 
     session: bytes
     name: str = ""
@@ -70,8 +66,6 @@ class Account:
         releases the units.
 
         If the function is not called, the units are released when the current asyncio task ends.
-        The task ends when gRPC drops the call, because until then gRPC can hold parts of a reply in
-        memory.
 
         Raises:
             TooManyError: the name cannot reserve `size` now.

@@ -19,8 +19,8 @@ class Caller(NamedTuple):
 
 
 class Callers:
-    """Identifies callers by certificates. Without certificates, by the user of a local
-    connection.
+    """Identifies callers by their certificates. If the server has no certificates, callers are
+    identified by the user of a local connection.
     """
 
     def __init__(self, keys: ServerIdentity | None) -> None:

@@ -33,12 +33,12 @@ _ROWS = 32  # 32 rows are a multiple of 64 bytes for any dtype, number of heads 
 def kind_of(request: Request, device: torch.device) -> Hashable:
     """Return a key. Requests with equal keys can be computed in one call on this device.
 
-    On a GPU, each forward pass of Triton or ATen gets a unique key, and is therefore never computed
-    in one call with other requests. Triton splits long rows of keys depending on the number of rows
-    in the launch. ATen uses cuDNN if all documents are equally long. In a call of several requests,
-    the bits of a result would therefore depend on the other requests.
+    On a GPU, each forward pass of Triton or ATen gets a unique key, because the bits of its result
+    would depend on the other requests in the same call.
     """
     name = _backend_of(request, device)
+    # Triton splits long rows of keys depending on the number of rows in the launch. ATen uses cuDNN
+    # if all documents are equally long.
     alone = name in ("triton", "aten") and device.type == "cuda" and request.output is None
     return (
         request.operation,

@@ -226,8 +226,7 @@ class Service:
         """Delay a call that needs little work. The calls of clients with one name are delayed one
         after another.
 
-        Without the delay, clients with many connections could keep the event loop busy with such
-        calls, while the calls of other clients wait in gRPC's queue.
+        The delay keeps clients with many connections from occupying the event loop with such calls.
         """
         async with self._pauses.turn(name):
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -324,12 +323,10 @@ class Service:
     def end_untrusted(self) -> None:
         """End the sessions of certificates that are no longer trusted, and all calls of these
         sessions.
-
-        The sessions are cancelled, because a session can be waiting to write an event that the
-        client does not read.
         """
         for session in self.sessions:
             if not self.callers.trusts(Caller(session.client.name, session.certificate)):
+                # The session can be waiting to write an event that the client does not read.
                 session.task.cancel()
 
     def close(self) -> None:
@@ -344,11 +341,7 @@ class Service:
     async def _compute(
         self, caller: Caller, version: Version, raw: bytes, context: Context
     ) -> None:
-        """Answer one task after another, until the client ends the call.
-
-        One call for many tasks is faster than a new call for each task, because a new call waits
-        until gRPC has passed all earlier calls of all clients to the server.
-        """
+        """Answer one task after another, until the client ends the call."""
         # Empty while a task is answered, so that the data of the request can be freed.
         requests = [version.read_request(raw)]
         del raw
@@ -370,8 +363,8 @@ class Service:
     def _opened(self, name: str) -> Iterator[bool]:
         """Yield whether a call may stay open for further tasks, and count the open calls.
 
-        Only a few calls may stay open, because the next request of an open call can arrive before
-        the server has counted its bytes and reserved memory for them.
+        Only a few calls may stay open, because each of them can receive one request for which no
+        memory is reserved yet.
         """
         of_name, of_all = self._open_calls[name], self._open_calls.total()
         is_open = of_name < _OPEN_CALLS and of_all < _ALL_OPEN_CALLS

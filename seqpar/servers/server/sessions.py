@@ -81,9 +81,8 @@ class Sessions:
     def begin(self, name: str, certificate: bytes) -> Session:
         """Begin a session for the gRPC call that the current asyncio task answers.
 
-        Raises a FullError if there are too many sessions. If a name has sessions already, it can
-        begin another session only if enough sessions stay free. Afterwards, the number of free
-        sessions must be at least the number of sessions of this name.
+        Raises a FullError if there are too many sessions. A name that has sessions already can
+        begin another session only if afterwards at least as many sessions are free as the name has.
         """
         own, most = self._of(name), self._limits.clients
         free = most - len(self) - 1

@@ -75,10 +75,10 @@ class ThreadsByName:
     """The threads that compute long jobs, or the threads that compute short jobs. A job is a
     request.
 
-    A name stands for all clients whose certificates have this name. In a turn, a thread computes
-    jobs of one name. A thread serves one name at a time, and no two threads serve the same name.
-    The next turn goes to a name that has had no turn yet, or else to the name whose last turn was
-    the longest ago. The caller must hold `lock`, except for the first `start`.
+    A name stands for all clients whose certificates have this name. A thread computes jobs of one
+    name at a time, and no two threads compute jobs of the same name. A thread that becomes free
+    continues with the name that has waited longest. The caller must hold `lock`, except for the
+    first `start`.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[], None], lock: threading.Lock) -> None:
@@ -123,7 +123,7 @@ class ThreadsByName:
     def take(self, waiting: Mapping[str, Client]) -> tuple[Client, bool]:
         """Choose the client whose jobs are computed next.
 
-        Returns the client, and whether no other name is active.
+        Returns the client, and whether only one name has jobs, or has had jobs in the last second.
         """
         client, now = self.first(waiting), time.monotonic()
         self._last[client.name] = now
@@ -139,8 +139,8 @@ class ThreadsByName:
 
 
 class Worker:
-    """Computes jobs in threads. A computing call of several jobs has at most `rows` query and key
-    rows.
+    """Computes jobs in threads. If several jobs are computed together, they have at most `rows`
+    query and key rows.
     """
 
     def __init__(self, device: torch.device, rows: int) -> None:
@@ -297,8 +297,7 @@ class Worker:
         """Compute jobs in one call.
 
         If a call of several jobs fails, each job is computed again separately, so that only the
-        jobs that caused the failure get an error. Decoding steps are always computed separately,
-        because a step cannot be repeated after a later step of the same cache.
+        jobs that caused the failure get an error. Decoding steps are always computed separately.
         """
         try:
             steps = [job.request for job in jobs if isinstance(job.request, CacheStep)]

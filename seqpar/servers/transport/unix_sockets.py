@@ -50,8 +50,8 @@ def binding(path: str) -> Iterator[SocketLock]:
     """Within this context, bind a socket to the path. Only this user will be able to use the
     socket.
 
-    Yields a lock. Free the lock when the server has stopped. Without the lock, gRPC would replace
-    the file of a running server, and a server that stops would delete the file of a later server.
+    Yields a lock. Free the lock when the server has stopped. While one server holds the lock, no
+    other server can bind the path.
 
     Raises:
         OSError: other users could replace the file, a server listens at the path, the path has a

@@ -125,7 +125,9 @@ class KeptSlices:
         self._lock = threading.Lock()
 
     def read(self, tables: tuple[bytes, ...]) -> Slices:
-        """Convert tables to slices, or raise a RequestError if the tables are malformed."""
+        """Convert the bytes of three tables, the slices of a mask and the positions of queries and
+        keys, to slices. Raises a RequestError if the tables are malformed.
+        """
         if sum(map(len, tables)) > _MAX_KEPT_TABLE_BYTES:
             return _read_slices(*tables)
         with self._lock:

@@ -160,7 +160,9 @@ def _pages(rows: int) -> list[tuple[int, int]]:
 
 
 def _slices(tokens: int, group: int, start: int, stop: int, seen: Seen) -> Slices:
-    """Return the slices of `tokens` queries, with `group` rows each, over rows start … stop − 1."""
+    """Return the mask of `tokens` queries, with `group` rows each, over the keys of rows start …
+    stop − 1, as slices.
+    """
     offset, left, right = seen
     if offset + tokens - 1 - left <= start and stop - 1 <= offset + right:
         rows = tokens * group

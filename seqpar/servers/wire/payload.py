@@ -156,9 +156,8 @@ def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
     """Return the 64-bit XXH3 checksum of a payload, which consists of parts. Each part is the bytes
     of one tensor. `before` is the checksum of earlier parts.
 
-    The checksum of a part is the seed for the next part, so the result depends on the order and
-    lengths of the parts. The checksum detects accidental damage; only TLS protects from forgery.
-    Other threads can run during the computation.
+    The result depends on the order and lengths of the parts. The checksum detects accidental
+    damage; only TLS protects from forgery.
     """
     result = before
     for part in parts:
