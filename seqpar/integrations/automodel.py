@@ -157,10 +157,9 @@ def _check_loss(loss: Any) -> None:
 class _KeptMasks:
     """Hooks that keep the masks that Automodel's hooks remove from calls of attention layers.
 
-    Automodel's hooks replace the mask by `is_causal`, and would turn windows into full attention.
-    On each layer, one hook runs before all others and keeps the mask, and one hook runs after all
-    others and restores it. Automodel can register its hooks, and wrap layers, after `enable`. The
-    hooks of this class are therefore registered again for each batch.
+    Automodel's hooks replace the mask of each layer by `is_causal`, and would turn windows into
+    full attention. A hook of this class therefore keeps the mask before Automodel's hooks run, and
+    a second hook restores the mask after they have run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -346,8 +345,8 @@ def _offsets(numbers: Ints) -> Ints:
 
 
 def _positions(batch: Mapping[str, Any], numbers: Ints, cu_seqlens: Ints) -> Tensor:
-    """Return the positions (B, S) of tokens in their documents. The positions of consecutive tokens
-    of padding also count up, because each position 0 would begin a document.
+    """Return the positions (B, S) of tokens in their documents. Consecutive tokens of padding are
+    numbered like the tokens of a document.
     """
     rows, columns = numbers.shape
     like = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]

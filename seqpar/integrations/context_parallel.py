@@ -247,8 +247,8 @@ class _ToAllRanks(TorchFunctionMode):
     def _check_replicated(
         self, query: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool
     ) -> None:
-        """Raise a ValueError if a call whose keys every rank holds would give a query different
-        results on different ranks.
+        """Raise a ValueError if the result of a query would depend on the rank, in a call whose
+        keys every rank holds.
         """
         if as_float("dropout_p", dropout_p) != 0:
             raise ValueError(f"dropout_p must be 0 within context_parallel, got {dropout_p}")
@@ -285,11 +285,8 @@ class _ToAllRanks(TorchFunctionMode):
 
 
 def _refuse_reentrant_checkpoint() -> None:
-    """Raise a ValueError in a reentrant checkpoint.
-
-    The backward of the checkpoint would repeat the call outside of the context, with only this
-    rank's keys.
-    """
+    """Raise a ValueError in a reentrant checkpoint."""
+    # Its backward would repeat the call outside of the context, with only this rank's keys.
     code = CheckpointFunction.forward.__code__
     if any(frame.f_code is code for frame, _ in traceback.walk_stack(None)):
         raise ValueError(

@@ -210,7 +210,9 @@ def _shown_at(by: tuple[int, int], function: Any, within: list[Area], batch: int
 def _compare(
     function: Callable[..., Any], areas: list[Area], within: list[Area], batch: int
 ) -> None:
-    """Raise a ValueError if a sample of pairs shows that areas differ from the function."""
+    """Raise a ValueError if a sample of pairs shows that the visible pairs of the areas are not
+    those of the mask function.
+    """
     if not within:
         return
     random = np.random.default_rng(0)
@@ -294,7 +296,9 @@ class Area(NamedTuple):
         return Area(max(q0), min(q1), max(k0), min(k1), max(low), min(high)).trimmed()
 
     def trimmed(self) -> list[Area]:
-        """Return the area without queries and keys that have no pair, or nothing if it is empty."""
+        """Return a list with this area, without queries and keys that have no visible pair. The
+        list is empty if the area has no visible pair.
+        """
         q0, q1, k0, k1, low, high = self
         if q0 >= q1 or k0 >= k1 or low > high:
             return []

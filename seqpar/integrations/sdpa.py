@@ -200,8 +200,8 @@ def _as_long(layout: Layout, kv_layout: Layout) -> bool:
 
 
 def _check_axes(layout: Layout, kv_layout: Layout, heads: int) -> None:
-    """Raise a ValueError if a shape does not show which axis is the tokens and which axis is the
-    heads. If this is so on one rank, all ranks raise the error.
+    """Raise a ValueError on all ranks if the shapes on one rank do not show which axis is the
+    tokens and which axis is the heads.
     """
     for rank in range(layout.ranks):
         if layout.tokens_on(rank) == heads == kv_layout.tokens_on(rank):

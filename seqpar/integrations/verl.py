@@ -79,11 +79,11 @@ class Settings(NamedTuple):
 
 
 class _OverRanks:
-    """The methods that both engines of seqpar override in verl's engines.
+    """The methods that seqpar's engines override in verl's engines.
 
-    The engines divide sequences over ranks by a layout, where verl would divide them equally. After
-    the model has run, the engines gather the log-probabilities, entropies and values of all ranks,
-    as verl does. verl computes its losses from the gathered numbers.
+    The engines divide sequences over ranks by a layout. After the model has run, the engines gather
+    the log-probabilities, entropies and values of all ranks, as verl does. verl computes its losses
+    from the gathered numbers.
     """
 
     ulysses_sequence_parallel_size: int

@@ -138,7 +138,7 @@ class TokenMixing:
             check_same_model(self._session.comm, self._changed_buffers(), {}, reason)
 
     def abandon(self) -> None:
-        """Undo the changes of `begin` without a check, for example after an error."""
+        """End a call without a check, for example after an error."""
         self._running.close()
         self._checks, self.watches, self._faults = False, False, []
 
@@ -188,8 +188,8 @@ class TokenMixing:
             stack += reversed(inside)
 
     def _users_hooks(self) -> Iterator[tuple[str, nn.Module, dict[int, Any], int]]:
-        """Yield the user's hooks that this call checks, each with its key and dictionary of
-        hooks.
+        """Yield the user's hooks that this call checks: the name and the module of each hook, the
+        dictionary that contains the hook, and its key in this dictionary.
         """
         for name, x in self._session.model.named_modules():
             for hooks in forward_hooks(x):
@@ -391,7 +391,7 @@ def _name_of(function: Any) -> str:
 
 
 def _has_positions(x: nn.Module) -> bool:
-    """Return whether a hook of seqpar passes this rank's positions to a module."""
+    """Return whether a hook of seqpar passes the positions of this rank's tokens to a module."""
     hooks = [hook for hooks in forward_hooks(x) for hook in hooks.values()]
     functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
     return any(

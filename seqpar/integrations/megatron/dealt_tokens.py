@@ -38,7 +38,7 @@ def layout_of_packed(
     """Return the layout of packed sequences, in which the padding behind each document is a
     separate document.
 
-    The first layer stores the layout in `packed`, and later layers reuse this layout.
+    The layout is stored in `packed`, and returned by later calls.
 
     Args:
         packed: Megatron's PackedSeqParams.

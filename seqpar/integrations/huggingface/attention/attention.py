@@ -104,11 +104,10 @@ def describe_mask(
 
 
 def check_packing(side: Side, separates: bool) -> None:
-    """Raise a ValueError if `shard` has begun a document where positions jump, but the model's mask
+    """Raise a ValueError if the layout begins a document where positions jump, but the model's mask
     does not separate documents there.
 
-    `separates` says whether the model's mask separates documents at jumps. Only ranks whose
-    positions have a jump raise the error.
+    `separates` says whether the model's mask separates documents at jumps.
     """
     if side.documents.packed and not separates and side.shows_jumps():
         reason = "which the model's mask does not treat as beginnings of documents"
@@ -174,9 +173,8 @@ def attend(
 def _tempered(module: Any, call: ModelCall, q: Tensor) -> Tensor:
     """Return Llama 4's queries (1, T_local, Hq, D), scaled by the positions of their tokens.
 
-    A position is the token's column in the batch, or in packed rows the token's index in its
-    document. Llama 4's own code would use the index among this rank's tokens, so `enabling.py`
-    switches that code off.
+    The position of a token is its column in the batch. In packed rows, the position is the index of
+    the token in its document.
     """
     if not hasattr(module, TEMPERED):
         return q
@@ -264,8 +262,8 @@ def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
 
 
 def sides_of(call: ModelCall, layer: AttentionLayer) -> tuple[Side, Side, int]:
-    """Return the `Side` of a layer's queries, the `Side` of its keys, and the number of keys on
-    this rank.
+    """Return which tokens this rank holds of a layer's queries, which tokens it holds of the
+    layer's keys, and the number of these keys.
     """
     side = call.side(layer.in_encoder)
     keys = call.side(layer.in_encoder or layer.cross)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class EnabledModel(Uncopied):
-    """The state of a session that attention layers and `generate` use."""
+    """An enabled model: the state that its attention layers and `generate` use."""
 
     model: nn.Module  # the module that was given to `enable`
     inner: Any  # the outermost transformers model
@@ -148,7 +148,7 @@ class ModelCall:
 
 
 class _NoTensor(ValueError, AttributeError):
-    """Raised for attributes that only tensors have. As an AttributeError, it lets `hasattr` return
+    """Raised for attributes that only tensors have. It is an AttributeError, so `hasattr` returns
     False.
     """
 
@@ -189,9 +189,7 @@ class PreparedMask(ShardedMask):
 
 
 class _CurrentCall(threading.local):
-    """The call of the model that runs in this thread. A ContextVar cannot be used, because
-    torch.compile cannot trace it.
-    """
+    """The call of the model that runs in this thread."""
 
     call: ModelCall | None = None
 

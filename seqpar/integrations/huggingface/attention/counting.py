@@ -25,8 +25,8 @@ _layers: weakref.WeakValueDictionary[int, AttentionLayer] = weakref.WeakValueDic
 
 
 def track(layer: AttentionLayer) -> None:
-    """Give a layer a tensor, its handle, by which a compiled graph identifies the layer. Because
-    the handle is an input of the graph, several layers can share one graph.
+    """Give a layer a tensor by which a compiled graph identifies the layer. The tensor is an input
+    of the graph, so several layers can share one graph.
     """
     layer.handle = torch.tensor(id(layer))
     _layers[id(layer)] = layer

@@ -103,7 +103,9 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
 
 
 def _replace_temperatures(session: EnabledModel) -> list[Removable]:
-    """Switch off the scaling of queries in Llama 4's layers, which `attend` does instead."""
+    """Switch off the code of Llama 4's layers that scales queries. seqpar's attention scales
+    them.
+    """
     handles: list[Removable] = []
     for x in session.layers:
         if getattr(x, _TEMPERATURE, False) and not getattr(x, "use_rope", True):

@@ -23,9 +23,9 @@ def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparat
     builds the tables of the call.
 
     The model runs once in evaluation mode, on `part`, this rank's part of a batch. Attention calls
-    whose tables depend on more than the batch's documents are left out. The further keyword
-    arguments (`known`) are passed to `preparation` of the attention module, in place of the values
-    with the same names that were observed in the run.
+    whose tables depend on more than the batch's documents are left out. `known` are arguments of
+    the method `preparation` of the attention module. They replace the values that were observed in
+    the run.
     """
     layout, kinds = part[KEY].main.layout, dict[Any, Preparation]()
 
@@ -95,14 +95,14 @@ def _recurrent_call(
     args: Any,
     kwargs: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the arguments of `preparation`, once for each dtype in which the step can compute.
-
-    The dtype in which a recurrence computes depends on the dtype and device of q. Both can differ
-    between a training step and the run in which the call was found.
+    """Return a list with the arguments of `RecurrentAttention.preparation` for each dtype in which
+    a training step can compute.
     """
     (options,) = _linear_call(known, attention, args, kwargs)
     if known.keys().isdisjoint(("dtype", "device")):
         return [options]
+    # The dtype of a recurrence depends on the dtype and device of q, which can differ between a step
+    # and the run in which the call was found.
     of_model = {"dtype": known.get("dtype", recurrence.dtype), "device": options["device"]}
     q, v = (torch.empty(0, options[dim], **of_model) for dim in ("head_dim", "value_dim"))
     dtypes = {recurrence.dtype_of_products(q, v), known.get("dtype", recurrence.dtype)}

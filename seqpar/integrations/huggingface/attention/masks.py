@@ -32,9 +32,7 @@ class MaskShape:
     ranges: Mask | None = None  # if given, the other fields are not used
 
     def arguments(self) -> dict[str, Any]:
-        """Return the mask arguments of an attention call. Chunked attention has no argument,
-        because the layout contains the chunks.
-        """
+        """Return the mask arguments of an attention call."""
         if self.ranges is not None:
             return {"mask": self.ranges}
         return {"causal": self.causal, "window_size": (self.left, self.right)}

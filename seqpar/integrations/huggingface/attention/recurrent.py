@@ -134,9 +134,7 @@ class PatchedRecurrence:
         return q.dtype if half else accumulator_dtype(q.dtype)
 
     def lightning(self, module: Any, hidden_states: Tensor) -> Tensor:
-        """Compute MiniMax's lightning attention. It replaces the whole forward, which has no
-        function for the recurrence alone.
-        """
+        """Compute the forward of a layer with MiniMax's lightning attention."""
         shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
         qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
         q, k, v = qkv.split(module.head_dim, -1)
@@ -250,6 +248,6 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """A function that takes the place of a fused kernel. A layer that finds this function calls
-    separate functions instead of the fused kernel.
+    """A function that takes the place of a fused kernel, so that a layer calls separate functions
+    instead of the kernel.
     """

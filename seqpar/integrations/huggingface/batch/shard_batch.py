@@ -80,7 +80,7 @@ class ModelPreparation:
 
 
 class BatchSharder:
-    """Cuts the batches of one model to the tokens of this rank. `shifts` is as in `Origin`."""
+    """Cuts the batches of one model to the tokens of this rank."""
 
     def __init__(self, model: Any, comm: Comm, kind: str, with_images: bool) -> None:
         self._model, self._comm = model, comm
@@ -140,9 +140,7 @@ class BatchSharder:
         return replace(self._make_layout, calls=calls)
 
     def check_tables(self, batch: Batch, sharding: Sharding) -> None:
-        """Refuse indices outside the model's embedding tables, on which only one rank would
-        fail.
-        """
+        """Raise an error if the batch has indices outside the model's embedding tables."""
         classes = classes_of(self._model)
         for name in ("labels", "shift_labels"):
             x = batch.get(name)
@@ -269,7 +267,9 @@ class BatchSharder:
         return x, documents.by_rows() if self._with_encoder else documents
 
     def _cuts(self, batch: Batch) -> bool | str:
-        """Return whether jumps in the positions begin documents; see `cuts` in `find_documents`."""
+        """Return whether each jump in the positions of a batch begins a document. If this is
+        unknown, return a text with the reason.
+        """
         # This follows transformers. If the batch has an attention mask, positions begin no
         # documents. Without a mask, most models begin a document at each jump of the positions,
         # unless they use a cache, which is their default. `check_packing` refuses a call in which

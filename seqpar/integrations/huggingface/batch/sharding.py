@@ -63,7 +63,7 @@ class Side:
         """Cut x (…, B, S, …) to this rank's tokens (…, 1, T_local, …). B is dimension `dim`.
 
         The layout's padding gets `value`. If `value` is None, the padding gets copies of the first
-        token, because a model could divide by the norm of an embedding of zeros.
+        token.
         """
         index = self.index.to(x.device)
         first = int(self.documents.kept[0])
@@ -85,8 +85,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Origin:
-    """The kind of model for which a batch was sharded. A model with a different `Origin` refuses
-    the batch.
+    """The kind of model for which a batch was sharded. A different kind of model refuses the
+    batch.
     """
 
     comm: Comm
@@ -98,9 +98,8 @@ class Origin:
 class Opaque:
     """An argument of a model's call that wrappers of the model pass on as one object.
 
-    FSDP, DDP, accelerate and Lightning rebuild the dataclasses, named tuples and registered pytrees
-    among the arguments of a call. All other objects are passed on unchanged, copied, or moved by
-    their method `to`.
+    FSDP, DDP, accelerate and Lightning rebuild dataclasses, named tuples and registered pytrees.
+    All other objects are passed on unchanged, copied, or moved by their method `to`.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -192,9 +191,8 @@ def has_tokens_of_rank(x: Any) -> bool:
 class TokensOfRank(Tensor):
     """The ids of one rank's tokens, which only an enabled model may look up in its embeddings.
 
-    A model that is not enabled would compute a rank's tokens as if they were a whole batch. If such
-    a model looks up these ids, or copies or slices of them, in its embeddings, a ValueError is
-    therefore raised. All other code can use the ids like any other tensor.
+    If a model that is not enabled looks up these ids, or copies or slices of them, in its
+    embeddings, a ValueError is raised. All other code can use the ids like any other tensor.
     """
 
     @classmethod

@@ -161,7 +161,7 @@ class Cache:
         return layer
 
     def rows_of(self, layer: int) -> int:
-        """Return how many rows of a layer's keys this rank stores in a decoding step."""
+        """Return how many keys of a layer this rank stores in a decoding step."""
         return self._store(layer).rows
 
     def attends(self, layer: int, window: int | None) -> None:

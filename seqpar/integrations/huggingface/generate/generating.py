@@ -384,7 +384,7 @@ def random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class DecodingStep(Side):
-    """The tokens of a decoding step: B rows of T tokens, passed to the layers as one row of B·T
+    """The tokens of a decoding step. The layers receive the B rows of T tokens as one row of B·T
     tokens.
     """
 
@@ -461,7 +461,9 @@ def _kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device
 def _to_step(
     model: nn.Module, cache: Cache, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Sharding, Kept | None]:
-    """Return a decoding step's arguments as one row, their sharding and `Kept`."""
+    """Return the arguments of a decoding step as one row, how their tokens are divided among ranks,
+    and the tokens whose logits are returned.
+    """
     made = dict(kwargs)
     given = [made.get(name) for name in ("input_ids", "inputs_embeds")]
     given = [x for x in given if isinstance(x, Tensor)]

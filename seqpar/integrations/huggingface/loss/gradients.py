@@ -119,8 +119,8 @@ class _Output(torch.autograd.Function):
 class _WholeBatch(torch.autograd.Function):
     """Tensors of a whole batch that require gradients, such as embeddings.
 
-    Every rank has the whole tensors, and computes a gradient for its own tokens only. DDP and FSDP
-    average only parameters, so this node averages these gradients in backward.
+    Every rank has the whole tensors, and computes a gradient for its own tokens only. In backward,
+    this node averages the gradients over the ranks.
     """
 
     @staticmethod
@@ -152,10 +152,10 @@ def _note_gradient(x: Tensor) -> None:
 
 
 def _check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise a ValueError if an optimizer steps with gradients of one rank's tokens.
+    """Raise a ValueError if the gradients in a step of an optimizer were not averaged over the
+    ranks.
 
-    Torch calls this function before and after each step of every optimizer. The call after the step
-    is needed if the step's closure ran a backward.
+    Torch calls this function before and after each step of every optimizer.
     """
     for x in (x for group in optimizer.param_groups for x in group["params"] if x in _LOCAL):
         reason = "gradients are of one rank's tokens"
@@ -228,8 +228,8 @@ class ModelGradients(Uncopied):
     def total(self, local: Tensor, *, of_whole_batch: bool = False) -> Tensor:
         """Return the sum of all ranks' losses, for a loss of this rank's outputs.
 
-        With `of_whole_batch`, every rank has computed the loss from gathered outputs of all ranks.
-        These outputs can include the router loss.
+        If `of_whole_batch` is True, every rank has computed the same loss from the gathered outputs
+        of all ranks.
         """
         nodes = _nodes(local.grad_fn, local.output_nr, _GUARDED)
         sums = hasattr(local, _TOTAL) or any(x.name() == _LOSS for x in nodes)
@@ -255,9 +255,8 @@ class ModelGradients(Uncopied):
         """Begin the backward of a loss that was summed over the ranks. `loss` is the node of this
         loss in autograd's graph.
 
-        One backward can contain several such losses. The first loss registers the functions that
-        run at the end of the backward. After a change of wrappers, the first backward checks that
-        every parameter is averaged.
+        After a change of wrappers such as DDP, the first backward checks that the gradient of every
+        parameter is averaged.
         """
         if self.comm.size == 1:
             return
@@ -302,7 +301,9 @@ class ModelGradients(Uncopied):
             raise ValueError(f"loss must be multiplied by the same number on all ranks: {listed}")
 
     def check_output(self, node: Any) -> None:
-        """Raise a ValueError unless the gradient of an output comes from a loss of all ranks."""
+        """Raise a ValueError unless the gradient of an output comes from a loss that was summed
+        over all ranks.
+        """
         if not self._running or node not in self._counted:
             raise ValueError(_REENTRANT if node.recomputed else _NO_TOTAL)
 
@@ -397,10 +398,7 @@ class ModelGradients(Uncopied):
         return names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
 
     def makes_leaves(self) -> bool:
-        """Return whether a hook of transformers or PEFT makes embeddings require gradients.
-
-        Both libraries do this for reentrant checkpoints, whose inputs must require gradients.
-        """
+        """Return whether a hook of transformers or PEFT makes embeddings require gradients."""
         hooks = (f for x in self._model.modules() for f in forward_hooks(x)[1].values())
         names = (getattr(f, "__name__", "") for f in hooks)
         return any(name.startswith("make_inputs_require_grad") for name in names)

@@ -50,9 +50,7 @@ def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: s
 
 
 def mark(outputs: Any, sharding: Sharding) -> None:
-    """Set an attribute on each output tensor. The attribute says to which tokens the rows of the
-    tensor belong.
-    """
+    """Note on each output tensor to which tokens its rows belong."""
     for names, x in tensors_in(outputs):
         of_rows = sharding.last_tokens is not None and names == ("logits",)
         if of_rows or (sharding.whole and not set(names).issubset(_OF_TEXT)):

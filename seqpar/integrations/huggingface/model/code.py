@@ -306,9 +306,7 @@ def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> Functio
 
 
 def _holds_what_it_decorates(function: object) -> bool:
-    """Return whether every decorator of a function stores the function that it wraps in a closure
-    cell.
-    """
+    """Return whether every decorator of a function keeps the function in a closure cell."""
     if not isinstance(function, FunctionType):
         return False
     inner = getattr(function, "__wrapped__", None)

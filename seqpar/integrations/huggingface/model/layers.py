@@ -264,8 +264,8 @@ def is_formula(x: nn.Module) -> bool:
 
 
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
-    """Describe the layers whose attention cannot be replaced, because they call no function of
-    transformers for it.
+    """Return a text for each layer that does not call a function of transformers for its attention,
+    so that its attention cannot be replaced.
     """
     deaf = {}
     for name, x in modules.items():
@@ -288,7 +288,7 @@ def _mixing(
     reached: Collection[str],
     recurrent: Collection[str],
 ) -> list[str]:
-    """Describe the modules that mix tokens by other means than attention."""
+    """Return a text for each module that mixes tokens in a different way than by attention."""
     mixers = {}
     for name, x in modules.items():
         kind = type(x).__name__
@@ -342,7 +342,9 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
 
 
 def layerdrop_faults(model: nn.Module) -> list[str]:
-    """Describe the modules that would skip different layers on each rank in training."""
+    """Return a text for each module that, in training, would skip different layers on different
+    ranks.
+    """
     reasons = []
     for name, x in model.named_modules():
         p = getattr(x, "layerdrop", 0) if x.training else 0
