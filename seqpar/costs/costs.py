@@ -59,9 +59,8 @@ class Costs:
     def key_gradient_itemsize(self) -> int:
         """The number of bytes of an element of dk in the dtype in which one kernel call returns dk.
 
-        GPUs are assumed to use FlashAttention-4, which returns dk in the dtype of k.
-        FlashAttention-4 cannot compute calls on CPUs, calls with fp32 or fp64 tensors, and calls
-        with some head dims. In such calls, dk has the dtype of the accumulator.
+        This is the dtype of k if FlashAttention-4 can compute the call, and otherwise the dtype of
+        the accumulator.
         """
         # Only GPU kernels compute all tasks of a call together, so `fused` shows the kind of
         # device.
@@ -278,9 +277,6 @@ class Costs:
     def ffn_gradient_bytes(self, layer: Layer) -> int:
         """Return the most bytes per token by which gradients within the feed-forward part of a
         layer exceed the tensors that its backward has freed.
-
-        The gradient of the part's product is the first one, and replaces the product. If the part
-        is gated, the gradients of the product's two factors follow.
         """
         return (2 if self.model.gated else 1) * layer.ffn * self.itemsize
 

@@ -79,7 +79,9 @@ def errors(grid: Grid, sample: Sample) -> Floats:
 
 
 def ascending(tables: Floats) -> Floats:
-    """Increase values of the tables so that no call takes less time than a smaller call."""
+    """Return tables of seconds in which values are increased so that no call takes less time than a
+    smaller call.
+    """
     return np.maximum.accumulate(np.maximum.accumulate(tables, -1), -2)
 
 

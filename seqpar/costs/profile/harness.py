@@ -39,7 +39,7 @@ def median_time(function: Callable[[], object], repeats: int) -> float:
 
 
 class ExposedCommunication(TypedDict):
-    """The seconds of a step, with and without communication, as `seqpar.exposure` returns them."""
+    """The seconds of a step with and without communication, which `seqpar.exposure` returns."""
 
     total: float
     without_communication: float

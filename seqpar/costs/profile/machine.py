@@ -194,8 +194,8 @@ def one_thread() -> Iterator[None]:
 
 
 def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:
-    """Return a profile of this machine: its hardware and samples. The samples of the shapes in
-    `held_out` are separate, because costs are not fitted to them.
+    """Return a profile of this machine: its hardware and samples. The calls in `held_out` are also
+    timed, but costs are not fitted to their samples.
     """
     setting = Setting.of_this_machine()
     here = environment()
