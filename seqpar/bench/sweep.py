@@ -79,7 +79,7 @@ def preflight(most: int, results: SweepResults, ranks: RankProcesses) -> None:
 
 @dataclass(frozen=True)
 class _Measured:
-    """The measurements of one workload, with a row for each contender."""
+    """The measurements of one batch, with a row for each strategy or library that computes it."""
 
     workload: Workload
     limit: float
@@ -88,8 +88,8 @@ class _Measured:
     rows: dict[str, Row]
 
     def add(self, name: str, action: Literal["check", "costs", "time"]) -> None:
-        """Measure a contender and write the results. A point with wrong results is recorded as
-        failed.
+        """Measure the strategy or library `name` and write the results. Wrong results are recorded
+        as a failure.
         """
         row, answers = self.rows[name], self._ask(name, action)
         if answers is None:
@@ -108,8 +108,8 @@ class _Measured:
         self.results.write()
 
     def _ask(self, name: str, action: str) -> list[Any] | None:
-        """Return the answers of all ranks to a request. If a rank fails, record the reason as the
-        result of the contender, and return None.
+        """Return the answers of all ranks to a request about the strategy or library `name`. If a
+        rank fails, record the reason as its result, and return None.
         """
         row = self.rows[name]
         if row["failed"] is not None:

@@ -116,7 +116,9 @@ class SweepResults:
 
     @property
     def rows(self) -> list[Row]:
-        """A row for each contender on each workload, whether it was measured or not."""
+        """A row for each strategy or library on each batch, including those that were not
+        measured.
+        """
         return self.content["rows"]
 
     def row(self, workload: Workload, contender: str) -> Row:
@@ -140,7 +142,9 @@ class SweepResults:
         return row["failed"] is None and unknown
 
     def check_places(self, then: list[dict[str, str]], now: list[dict[str, str]]) -> None:
-        """Raise a ValueError if the devices of ranks, or the ranks of each host, have changed."""
+        """Raise a ValueError if ranks have different devices than before, or if hosts have
+        different ranks than before.
+        """
         before, after = _where(then), _where(now)
         check_same(self.path, "of a different machine", before, after, tuple(after))
 
@@ -193,8 +197,9 @@ def _where(places: list[dict[str, str]]) -> dict[str, object]:
     """Return the properties of the ranks' devices that must be the same when an interrupted sweep
     continues.
 
-    The names of hosts are left out, because a queue can assign different hosts.
+    The names of hosts are left out.
     """
+    # A queue can assign different hosts when a sweep continues.
     hosts = [place["host"] for place in places]
     firsts = [hosts.index(host) for host in hosts]
     return {"devices": [place["device"] for place in places], "first rank of each host": firsts}

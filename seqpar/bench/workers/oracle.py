@@ -28,8 +28,8 @@ Sums = dict[str, list[float]]  # tensor -> [sum of squared errors, sum of square
 
 
 class CheckSums(TypedDict):
-    """The sums of squared errors on one rank: of a contender, of plain PyTorch, and of some rows of
-    a large batch.
+    """The sums of squared errors on one rank: of the strategy or library that is checked, of plain
+    PyTorch, and of some rows of a large batch.
     """
 
     errors: Sums

@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A contender's forward, or forward and backward, on this rank."""
+    """The forward, or the forward and backward, of a strategy or library on this rank."""
 
     contender: Contender
     tensors: tuple[Tensor, ...]  # q, k, v and dout
@@ -84,8 +84,8 @@ class Rank:
         return contenders.make(name, self._comm, batch, *heads, self._device)
 
     def _step(self, workload: Workload, name: str) -> MeasuredStep:
-        """Return a contender's step. Contenders with the same tokens and heads share their
-        tensors.
+        """Return the step of the strategy or library `name`. Steps with the same tokens and heads
+        share their tensors.
         """
         if name not in self._steps:
             batch = PackedBatch.of(workload.mask, workload.tokens)
@@ -196,8 +196,8 @@ class Rank:
         return result
 
     def _spot(self, workload: Workload, name: str) -> dict[str, oracle.Sums]:
-        """Return the sums of errors of some rows of `out`, for the contender and for plain
-        PyTorch.
+        """Return the sums of errors of some rows of `out`, for the strategy or library `name` and
+        for plain PyTorch.
         """
         step = self._step(workload, name)
         out = step()[0]

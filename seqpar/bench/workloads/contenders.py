@@ -68,7 +68,7 @@ def make(
 
 
 def one_device(batch: PackedBatch, heads: int, kv_heads: int) -> Contender:
-    """The contender "one device": our kernel on all tokens of some heads, without communication."""
+    """Our kernel on all tokens of some heads, on one device and without communication."""
     attention = make_attention("ring", Comm(ONE, 0, 1))
     return _on_layout(attention, Layout.contiguous(batch.cu_seqlens, 1), batch, heads, kv_heads)
 
@@ -165,7 +165,9 @@ MakePeer = Callable[[PackedBatch, torch.device], Peer]
 def _plainly(
     attend: Callable[..., Tensor], parts: Callable[[PackedBatch, int, int], Tensor]
 ) -> MakePeer:
-    """Return a factory for a library that supports one document with a causal or full mask."""
+    """Return a function that makes the call of a library which supports only one document with a
+    causal or full mask.
+    """
 
     def make(batch: PackedBatch, device: torch.device) -> Peer:
         indices = parts(batch, *plain.rank_of_all())

@@ -79,9 +79,7 @@ MAX_TOKENS_CHECKED = 2048  # limited by the tokens² scores of the fp64 referenc
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The options of a sweep, which determine its points. They are the same for all points of a
-    results file.
-    """
+    """The options of a sweep, which determine which batches and strategies are measured."""
 
     device: str
     contenders: tuple[str, ...]  # strategies, then other libraries
