@@ -63,8 +63,7 @@ def in_this_mode(function: Callable[[], T]) -> Callable[[], T]:
 class Worker:
     """A thread that runs jobs in order, and ends with this object.
 
-    The thread is a daemon: if a rank raises an error, the process ends even if a job still waits
-    for a peer.
+    The thread is a daemon, so the process can end while a job waits for a peer.
     """
 
     def __init__(self, name: str) -> None:
@@ -144,7 +143,5 @@ os.register_at_fork(after_in_child=_setting_threads.cache_clear)  # a thread may
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream for exchanges, which has high priority, so that small kernels of
-    exchanges do not wait for large kernels.
-    """
+    """Return a device's stream with high priority for exchanges."""
     return torch.cuda.Stream(device, priority=-1)

@@ -29,8 +29,8 @@ R = TypeVar("R")
 def is_traced() -> bool:
     """Return whether torch.compile or torch.export traces the caller.
 
-    `torch.compiler.is_compiling` cannot be used: in torch 2.13 and newer, it returns true in all
-    threads while one thread compiles, so calls of other threads would skip their checks.
+    Unlike `torch.compiler.is_compiling`, this function returns False in all threads that do not
+    compile.
     """
     # a constant of the graph, and false outside of the graph
     if torch.compiler.is_dynamo_compiling():
@@ -44,9 +44,8 @@ def outside_graphs(function: F, reason: str | None = None) -> F:
     """Mark a function at which torch.compile breaks the graph, or refuses with `fullgraph`.
 
     Functions that `function` calls are also not compiled. With `fullgraph`, the error of
-    torch.compile states the `reason`, by default that the function cannot be traced.
-    `torch.compiler.disable` would import the compiler, which takes seconds. This function does not
-    import the compiler.
+    torch.compile states the `reason`, by default that the function cannot be traced. Unlike
+    `torch.compiler.disable`, this function does not import the compiler, which takes seconds.
     """
     if reason is None:
         where = "call it outside of the compiled function"

@@ -47,7 +47,9 @@ _state = _State()
 
 @contextmanager
 def rehearse(device: torch.device) -> Iterator[Rehearsal]:
-    """Collect the tables that this thread requests within the context, for a device."""
+    """Within this context, collect the tables that this thread requests for a device, instead of
+    copying them. Tables are small tensors, such as indices.
+    """
     _state.rehearsal = rehearsal = Rehearsal(device)
     try:
         yield rehearsal
@@ -61,14 +63,16 @@ def rehearsing() -> bool:
 
 
 def device_of(x: Tensor) -> torch.device:
-    """Return the device of a tensor. In a rehearsal, tensors are on the meta device, and the result
-    is the device on which the tensor would be.
+    """Return the device of a tensor. For a meta tensor of a rehearsal, which only collects tables,
+    return the device for which tables are collected.
     """
     return x.device if _state.rehearsal is None else _state.rehearsal.device
 
 
 def is_on_cuda(x: Tensor) -> bool:
-    """Return whether a tensor is on a GPU or, in a rehearsal, would be on a GPU."""
+    """Return whether a tensor is on a GPU, or is a meta tensor of a rehearsal for a GPU. A
+    rehearsal collects tables and computes nothing.
+    """
     return x.is_cuda if _state.rehearsal is None else _state.rehearsal.device.type == "cuda"
 
 
@@ -100,7 +104,7 @@ class UploadedTables:
         self._events = dict(_copied.get(device, {}))
 
     def wait(self) -> None:
-        """Make the current stream wait for copies that other streams made."""
+        """Make the current stream wait until the tables are copied."""
         if not self._events or torch.cuda.is_current_stream_capturing():
             return
         current = torch.cuda.current_stream(self._device)
@@ -112,8 +116,8 @@ class UploadedTables:
 
 
 class TableHolder:
-    """The base class of plans. The attributes of a plan are tables, or tuples and lists of
-    tables.
+    """The base class of plans. The attributes of a plan are tables, which are small CPU tensors, or
+    tuples and lists of tables.
     """
 
     def placed(self, place: Callable[[Tensor], Tensor]) -> Self:
@@ -174,13 +178,13 @@ def on_stream(
     """Return the tensors that `compute` returns, from a cache if possible. The tensors are on a
     device.
 
-    The cache has an entry for each key and each stream of the device, because streams do not wait
-    for each other. While a CUDA graph is captured, nothing is cached, because tensors have no
-    values until the graph is replayed.
+    The cache has an entry for each key and each stream of the device. While a CUDA graph is
+    captured, nothing is cached.
     """
     if device.type != "cuda":
         return memo(key, compute)
     if torch.cuda.is_current_stream_capturing():
+        # A tensor that is made during a capture has no values until the graph is replayed.
         return compute()
     return memo((*key, torch.cuda.current_stream(device)), compute)
 

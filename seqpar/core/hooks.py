@@ -36,7 +36,7 @@ def moment(device: torch.device) -> Moment:
 
 
 class TracedWork(Protocol):
-    """The work of one computation. Each kind of attention has a class for it in `attend.py`."""
+    """The work of one computation of attention."""
 
     @property
     def area(self) -> int:
@@ -85,8 +85,8 @@ class Hooks:
         beside: a function that starts work that should overlap a rank's computation, and returns a
             function that waits for the end of this work. With None, the work runs in a thread or a
             stream.
-        replays: whether passes may be replayed (`softmax/replay.py`). If any other hook is set, no
-            pass is replayed.
+        replays: whether recorded passes may be replayed (`softmax/replay.py`). If any other hook is
+            set, no pass is replayed.
     """
 
     traces: tuple[Recorder, ...] = ()
@@ -107,8 +107,8 @@ class Hooks:
     def computing(
         self, device: torch.device, work: Callable[[], TracedWork]
     ) -> AbstractContextManager[bool]:
-        """Return the context in which a computation runs. The value of the context is False if
-        `replace_compute` was called in place of the computation.
+        """Return the context in which a computation runs. If a hook replaces the computation, the
+        value of the context is False, and the caller must not compute.
 
         `work()` returns the work of the computation, and is called only if a hook is set.
         """

@@ -29,8 +29,8 @@ def take_ranges(x: NDArray[T], chosen: Ints) -> NDArray[T]:
 
 
 def as_ranges(numbers: Ints) -> Ints:
-    """Return the shortest list of ranges (m, 2) from which `ranges` makes the integers
-    `numbers`.
+    """Return the shortest list of ranges (m, 2) that contains the integers `numbers` in this
+    order.
     """
     edges = np.flatnonzero(np.r_[True, np.diff(numbers) != 1, True])[: numbers.size + 1]
     return np.stack([numbers[edges[:-1]], numbers[edges[1:] - 1] + 1], 1)
@@ -95,8 +95,8 @@ def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) ->
 def _starting_in(
     one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints], after: int
 ) -> tuple[Ints, Ints]:
-    """Return all pairs whose range in `other` starts within the range in `one`, at least `after`
-    behind its start.
+    """Return the indices of all pairs of a range in `one` and a range in `other` that starts within
+    the first range, and at least `after` behind its start.
     """
     (documents, starts, stops), begins = one, sort_keys(*other[:2])
     order = np.argsort(begins, kind="stable")

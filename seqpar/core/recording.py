@@ -48,7 +48,7 @@ class Recording:
     def __init__(self, places: Sequence[Any], steps: Sequence[_Step], results: list[int]) -> None:
         """Keep the steps, the initial values of the places, and the places of the results.
 
-        `places` does not contain the inputs of the function, which have the first places.
+        `places` does not contain the inputs of the function. Their places come before all others.
         """
         self._places, self._results = places, results
         last = {place: number for number, x in enumerate(steps) for place in (*_written(x), *x[1])}
@@ -150,7 +150,7 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
     def step(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return `function(*arguments)`, and record the call as one step.
 
-        If the call is made while a different step runs, the call is a part of the different step.
+        If the call is made while a different step runs, it is not recorded separately.
         """
         if self._in_step:
             return function(*arguments)
@@ -203,7 +203,7 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
             self._steps.append(_Step(function, tuple(reads), self._define(result)))
 
     def _define(self, x: object) -> int:
-        """Return the number of a new place, to which a step writes `x`."""
+        """Return the number of a new place, the storage to which a step writes its result `x`."""
         place = len(self._places)
         self._places.append(None)
         if not isinstance(x, Tensor):
@@ -224,8 +224,8 @@ class Recorder(dispatch_mode()):  # type: ignore[misc]
         return self._constant(x) if root is None else root
 
     def _place_of(self, x: object) -> int:
-        """Return the number of the place of an argument. If the argument is a view or a list, first
-        add a step that makes it.
+        """Return the number of the place from which a step reads an argument. If the argument is a
+        view or a list, first add a step that makes it.
         """
         if isinstance(x, Tensor):
             root, form = self._root_of(x), _form(x)

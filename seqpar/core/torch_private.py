@@ -394,11 +394,9 @@ def base_of(x: Tensor) -> Tensor | None:
 
 
 def swap_contents(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two tensors. Tensors that autograd has saved keep their contents.
-
-    An assignment to `a.data` would also change saved tensors, and backward would refuse `a` after a
-    change of its size.
-    """
+    """Exchange the contents of two tensors. Tensors that autograd has saved keep their contents."""
+    # An assignment to `a.data` would also change saved tensors, and backward would refuse `a` after a
+    # change of its size.
     _get("torch._C._swap_tensor_impl")(a, b)
 
 
@@ -463,10 +461,8 @@ def bare(module: torch.nn.Module, copy: Callable[[Any], Any]) -> dict[str, Any]:
 def observed_compiled_call(
     module: torch.nn.Module, observe: Callable[[object], object]
 ) -> Iterator[None]:
-    """Call `observe` with each result of a module that was compiled by its method compile().
-
-    Hooks of such a module are compiled with it, and would observe traced values instead of results.
-    """
+    """Call `observe` with each result of a module that was compiled by its method compile()."""
+    # Hooks are compiled with the module, and would observe traced values instead of results.
     compiled = TORCH.read(module, "_compiled_call_impl")
 
     def call(*arguments: Any, **options: Any) -> object:
@@ -608,13 +604,13 @@ def set_inherited(name: str, value: object) -> None:
 
 @cache
 def _stash_steals_references() -> bool:
-    """Return whether torch drops a reference that it does not own, as in torch 2.11.
-
-    torch drops the reference when a thread's value is replaced. The old value would be freed while
-    other threads use it.
+    """Return whether `set_inherited` would make torch drop a reference that it does not own, as in
+    torch 2.11.
     """
     probe = object()
     before = sys.getrefcount(probe)
+    # torch would drop the reference when a thread's value is replaced, and the old value would be
+    # freed while other threads use it.
     _get("torch._C._stash_obj_in_tls")("seqpar probe", probe)
     if sys.getrefcount(probe) > before:
         return False
@@ -704,11 +700,10 @@ def fast_encoder_layer() -> object:
 def inlined_only(function: T) -> T:
     """Mark a function that torch.compile may trace as a part of its callers, but may not compile by
     itself.
-
-    After a graph break, torch.compile would compile a mode's `__torch_function__` by itself. The
-    compiled function could return the value of a different attribute, because its guards do not
-    distinguish the getters of attributes.
     """
+    # After a graph break, torch.compile would compile a mode's `__torch_function__` by itself. The
+    # compiled function could return the value of a different attribute, because its guards do not
+    # distinguish the getters of attributes.
     return _skipped(function, "DEFAULT")
 
 

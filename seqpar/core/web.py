@@ -67,8 +67,8 @@ class BoundedServer(ThreadingHTTPServer):
     def is_own_name(self, host: str) -> bool:
         """Return whether a Host is an address, or a name of this machine.
 
-        A hostile site may let its name resolve to this machine (DNS rebinding). A browser that is
-        tricked in this manner sends the name of the hostile site as the Host, and never an address.
+        A browser that a hostile site has tricked (DNS rebinding) sends the name of this site as the
+        Host.
         """
         name = host.strip().lower()
         if name.startswith("["):
@@ -120,9 +120,7 @@ class BoundedServer(ThreadingHTTPServer):
         self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Write nothing, because it is not an error if a client leaves or if the server ends the
-        client's connection.
-        """
+        """Write nothing, also if a client leaves or if the server ends the client's connection."""
 
 
 def _cut(request: socket.socket) -> None:
