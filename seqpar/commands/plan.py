@@ -120,8 +120,8 @@ class _Use:
 
 
 def _choice(x: Recommendation, use: _Use) -> str:
-    """Describe the best configuration for training in words. If no configuration fits into memory,
-    say how much memory is missing for the one that needs the least.
+    """Describe in words the best configuration for training. If no configuration fits into memory,
+    say how much memory is missing.
     """
     if x.seconds == np.inf:
         return f"\nchoice: none. The closest is {x.name}: {x.why_not}"
