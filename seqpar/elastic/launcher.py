@@ -90,7 +90,9 @@ class Launcher:
                 worker.process.kill()
 
     def tick(self) -> None:
-        """Check all processes and reports once, and form a group if all have reported."""
+        """Check all processes and their reports once. If all processes have reported, form a
+        group.
+        """
         for number in list(self._workers):
             code = self._workers[number].process.poll()
             if code is not None:
@@ -119,7 +121,7 @@ class Launcher:
         self._workers[self._started] = _Worker(self._start(self._started))
 
     def _complete(self) -> bool:
-        """Return whether the reports of all processes can be answered now.
+        """Return whether the launcher can answer the reports of all processes now.
 
         Kills members of the group that have not reported in time, and ends the training if too few
         processes are left.
@@ -155,7 +157,7 @@ class Launcher:
         return {n: w.report for n, w in self._workers.items() if w.report is not None}
 
     def _form(self) -> None:
-        """Answer all reports: form a group, or end the training."""
+        """Answer the reports of all processes: form a group, or end the training."""
         reports = self._reports()
         survivors = [number for number in self._members if number in reports]
         if survivors and all(reports[number].done for number in survivors):

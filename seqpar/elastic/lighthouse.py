@@ -90,8 +90,7 @@ class LighthouseRendezvous:
         """Return whether the current group has exactly these members, and all of them know this
         group.
 
-        A process does not know the group if other processes formed the group while the process was
-        silent.
+        A process that was silent does not know a group that was formed without it.
         """
         generations = {_data(member)["generation"] for member in members}
         return _names(members) == self._members and generations == {self._generation}

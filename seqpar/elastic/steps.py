@@ -39,7 +39,9 @@ Build = Callable[[Group], tuple[Mapping[str, Stateful], Callable[[int], R]]]
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The states after a number of finished steps, as bytes (n,) uint8; None before the first."""
+    """The states after a number of finished steps, as bytes (n,) uint8. The bytes are None before
+    the first checkpoint.
+    """
 
     finished: int = 0
     data: Tensor | None = None
@@ -98,10 +100,9 @@ class _Checkpoint:
 
     @property
     def _bytes(self) -> memoryview:
-        """A view of the data. Copying the data would stop all threads of the process, including the
-        thread that sends heartbeats.
-        """
+        """A view of the data, without a copy."""
         assert self.data is not None
+        # Copying would stop all threads of the process, including the one that sends heartbeats.
         return self.data.numpy().data
 
     def restore(self, states: Mapping[str, Stateful]) -> None:
@@ -134,9 +135,7 @@ class _Checkpoint:
 
 
 def _share_initial_states(states: Mapping[str, Stateful], comm: Comm, place: Place) -> None:
-    """Send rank 0's states to all ranks, because `build` can draw different weights on each
-    rank.
-    """
+    """Send the states of rank 0 to all ranks."""
     initial = _Checkpoint.of(0, states)
     initial.check()
     place = place._replace(source=0, lacking=range(1, place.ranks))
