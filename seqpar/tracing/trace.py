@@ -142,9 +142,7 @@ class Trace:
 
 
 def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """Return the present time as a CUDA event and in seconds, because events measure only
-    differences.
-    """
+    """Return the present time twice: as a CUDA event, and in seconds."""
     torch.cuda.synchronize(device)
     now = moment(device)
     assert isinstance(now, torch.cuda.Event)
