@@ -395,8 +395,8 @@ def base_of(x: Tensor) -> Tensor | None:
 
 def swap_contents(a: Tensor, b: Tensor) -> None:
     """Exchange the contents of two tensors. Tensors that autograd has saved keep their contents."""
-    # An assignment to `a.data` would also change saved tensors, and backward would refuse `a` after a
-    # change of its size.
+    # An assignment to `a.data` would also change saved tensors, and backward would refuse `a` after
+    # a change of its size.
     _get("torch._C._swap_tensor_impl")(a, b)
 
 

@@ -279,8 +279,8 @@ class ServerIdentity(_Identity):
             """Return the certificates for gRPC if they have changed since the last call, and None
             otherwise.
             """
-            # gRPC crashes after thousands of handshakes if each handshake replaces the configuration
-            # while other handshakes use it.
+            # gRPC crashes after thousands of handshakes if each handshake replaces the
+            # configuration while other handshakes use it.
             nonlocal given
             if given is self._configuration:
                 return None

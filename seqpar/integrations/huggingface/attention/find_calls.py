@@ -101,8 +101,8 @@ def _recurrent_call(
     (options,) = _linear_call(known, attention, args, kwargs)
     if known.keys().isdisjoint(("dtype", "device")):
         return [options]
-    # The dtype of a recurrence depends on the dtype and device of q, which can differ between a step
-    # and the run in which the call was found.
+    # The dtype of a recurrence depends on the dtype and device of q, which can differ between a
+    # step and the run in which the call was found.
     of_model = {"dtype": known.get("dtype", recurrence.dtype), "device": options["device"]}
     q, v = (torch.empty(0, options[dim], **of_model) for dim in ("head_dim", "value_dim"))
     dtypes = {recurrence.dtype_of_products(q, v), known.get("dtype", recurrence.dtype)}
