@@ -1,10 +1,8 @@
-"""`Geometry`: which tokens each rank holds, as arrays of spans. `Layout` wraps a geometry for
-users.
+"""`Geometry`: which tokens each rank holds, as arrays of spans. `Layout` wraps it for users.
 
 A *span* is a range of positions of one document that one rank holds. The tokens on a rank are
 ordered by document, and within a document by position. A *row* is the index of a token in this
-order. A *run* is all tokens of one document on one rank. A run consists of one or more spans, and
-its rows are consecutive.
+order. A *run* is all tokens of one document on one rank.
 """
 
 from __future__ import annotations
@@ -182,12 +180,9 @@ class Geometry:
     def worst_case(self) -> Geometry:
         """The geometry for which messages are planned. Usually, it is this object itself.
 
-        A *geometry* says which tokens each rank holds.
-
-        A layout with `most_documents` is for CUDA graphs. A graph can be replayed with different
-        documents only if the sizes of its messages do not depend on the documents. For a layout
-        with `most_documents`, this property is therefore a geometry in which all tokens belong to a
-        single document.
+        A *geometry* says which tokens each rank holds. If the layout has `most_documents`, the
+        sizes of messages must not depend on the documents. In this case, the result is a geometry
+        in which all tokens belong to a single document.
         """
         if not self.cut.most_documents:
             return self

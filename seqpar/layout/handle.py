@@ -1,16 +1,14 @@
 """Handles: tensors that stand for layouts, because torch operators accept tensors but no layouts.
 
 A *handle* is a 1-D int64 tensor on the CPU. It contains a digest of the layout, the documents, and
-the cut, all as integers. A *cut* is a rule that assigns ranges of tokens to ranks, such as zigzag.
-A compiled graph treats the handle as data, so a new layout does not cause a recompilation. A copy
-of a handle works like the original, in any process.
+the rule that assigns tokens to ranks. A compiled graph treats the handle as data, so a new layout
+does not cause a recompilation.
 
-A *geometry* is the content of a layout as arrays (`geometry.py`). A table of this process finds the
-geometry for a digest, so that equal layouts share one geometry. The table has only weak references
-to geometries. The memory of a handle is a numpy array that refers to the geometry. An object that
-keeps the handle alive, such as a Layout or a saved tensor of autograd, therefore also keeps the
-geometry and the tables of the geometry alive. If only copies of the handle are left, the geometry
-is made again from the content of a copy.
+A *geometry* is the content of a layout as arrays (`geometry.py`). A table of this process, with
+weak references, finds the geometry for a digest, so that equal layouts share one geometry. An
+object that keeps a handle alive, such as a Layout or a saved tensor of autograd, also keeps the
+geometry alive. If only a copy of the handle is left, the geometry is made again from the content of
+the copy, in any process.
 """
 
 from __future__ import annotations
@@ -64,9 +62,8 @@ def _mark_of(words: Ints) -> Tensor:
     """Return an empty tensor whose shape depends on the content of a handle.
 
     A handle is a tensor that stands for a layout. When torch recomputes a checkpoint, it compares
-    the shapes of saved tensors, but not their content. Two handles with the same number of
-    documents have the same shape, so torch would not notice a different layout. The tensors that
-    this function returns for two different handles have different shapes.
+    the shapes of saved tensors, but not their content. With this tensor, torch notices if the
+    recomputation has a different layout.
     """
     with torch.inference_mode(False):
         return torch.empty_strided([0, 2 + int(words[0]) % 2**40], [0, 0])

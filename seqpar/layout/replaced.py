@@ -2,7 +2,6 @@
 
 A CUDA graph reads tables at fixed addresses. For each call, a layout with `most_documents`
 therefore stores a function that makes the tables of the call for a different layout.
-`Layout.load_tables` calls this file.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def remember(
 ) -> None:
     """Remember a call whose tables are on a device.
 
-    `tables_of` returns the tables of the call for any layout. If `load_tables` has loaded the
-    tables of another layout, this function raises a ValueError, because the new call would read the
-    tables of this layout, while earlier calls read the tables of the loaded layout.
+    `tables_of` returns the tables of the call for any layout. If `layout` now has the tables of
+    another layout, this function raises a ValueError, because the new call would read tables of
+    different documents than earlier calls.
     """
     if _LOADED in layout.derived:
         raise ValueError(

@@ -184,10 +184,9 @@ def share(
 ) -> tuple[Tensor, list[int]]:
     """Return which rows of a rank are sent to which rank when tokens move to another layout.
 
-    Tokens move from the layout `own` to the layout `other`. The first result is the rank's rows in
-    `own`, (T_local,) on `device`, sorted by the rank that holds the token in `other`. Rows for the
-    same rank are in the order of the packed batch. The second result is a list with the number of
-    rows for each rank.
+    The result is the rank's rows in the layout `own`, (T_local,) on `device`, sorted by the rank
+    that holds the token in the layout `other`, and a list with the number of rows for each rank.
+    Rows for the same rank are in the order of the packed batch.
     """
 
     def build() -> tuple[Tensor, list[int]]:

@@ -1,10 +1,10 @@
-"""`Cut`, the interface of the rules that assign the spans of a packed batch to ranks.
+"""`Cut`, the interface of the rules that assign the tokens of a packed batch to ranks.
 
-A *span* is a range of positions of one document that one rank holds. A *cut* is such a rule, for
-example zigzag. A cut consists of the number of ranks and a few options. Most cuts do not store
-spans. They compute the spans of one rank at a time from `cu_seqlens`, so that memory does not grow
-with the number of ranks. Two cuts are in this file: `Spans`, which stores a list of spans, and
-`Merged`, which treats several consecutive ranks of another cut as one rank.
+A *cut* is such a rule, for example zigzag. It consists of the number of ranks and a few options. A
+*span* is a range of positions of one document that one rank holds. Most cuts do not store spans,
+but compute the spans of one rank at a time, so that memory does not grow with the number of ranks.
+Two cuts are in this file: `Spans`, which stores a list of spans, and `Merged`, which treats several
+consecutive ranks of another cut as one rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Columns = tuple[Ints, Ints, Ints]  # the documents, starts and stops of spans
 class Counts(NamedTuple):
     """The numbers of tokens, spans and runs on each rank, as arrays (ranks,).
 
-    A *span* is a range of positions of one document that one rank holds. A *run* is all tokens of
-    one document on one rank. `continued` is the number of spans that do not begin at the start of
-    their document.
+    A *span* is a range of positions of one document that one rank holds, and a *run* is all tokens
+    of one document on one rank. `continued` is the number of spans that do not begin at the start
+    of their document.
     """
 
     tokens: Ints
@@ -103,8 +103,8 @@ class Cut(Protocol):
     def mirrored_edges(self, lengths: Ints) -> Ints | None:
         """Return the edges of the chunks of documents, (documents, 2P + 1), or None.
 
-        The result is None unless every document is cut into 2P *mirrored* chunks, some of which may
-        be empty. Chunks are mirrored if each rank c of P ranks holds the chunks c and 2P − 1 − c.
+        The result is None unless each document is cut into 2P chunks, and each rank c of P ranks
+        holds the chunks c and 2P − 1 − c. Chunks may be empty.
         """
 
 
@@ -252,8 +252,8 @@ def merged(parts: Sequence[Columns]) -> Columns:
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
     """Join adjacent spans of one rank. A *span* is a range of positions of one document.
 
-    Returns the joined spans and, for each joined span, the index of its first span in `columns`. If
-    `columns` has spans of several ranks, the spans are sorted by rank, and `ranks` has the rank of
+    Returns the joined spans, and for each joined span the index of its first span in `columns`. If
+    `columns` has spans of several ranks, they must be sorted by rank, and `ranks` has the rank of
     each span.
     """
     documents, starts, stops = columns

@@ -1,10 +1,10 @@
-"""Deal the tokens of a pack to ranks like cards, so that all ranks get equal numbers of tokens.
+"""Deal the tokens of a packed batch to ranks like cards, so that all ranks get equal numbers of
+tokens.
 
-`EvenZigzag` and `EvenStripes` use this rule. Tokens are dealt in *rounds*. In a round, each rank
-gets one *part*, a range of consecutive tokens. All parts of a round have the same size, except that
-parts of the last round may be smaller. Each of P ranks gets ⌈T/P⌉ of T tokens, regardless of the
-documents. If T is not a multiple of P, the last ranks get fewer tokens. Over all ranks together,
-fewer than P tokens are missing.
+In each round, each rank gets a range of consecutive tokens. All ranges of a round have the same
+size, except in the last round. Each of P ranks gets ⌈T/P⌉ of T tokens, regardless of the documents.
+If T is not a multiple of P, the last ranks get fewer tokens. Over all ranks together, fewer than P
+tokens are missing.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class Deal:
     """The rule by which the T tokens of a batch are dealt to P ranks like cards, in rounds.
 
     In each of the first `singles` rounds, each rank gets one token. In each later round, each rank
-    gets `part` consecutive tokens. In the last round, ranks may get fewer tokens. All methods use
-    formulas, so they need no arrays with an entry for each round or document.
+    gets `part` consecutive tokens. In the last round, ranks may get fewer tokens.
     """
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:

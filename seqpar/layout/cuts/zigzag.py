@@ -109,12 +109,10 @@ def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
 class _ChunkSizes(NamedTuple):
     """The sizes of the two chunks of each document on each rank, in a zigzag cut.
 
-    The tokens of the documents are dealt to the ranks one after another, like cards.
-
-    Rank c has n_c tokens of a document, in two chunks. The low chunk, which is nearer to the start
-    of the document, has ⌊(n_c + up)/2⌋ tokens. `first` has, for each document, the number of tokens
-    that each rank gets from documents that are dealt earlier. `last` has the same number plus the
-    tokens that each rank gets from the document.
+    Rank c has n_c tokens of a document, in two chunks. The chunk that is nearer to the start of the
+    document has ⌊(n_c + up)/2⌋ tokens. The tokens of the documents are dealt to the ranks one after
+    another, like cards. `first` has the number of tokens that each rank has before a document is
+    dealt, and `last` has the number after this document is dealt.
     """
 
     lengths: Ints
@@ -135,9 +133,9 @@ class _ChunkSizes(NamedTuple):
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
         """Divide the ranks 0 … `behind` − 1 into five groups, separately for each document.
 
-        n_c is the number of tokens of the document on rank c. A group consists of consecutive ranks
-        with the same n_c. Return the edges of the groups, (6, documents), and the n_c of each
-        group, (5, documents).
+        A group consists of consecutive ranks with the same number of tokens of the document. Return
+        the edges of the groups, (6, documents), and the number of tokens per rank in each group,
+        (5, documents).
         """
         # Five groups suffice: in a round, all ranks get the same number of tokens of a document,
         # except for two ranks, which are those whose turn it is when the document begins and when
@@ -169,21 +167,17 @@ class _ChunkSizes(NamedTuple):
 class EvenZigzag(CountedCut):
     """A zigzag cut in which all ranks have the same number of tokens.
 
-    The tokens of the packed batch are dealt to the ranks one by one (`dealing.py`). This rule
-    determines only the number n_c of tokens of a document that rank c holds. Each document is cut
-    into 2P chunks: a low chunk and a high chunk for each rank. From the start of the document, the
-    low chunks of the ranks 0, 1, … P − 1 come first, and the high chunks of the ranks P − 1, … 1, 0
-    follow. Each of the two chunks of rank c has n_c / 2 tokens. If n_c is odd, one of the two
-    chunks has one more token: the high chunk in every second document, and the low chunk in all
-    other documents. Each rank therefore has the same fraction of each document and of the
-    document's causal work, up to one token.
+    Each document is cut into 2P chunks: a low chunk and a high chunk for each rank. From the start
+    of the document, the low chunks of the ranks 0, 1, … P − 1 come first, and the high chunks of
+    the ranks P − 1, … 1, 0 follow. To find the number n_c of tokens of a document on rank c, the
+    tokens of all documents are dealt to the ranks one by one (`dealing.py`). Each chunk of rank c
+    has n_c / 2 tokens. If n_c is odd, one of the two chunks has one more token: the high chunk in
+    every second document, and the low chunk in all other documents.
 
     A document of fewer than 2P·min_chunk tokens is *short*. Short documents are dealt after all
-    longer documents, sorted from the longest to the shortest. Short documents are dealt in parts of
-    2·min_chunk tokens instead of single tokens, so that a short document is on one rank or on a few
-    ranks. After every rank has got one part, every rank gets a second part, and so on. Parts that
-    are dealt one after another come from documents of similar length, and therefore have about the
-    same work.
+    longer documents, from the longest to the shortest, in ranges of 2·min_chunk tokens instead of
+    single tokens. A short document is therefore on one rank or on a few ranks, and ranges that are
+    dealt one after another have about the same work.
     """
 
     ranks: int

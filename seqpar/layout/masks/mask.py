@@ -2,13 +2,8 @@
 
 A *slice* is a range of query rows and a range of key rows of one document, with a *band* lo ≤ k_pos
 − q_pos ≤ hi. A query of the slice attends to the keys of the slice whose positions lie in the band.
-`slices_between` makes the slices of a mask between the queries of one rank and the keys of another
-rank. Slices do not overlap.
-
-A *run* is all tokens of a document on one rank. Positions ascend within a run. The keys of a run to
-which a query attends are therefore consecutive rows, which are found by bisection. The number of
-slices grows with the number of documents on each rank, or with the number of a mask's ranges on
-each rank. The number of slices does not depend on the number of ranges of positions in a run.
+Slices do not overlap. The number of slices grows with the number of documents on each rank, or with
+the number of ranges of the mask on each rank.
 """
 
 from __future__ import annotations
@@ -153,11 +148,9 @@ class Mask:
 class Slices:
     """Which queries of one block attend to which keys of another block, as a list of slices.
 
-    A *slice* is a range of query rows and a range of key rows of one document, with a band of
-    positions (see the module's docstring). If different ranks hold the queries and the keys, one of
-    the two blocks is sent to the rank that holds the other block. The sent block has only rows that
-    belong to some visible pair. The block that is not sent has all rows of the receiver. If one
-    rank holds both blocks, both blocks have all rows of this rank.
+    A *slice* is a range of query rows and a range of key rows of one document, with a range of
+    allowed distances between their positions. A block that is received from another rank has only
+    the rows that belong to some (query, key) pair. A block of the rank itself has all of its rows.
     """
 
     q_rows: Ints  # (n, 2): the range of query rows of each slice
@@ -429,11 +422,10 @@ def _middle(lengths: Ints) -> Ints:
 
 
 def _row(start: Ints, stop: Ints) -> int:
-    """Return the query row at which a slice is cut into two halves with about the same work.
+    """Return the query row at which to cut a slice into two halves with about the same work.
 
-    A *slice* is a range of query rows and a range of key rows. The work is the number of (query,
-    key) pairs. Query i attends to the keys start[i] … stop[i] − 1. In long slices, the row is a
-    multiple of the number of rows that kernels compute together.
+    The work is the number of (query, key) pairs. Query i attends to the keys start[i] … stop[i] −
+    1. In long slices, the result is a multiple of the number of rows that kernels compute together.
     """
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]

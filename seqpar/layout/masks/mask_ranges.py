@@ -83,7 +83,7 @@ class MaskRanges:
     """The ranges of a mask that a user has given as a list of ranges.
 
     The ranges do not overlap. They are sorted by document, queries, keys and allowed distances.
-    `handle` is a 1-D int64 tensor on the CPU that contains a digest (`key`), followed by the
+    `handle` is a 1-D int64 tensor on the CPU, which contains a digest of the ranges (`key`) and the
     ranges.
     """
 
@@ -222,10 +222,8 @@ def _columns(ranges: RangeList) -> list[Ints]:
 def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
     """Return two overlapping ranges and a pair that is in both, or None if no ranges overlap.
 
-    The results are the indices of the two ranges, (2,), and the positions of the query and the key
-    of the pair. The ranges must be sorted by document, and within a document by `q_starts`. For n
-    ranges, the search makes about n log n comparisons. In addition, each insertion of a range into
-    the list of current ranges moves all list entries with later keys.
+    The result has the indices of the two ranges, (2,), and the positions of the query and the key
+    of the pair. The ranges must be sorted by document, and within a document by `q_starts`.
     """
     pairs = _neighbours(ranges)
     one, other = (ranges.take(column) for column in pairs)

@@ -4,9 +4,8 @@ A rank must know these numbers before it makes a call. This file counts the rows
 called the *asking* rank. Attention has two *sides*, queries and keys. The *reach* of some rows is
 the set of positions on the other side that form a pair with at least one of these rows.
 
-Only documents of the asking rank are processed, a few documents at a time. For each document, only
-ranks in the reach of the asking rank are processed. An array with an element for each pair of a
-document and a rank would take too much memory.
+Only documents of the asking rank are processed, a few documents at a time, and only ranks in the
+reach of the asking rank.
 """
 
 from __future__ import annotations
@@ -149,12 +148,11 @@ class AttentionSide(NamedTuple):
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
-        """Return, for each rank, the rows of the asking rank that form pairs with rows of this
-        rank.
+        """Return, for each rank, which of the rows in `own` form a (query, key) pair with a row of
+        that rank.
 
-        A pair is a query and a key to which the query attends. If `groups` (ranks,) assigns each
-        rank to a group, the result has instead, for each group, the rows that form pairs with rows
-        of the group.
+        If `groups` (ranks,) assigns each rank to a group, the result has one entry for each group
+        instead.
         """
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
@@ -228,10 +226,7 @@ class AttentionSide(NamedTuple):
         """Return the result of `own_rows` for a layout such as zigzag and a mask without a left
         limit.
 
-        In a zigzag layout, each rank holds two chunks of a document. Without a left limit, the rows
-        of these two chunks form pairs with all positions before a single position, or with all
-        positions after a single position. A list of the ranges of tokens on each rank is therefore
-        not needed.
+        In a zigzag layout, each rank holds two chunks of a document.
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows

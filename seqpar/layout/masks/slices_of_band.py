@@ -14,13 +14,12 @@ Bounds = tuple[Ints, Ints]
 
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
-    """Return the run, the first row and the row after the last row of each cluster of query rows.
+    """Cut the rows of queries into clusters. Return each cluster's run, first row and row after the
+    last row.
 
-    A *run* is all tokens of a document on one rank. It consists of *spans*, which are ranges of
-    positions without gaps. A *cluster* is a set of neighbouring spans of a run. A run is cut into
-    clusters at each gap between spans that is wider than the band of allowed distances, hi − lo.
-    The queries of a cluster therefore attend to a range of keys without gaps. No query attends to
-    keys between the ranges of two clusters, so these keys are not sent.
+    A *run* is all tokens of a document on one rank. A *cluster* is a set of neighbouring query rows
+    of a run that together attend to a range of keys without gaps. A run is therefore cut at each
+    gap between its positions that is wider than `band`, the range of allowed distances.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -30,12 +29,11 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 
 
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges of query rows at each wide gap between the positions of neighbouring rows.
+    """Cut ranges of query rows where the positions of neighbouring rows are far apart.
 
-    Each range must lie within one document. A gap is wide if it is wider than the band of allowed
-    distances of the range. `widths` has the width of the band, hi − lo, of each range. Returns
-    three arrays with an entry for each piece of a range: the index of the range, the start of the
-    piece, and the stop of the piece. An empty range has no piece.
+    Each range must lie within one document. A range is cut at gaps that are wider than its entry in
+    `widths`. Returns three arrays with an entry for each piece of a range: the index of the range,
+    the start of the piece, and the stop of the piece. An empty range has no piece.
     """
     # Ranges with a gap wider than their band are cut together, at all gaps that are wider than the
     # narrowest of their bands.
@@ -106,9 +104,10 @@ def of_band(
 ) -> Ints:
     """Return the slices of a mask with a window and a prefix, as an array (6, n).
 
-    A *slice* is a range of query rows and a range of key rows with a *band*, a range of allowed
-    distances. The array is like the result of `in_reach`. `shift` is added to the positions of
-    queries to align the last query with the last key of each document.
+    A *slice* is a range of query rows and a range of key rows with a range of allowed distances.
+    The rows of the array are q start and stop, k start and stop, and the smallest and largest
+    distance. `shift` is added to the positions of queries to align the last query with the last key
+    of each document.
     """
     documents, q_start, q_stop = clusters(q, left + right)
     prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)

@@ -5,10 +5,9 @@ the rank that computes it. The *owner* of a row is the rank that holds it. A row
 receives from a different rank is *foreign*.
 
 A server receives its foreign queries in several stages. While the server computes one stage, it
-returns the results of the preceding stage. A key is sent to a server only once. The key arrives no
-later than the first foreign query that attends to it. The gradient of the key can be returned after
-the server has computed the last foreign query that attends to the key. The work of the server's own
-queries over foreign keys is spread over all stages.
+returns the results of the preceding stage. A key is sent to a server only once, no later than the
+first foreign query that attends to it. The gradient of the key can be returned after the server has
+computed the last foreign query that attends to the key.
 """
 
 from __future__ import annotations
@@ -303,12 +302,9 @@ def _held(parts: Parts, queries: Geometry) -> Ints:
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
     """Return the slices of some parts of tasks between the query rows and key rows of a server.
 
-    A *part* is a rectangle of query positions and key positions with a *band*, a range of allowed
-    distances k_pos − q_pos. A *slice* is a range of query rows and a range of key rows with a band.
-    A *run* is all tokens of a document on one rank, and a *cluster* is a set of query rows of a run
-    that attend to a range of keys without gaps. There is one slice for each combination of a part,
-    a cluster of query rows and a run of key rows, if the combination has (query, key) pairs.
-    `shift` (documents,) is added to the positions of queries to align them with the keys.
+    A *part* is a rectangle of query positions and key positions with a range of allowed distances
+    k_pos − q_pos. A *slice* is the same for query rows and key rows. `shift` (documents,) is added
+    to the positions of queries to align them with the keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)

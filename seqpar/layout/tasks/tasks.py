@@ -24,11 +24,10 @@ class TaskRectangles(NamedTuple):
     """Tasks: rectangles of query and key positions, and the rank that computes each, as arrays
     (n,).
 
-    A task is attention for the visible (query, key) pairs in its rectangle. A task with a band is
-    attention only for the visible pairs in this band. Every visible pair must be in exactly one
-    task. Hidden pairs may be in any number of tasks. Positions of queries are counted among the
-    document's queries, and positions of keys among the document's keys. The last query and the last
-    key of a document have different positions if `kv_layout` has more keys than queries.
+    A task is attention for the visible (query, key) pairs in its rectangle. If the task has a band,
+    it is attention only for the pairs in this band. Every visible pair must be in exactly one task.
+    Hidden pairs may be in any number of tasks. Positions of queries are counted among the
+    document's queries, and positions of keys among the document's keys.
 
     Attributes:
         documents: the document of the queries and keys.
@@ -36,8 +35,7 @@ class TaskRectangles(NamedTuple):
         k_starts, k_stops: the range of keys.
         servers: the rank that computes the task.
         lows, highs: a band low ≤ k_pos − q_pos ≤ high. Both are None if no task has a band. Several
-            tasks may have the same rectangle with different bands, for a mask with several ranges
-            in one rectangle.
+            tasks may have the same rectangle with different bands.
     """
 
     documents: Ints
@@ -115,10 +113,8 @@ class Parts(NamedTuple):
     """Parts of tasks: rectangles of query and key positions with one band each, as arrays (n,).
 
     A *band* low ≤ k_pos − q_pos ≤ high says which queries of the rectangle attend to which keys.
-    Each rectangle is as small as its pairs allow. A band applies to query positions that are
-    counted from the document's first query, and to key positions that are counted from the
-    document's first key. The bands of parts include the shift by which `Mask` aligns the last query
-    with the last key of a document.
+    Positions of queries are counted from the document's first query, and positions of keys from the
+    document's first key. Each rectangle is as small as its pairs allow.
     """
 
     documents: Ints  # the document of the queries and keys
@@ -182,8 +178,7 @@ class Parts(NamedTuple):
     def _below(self, bounds: Ints) -> Ints:
         """Return the number of (query, key) pairs of each part with k_pos − q_pos ≤ bound.
 
-        A part is a rectangle of query positions and key positions. If the part has w keys, query i
-        has clip(i + c, 0, w) of these pairs, where c depends on the bound.
+        A part is a rectangle of query positions and key positions.
         """
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
@@ -195,9 +190,9 @@ class Parts(NamedTuple):
         return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
-        """Cut the queries of each part at the edges of the rank that computes the part, its server.
+        """Cut the queries of each part at the edges of the rank that computes the part.
 
-        A part is a rectangle of query positions and key positions. `edges` (servers, n + 1) are
+        A part is a rectangle of query positions and key positions. `edges` (ranks, n + 1) are
         indices of the packed batch, in which document d begins at `starts[d]`. Returns the cut
         parts, and for each cut part the index of the interval between two edges that contains its
         queries.
@@ -209,11 +204,11 @@ class Parts(NamedTuple):
 
 
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut each range at the edges of the range, (ranges, n + 1).
+    """Cut ranges into pieces. Range i is cut at `edges[i]`; `edges` is (ranges, n + 1).
 
-    The edges cut a range into pieces. Returns four arrays with an entry for each nonempty piece:
-    the index of the range, the piece's start, the piece's stop, and the index of the interval
-    between two edges that contains the piece.
+    Returns four arrays with an entry for each nonempty piece: the index of the range, the piece's
+    start, the piece's stop, and the index of the interval between two edges that contains the
+    piece.
     """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     index, between = enumerated(first, (edges[:, 1:-1] < stops[:, None]).sum(1))
