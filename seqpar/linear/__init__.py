@@ -8,8 +8,7 @@ Start with `kinds.py`, which has the table of kinds. This package uses these wor
 * The *transition* of a span is the factor by which the span multiplies the entering state.
 * A *pass* is the forward or the backward computation of a call.
 
-All kinds share the files of this folder, which determine which states enter which spans, and how
-states are sent from span to span. `states/` is for calls with a constant decay. The transitions of
-these calls follow from the layout, so all ranks know the transitions of all spans. `maps/` is for
-calls whose transitions depend on the data.
+The folder `states/` is for calls with a constant decay. All ranks know the transitions of these
+calls from the layout. The folder `maps/` is for calls whose transitions depend on the data. The
+files of this folder are for all kinds.
 """

@@ -1,15 +1,12 @@
 """Compute linear attention within the spans of one rank, forward and backward.
 
 A *span* is a range of consecutive tokens of a document on one rank. A *state* is a matrix for each
-head, which summarises the tokens of a document so far. Later tokens of the document need only one
-result of a span. This result is the state of the span's own tokens (`states/state_options.py`), or
-the *map* of the span, which is the function from the state before the span to the state after the
-span (`maps/map_options.py`).
+head, which summarises the tokens of a document so far. Later tokens of the document need only the
+state of the span's own tokens (`states/state_options.py`), or the *map* of the span, which is the
+function from the state before the span to the state after the span (`maps/map_options.py`).
 
-A strategy decides how states or maps are sent between ranks. To compute, all strategies call
-`begin_forward` and `begin_backward`. Each of these functions returns an object that computes in
-several steps, and the strategy exchanges states or maps between the steps. `inputs.py` explains the
-letters of shapes.
+`begin_forward` and `begin_backward` return an object that computes in several steps. Between the
+steps, a strategy exchanges states or maps between ranks.
 """
 
 from __future__ import annotations
@@ -75,16 +72,15 @@ class Steps(Protocol[O_co, R_co]):
     span is the function from the entering state to the leaving state.
 
     1. The constructor computes `outgoing`, the states or maps that other spans need.
-    2. `local` computes everything that does not depend on other spans, while states are sent. This
-       step is optional. If `local` is not called, `finish` does this work.
+    2. `local` computes everything that does not depend on other spans, while states are sent. If
+       `local` is not called, `finish` does this work.
     3. `finish` returns the results.
 
     In forward, `outgoing` has the state or the map of each span's own rows, at the index
-    `state_out` of the span. In backward, `outgoing` has an entry for each span that a state enters,
-    at the index `state_in` of the span. If ranks exchange states, the entry is the term that the
-    span's own rows add to the gradient of the entering state. If ranks exchange maps, the entry is
-    the map from the gradient of the leaving state to the gradient of the entering state. The linear
-    part of this map is the transpose of the linear part of the forward map.
+    `state_out` of the span. In backward, it has an entry for each span that a state enters, at the
+    index `state_in` of the span. This entry is the term that the span's own rows add to the
+    gradient of the entering state, or the map from the gradient of the leaving state to the
+    gradient of the entering state.
     """
 
     @property
@@ -96,16 +92,14 @@ class Steps(Protocol[O_co, R_co]):
     def finish(self, states: Tensor | None) -> R_co:
         """Return the results of the forward or backward, given states of spans.
 
-        A *span* is a range of consecutive tokens of a document on one rank. If `states` is None,
-        all states are 0.
+        A *span* is a range of consecutive tokens of a document on one rank. In forward, `states`
+        (states_in, B, H, K, V) has the states before spans, and the result is out (B, T, max(Hq,
+        H), V) in q's dtype. In backward, `states` (states_out, B, H, K, V) has the gradients of the
+        states after spans, and the results are the gradients of the inputs, in fp32 or in the
+        dtypes of the inputs. If `states` is None, all states are 0.
 
-        In forward, `states` (states_in, B, H, K, V) has the states that enter spans, and the result
-        is out (B, T, max(Hq, H), V) in q's dtype. In backward, `states` (states_out, B, H, K, V)
-        has the gradients of the states that leave spans, and the results are the gradients of the
-        inputs, in fp32 or in the dtypes of the inputs.
-
-        Without causality, runs take the place of spans. A run is all tokens of a document on one
-        rank. The state that enters a run is the sum over the whole document, including the run.
+        Without causality, a span is all tokens of a document on one rank, and the state before the
+        span is the sum over the whole document.
         """
 
 
@@ -125,8 +119,8 @@ def begin_backward(
 ) -> HookedSteps[O, Any]:
     """Begin the backward of a backend, and compute the states or maps that other ranks need.
 
-    A *span* is a range of consecutive tokens of a document on one rank. `dout` is the gradient of
-    out. `states_in` has the states that entered spans in forward. The method `finish` of the result
+    `dout` is the gradient of out. `states_in` has the states that forward received for the spans,
+    the ranges of consecutive tokens of a document on this rank. The method `finish` of the result
     returns dq, dk and dv, and further gradients if the call has decays or beta.
     """
     make = load_backend(options.family, options.backend).Backward

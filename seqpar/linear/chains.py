@@ -35,17 +35,12 @@ class Hop(NamedTuple):
     """One message of states, which one rank sends to another rank or keeps for itself.
 
     A *span* is a range of consecutive tokens of a document on one rank. Each state in the message
-    is a *link* from a span of a document to the next span. A *station* is a position at which a
-    rank needs the sum of the states of earlier tokens. The state of a link is λ^rows · (the sum at
-    the station `carries_from`) + (the state `own_states`). If final states are returned, some links
-    of forward lead to the end of a document instead of a span, and some links of backward begin at
-    the end of a document. In the message, links with a sum from a station come before links that
-    have only a state.
+    is sent from a span of a document to the next span. It is λ^rows · (the sum of the states before
+    the span, `carries_from`) + (the state of the span, `own_states`). States without such a sum
+    come last.
 
-    One message contains the links of all documents. With a message for each document, there would
-    be too many messages: 40,000 messages per rank for 5,000 short documents on 64 ranks. All ranks
-    send and receive messages in the order of `depth`, so that no two ranks wait for each other.
-    `scanning.py` explains the order for blocks of states.
+    One message contains states of all documents. All ranks send and receive messages in the order
+    of `depth`, so that no two ranks wait for each other.
     """
 
     depth: int
@@ -62,10 +57,9 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
     """Return the messages of states that a rank sends or receives, in the order in which they are
     sent.
 
-    The messages are sorted by depth. Messages of the same depth are sorted by the sending rank, and
-    after that by the receiving rank. The sender and the receiver of a message have the states of
-    the message in the same order. With `ends=False`, the messages contain no states that are sent
-    from or to the end of a document. `routes` stores the result.
+    Messages are sorted by depth, then by the sending rank, and then by the receiving rank. The
+    sender and the receiver of a message have its states in the same order. With `ends=False`, the
+    messages contain no states that are sent from or to the end of a document.
     """
 
     def build() -> list[Hop]:
@@ -87,15 +81,13 @@ class Chain(NamedTuple):
     """The chains of all documents in one pass. Each field is an array with one entry for each span.
 
     A *span* is a range of consecutive tokens of a document on one rank. The chain of a document is
-    the list of its spans, along which states are sent. A pass is a forward or a backward.
+    the list of its spans, along which states are sent. A pass is a forward or a backward. In
+    forward, documents are in ascending order, and the spans of a document are in the order of their
+    tokens. In backward, all entries are in the reverse order.
 
-    In forward, the documents are in ascending order, and the spans of a document are in the order
-    of their tokens. In backward, all entries are in the reverse order, because gradients are sent
-    from later spans to earlier spans.
-
-    Without causality, an entry is a *run* instead of a span, which is all tokens of a document on
-    one rank. In forward, the last run of a document is the run that contains the last token of the
-    document. All other runs are in the order of their ranks.
+    Without causality, a span is all tokens of a document on one rank. In forward, the spans of a
+    document are in the order of their ranks, except that the span with the document's last token is
+    last.
     """
 
     holder: Ints  # the rank that holds the span
@@ -135,9 +127,8 @@ class Chain(NamedTuple):
         """Return two arrays of spans, as indices in the chain.
 
         A *span* is a range of consecutive tokens of a document on one rank. The first array has the
-        spans from which `rank` sends a state to the next span, and the spans from which `rank`
-        receives a state. The second array has the spans on `rank` that are the last spans of their
-        documents in this forward or backward.
+        spans whose state `rank` sends to the next span, or receives. The second array has the spans
+        on `rank` that are the last spans of their documents in this forward or backward.
         """
         here, last = self.holder == rank, self.behind == 0
         to_here = np.r_[here[1:], False]
@@ -158,10 +149,10 @@ class Chain(NamedTuple):
 
         The rows of the array are the depth, the sending rank, the receiving rank, the document, and
         the four fields of `Hop` from `own_states` to `target_slots`. A span is a range of
-        consecutive tokens of a document on one rank. Link i leads from the span source[i] of the
-        chain to the span target[i]. On the receiving rank, slots[i] is the index of the state in a
-        tensor of states. `depth`, `states`, `carries` and `rows` have a value for each span of the
-        chain. Each link takes the value of the span at which the link begins.
+        consecutive tokens of a document on one rank. Link i leads from the span source[i] to the
+        span target[i], and slots[i] is the index of its state in a tensor on the receiving rank.
+        `depth`, `states`, `carries` and `rows` have a value for each span of the chain, which
+        applies to the link that begins at the span.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -182,12 +173,11 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 
 
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
-    """Yield the states (links) that a rank sends or receives in a call without causality.
+    """Yield the states that a rank sends or receives in a call without causality.
 
-    A *run* is all tokens of a document on one rank. Each run of a document sends the sum of its own
-    state and of the states of all earlier runs to the next run. The last run adds its own state to
-    the sum that it receives. The result is the sum over all runs. Each run sends this sum back to
-    the run before it. No state decays.
+    Along the ranks of a document, each rank adds its state to the sum of the earlier ranks and
+    sends the sum to the next rank. The last rank gets the sum over the document, which is sent back
+    from rank to rank. No state decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
@@ -224,12 +214,11 @@ def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *co
 def _links_from_ends(
     routes: StateRoutes, chain: Chain, rank: int, last: Ints, depth: int, slots: Ints
 ) -> Iterator[Ints]:
-    """Yield the gradients of final states (links) that `rank` sends or receives in backward.
+    """Yield the gradients of final states that `rank` sends or receives in backward.
 
-    Every rank has a gradient of the final state of every document. Every rank therefore sends a
-    gradient to the rank of each span in `last`. A span is a range of consecutive tokens of a
-    document on one rank. `slots` (spans,) has, for each span, the index of the received sum in a
-    tensor of states.
+    Every rank has a gradient of the final state of every document, and sends it to the rank of the
+    document's span in `last`. A span is a range of consecutive tokens of a document on one rank.
+    `slots` (spans,) has, for each span, the index of the received sum in a tensor of states.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

@@ -1,9 +1,8 @@
 """Exchange the final state of each document, and the gradients of final states.
 
 The final state of a document is a matrix for each head, which summarises all tokens of the
-document. One rank computes the final state, and sends it to all ranks. If every rank computed the
-final state, the ranks would add states in different orders, and the last bits could differ between
-ranks. Ranks that decode from different final states could choose different tokens.
+document. One rank computes the final state and sends it to all ranks, so that it has the same bits
+on all ranks.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class LinearCall:
 
         `build` is called once for all calls that differ only in their tensors, and the layout
         stores the result. The result must not refer to the layout or to the call, because this
-        cycle of references would keep the layout and the call in memory.
+        cycle of references would keep both in memory.
         """
         return kept_on(device, self.kept, (*key, self.rank, self.shape), build)
 
@@ -179,13 +179,12 @@ def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtyp
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
-    """Raise a ValueError on all ranks if the layout has a run of many short spans.
+    """Raise a ValueError on all ranks if the layout has too many short spans.
 
-    A *span* is a range of consecutive tokens of a document on one rank. A *run* is all spans of a
-    document on one rank. A run is refused if it consists of more than `_MANY_SPANS` spans, and if
-    the states or maps that are sent for these spans have more bytes than the keys and values of the
-    run. A state or map has `elements` numbers per head, in the accumulator's dtype. In the error,
-    `what` names these numbers.
+    A *span* is a range of consecutive tokens of a document on one rank. A layout is refused if a
+    rank has more than `_MANY_SPANS` spans of a document, and if the states or maps that are sent
+    for these spans have more bytes than their keys and values. A state or map has `elements`
+    numbers per head, in the accumulator's dtype. In the error, `what` names these numbers.
     """
     sizes = shape.dim, shape.value_dim, shape.dtype, elements
     why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
@@ -210,11 +209,10 @@ def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> s
 
 
 def _runs_of_many_spans(layout: Geometry) -> Ints:
-    """Return the runs that consist of more than `_MANY_SPANS` spans.
+    """Return the documents of which a rank has more than `_MANY_SPANS` spans.
 
-    A *span* is a range of consecutive tokens of a document on one rank. A *run* is all spans of a
-    document on one rank. The result is an array (4, n), which has the rank, the document, the
-    number of spans and the number of tokens of each run.
+    A *span* is a range of consecutive tokens of a document on one rank. The result is an array (4,
+    n) of the rank, the document, and the numbers of its spans and tokens on this rank.
     """
     most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
     for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):

@@ -1,10 +1,9 @@
 """`LinearStrategy`, the base class of all strategies of linear attention.
 
 A *span* is a range of consecutive tokens of a document on one rank. A *state* is a matrix for each
-head, which summarises the tokens of a document so far. The subclass `StateStrategy` is for
-strategies with which ranks exchange states. The subclass `MapStrategy` is for strategies with which
-ranks exchange *maps*. The map of a span is the function from the state before the span to the state
-after the span.
+head, which summarises the tokens of a document so far. With the subclass `StateStrategy`, ranks
+exchange states. With the subclass `MapStrategy`, ranks exchange *maps*. The map of a span is the
+function from the state before the span to the state after the span.
 """
 
 from __future__ import annotations
@@ -52,12 +51,10 @@ class BackwardResult(NamedTuple):
 class Exchange(Protocol[O_contra]):
     """The exchange of states, or of maps, between ranks in one forward or one backward.
 
-    `post` sends, and `wait` returns the states that this rank needs. A rank needs a state at
-    certain positions of documents, which are called *stations*, such as the start of each range of
-    tokens that it holds (`routes.py`). The object can be made before the states are known, so that
-    the weights of sums are ready when sending begins. In a backward with maps, gradients of states
-    are sent back. `travels` says whether this rank sends or receives any message. If `travels` is
-    true, the caller computes something else before it calls `wait`.
+    `post` sends, and `wait` returns the states that this rank needs. The object can be made before
+    the states are known. In a backward with maps, gradients of states are sent back. `travels` says
+    whether this rank sends or receives any message. If it does, the caller computes something else
+    before it calls `wait`.
     """
 
     travels: bool
@@ -65,9 +62,9 @@ class Exchange(Protocol[O_contra]):
     def post(self, outgoing: O_contra) -> None:
         """Begin to send the states or maps of this rank.
 
-        `outgoing` has a state or a map for each *source*, a position of a document at which this
-        rank has a state, in the order of `routes.py`. If maps are sent, only the state in the map
-        is used for the first range of tokens of a document (`maps/ends.py`).
+        `outgoing` has a state or a map for each position of a document at which this rank has a
+        state, in the order of `routes.py`. For the first range of tokens of a document, only the
+        state in a map is used (`maps/ends.py`).
         """
 
     def wait(self) -> Tensor:
@@ -91,9 +88,8 @@ def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) ->
 class LinearStrategy(Generic[C]):
     """The base class of strategies of linear attention: forward, backward and predicted messages.
 
-    The fields of a strategy are its options. `str()` of a strategy must show all options, because
-    modules on one group whose strategies have the same string share a `BoundStrategy`. States are
-    (n, B, H, K, V), in fp32 (fp64 for fp64).
+    The fields of a strategy are its options, and `str()` of a strategy must show all of them.
+    States are (n, B, H, K, V), in fp32 (fp64 for fp64).
     """
 
     name: ClassVar[str]

@@ -40,10 +40,9 @@ from seqpar.layout.geometry import Geometry
 class SpanStates:
     """The spans of a rank, and the indices of the states that enter and leave the spans.
 
-    A *span* is a range of consecutive tokens of a document on one rank. Without causality, a span
-    is replaced by all tokens of a document on one rank. A tensor of states contains only the states
-    that are needed. For each span, an index says where its entering state is in the tensor, and a
-    second index says where its leaving state is. The index of a state that is not needed is −1.
+    A *span* is a range of consecutive tokens of a document on one rank. Without causality, it is
+    all tokens of a document on one rank. A tensor of states contains only the states that are
+    needed. The index of a state that is not needed is −1.
     """
 
     edges: Ints  # (spans + 1,): span i has the rows edges[i] … edges[i + 1] − 1
@@ -90,11 +89,9 @@ class HeldSpans(NamedTuple):
 class Route:
     """The states that one rank sends to another rank.
 
-    A *source* is a position of a document at which the sender has a state. A *station* is a
-    position at which the receiver needs the sum of all earlier states. If the receiver has no
-    station between two sources, the states of both sources belong to the same sums. The sender
-    therefore combines the states of neighbouring sources into one state, unless a station of the
-    receiver lies between the sources. A set of sources that are combined is called a *group*.
+    The receiver needs, at some positions of a document, the sum of all earlier states. If it needs
+    no sum between two states of the sender, the sender combines the two states into one. A set of
+    states that are combined is called a *group*.
     """
 
     members: Ints  # the slots of the sources
@@ -124,11 +121,9 @@ class StateSums(NamedTuple):
 class StateRoutes:
     """The positions at which each rank of a layout has states, or needs sums of states.
 
-    A *source* is a position of a document at which a rank has a state, and a *station* is a
-    position at which a rank needs a sum of states. With `causal`, the sum at a station consists of
-    the states of all earlier sources. Without `causal`, it consists of all states of the document,
-    and no state decays. The argument `backward` of the methods says whether the plan is for a
-    backward. The layout stores this object.
+    With `causal`, a sum consists of the states of all earlier tokens of the document, with decay.
+    Without `causal`, it consists of all states of the document, without decay. The argument
+    `backward` of the methods says whether the plan is for a backward.
     """
 
     def __init__(
@@ -171,19 +166,18 @@ class StateRoutes:
     def of_initial(self, rank: int) -> StateSums:
         """Return how the initial states of documents contribute to the states that a rank needs.
 
-        A *station* is a position of a document at which a rank needs a state. The contribution at a
-        station is the initial state of the document, decayed over the rows before the station. The
-        result has a sum with a single term for each station.
+        For each position at which the rank needs a state, the result has a sum with one term: the
+        initial state of the document, decayed over the rows before the position.
         """
         documents, positions, slots = self.stations(rank, backward=False)
         return StateSums.of(slots, documents, positions, slots.size)
 
     def of_dinitial(self, rank: int) -> StateSums:
-        """Return how to compute a rank's contribution to the gradient of each document's initial
+        """Return how a rank computes its contribution to the gradient of each document's initial
         state.
 
-        The result has a plan of a sum for each document. The terms of the sum are the gradients of
-        states that this rank computes in backward.
+        For each document, the result has a sum whose terms are gradients of states that this rank
+        computes in backward.
         """
         documents, positions, slots = self.sources(rank, backward=True)
         # The initial state decays over the rows before the position.
@@ -243,8 +237,7 @@ class StateRoutes:
         """Return points at the given positions, and points at the ends of the documents `ended`.
 
         A point is a position at which a rank has a state or needs a state. `slots` has the index of
-        the state of each position in a tensor of states. A position whose state is not needed has
-        the index −1, and is left out.
+        the state of each position in a tensor of states. Positions with the index −1 are left out.
         """
         has_slot = slots >= 0
         positions = np.r_[positions[has_slot], self.lengths[ended] * self.causal]

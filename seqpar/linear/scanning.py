@@ -1,11 +1,10 @@
 """Send states from span to span in rounds, while the rank computes.
 
 A *span* is a range of consecutive tokens of a document on one rank. In a *round*, a rank posts all
-its sends and receives as one exchange. ZeCO and `maps/scan.py` use this file. States are cut into
-blocks. If a state has the depth d in the order in which states are sent (`chains.py`), block b of
-the state is sent in round d + b. A rank passes on only sums that arrived in earlier rounds, and all
-ranks process the rounds in the same order. For these two reasons, no two ranks wait for each other,
-even on NCCL, which runs the exchanges of a communicator one after another.
+its sends and receives as one exchange. States are cut into blocks. If a state has the depth d in
+the order in which states are sent (`chains.py`), block b of the state is sent in round d + b. A
+rank passes on only sums that arrived in earlier rounds, and all ranks process the rounds in the
+same order. For these two reasons, no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class Carrying(NamedTuple):
 class Round(NamedTuple):
     """The operations of a rank in one round, in which it posts its messages as one exchange.
 
-    The fields are in the order of the operations. States are cut into blocks. Outgoing messages are
-    numbered block by block: all messages with the first block of states come before all messages
-    with the second block, and so on. Incoming messages are numbered in the same way.
+    The fields are in the order of the operations. States are cut into blocks. Outgoing messages,
+    and also incoming messages, are numbered block by block: all messages with the first block of
+    states come before all messages with the second block, and so on.
     """
 
     number: int
@@ -70,13 +69,10 @@ class Round(NamedTuple):
 
 
 class Rounds(TableHolder):
-    """All rounds of one rank in one pass.
+    """All rounds of one rank in one pass. In a *round*, the rank posts some messages as one
+    exchange.
 
-    In a *round*, the rank posts some of its messages as one exchange.
-
-    A state has `rows` rows, which are cut into `blocks` blocks of equal size. An *arrival* is one
-    block of a state that is sent to this rank. Arrivals are numbered block by block: the first
-    blocks of all states come before the second blocks of all states, and so on. `sources` is the
+    A state has `rows` rows, which are cut into `blocks` blocks of equal size. `sources` is the
     number of positions at which the rank has a state. `stations` is the number of positions at
     which the rank needs a sum of states.
     """
@@ -174,11 +170,8 @@ class ScannedStates:
     """An exchange that sends states from span to span. `wait` returns the sums that a rank needs.
 
     A *span* is a range of consecutive tokens of a document on one rank. If there are messages
-    between ranks, a thread runs the exchange, so that the rank can compute while the thread waits
-    for states. On a GPU, the thread uses a separate stream. On gloo, the thread is necessary,
-    because gloo reports the arrival of a message only to a thread that waits for the message. A
-    subclass decides how a sum changes from one position to the next position at which a rank needs
-    it.
+    between ranks, a thread runs the exchange, so that the rank can compute meanwhile. On a GPU, the
+    thread uses a separate stream. A subclass says how a sum changes from one span to the next.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:
