@@ -103,7 +103,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Intervals:
 def without(ranges: Intervals, others: Intervals) -> Intervals:
     """Return the positions of `ranges` that are in none of `others`, as ranges.
 
-    The ranges of each argument must ascend, with a gap between two ranges of the same argument.
+    The ranges of each argument must be ascending and must not touch each other.
     """
     found = []
     for start, stop in ranges:
@@ -118,8 +118,8 @@ def without(ranges: Intervals, others: Intervals) -> Intervals:
 
 
 def covered(ranges: Intervals, start: float, stop: float) -> float:
-    """Count the positions start … stop − 1 that are in one of the ranges. There must be a gap
-    between two ranges.
+    """Count the positions start … stop − 1 that are in one of the ranges. The ranges must not touch
+    each other.
     """
     total = 0.0
     for a, b in ranges:
@@ -129,8 +129,8 @@ def covered(ranges: Intervals, start: float, stop: float) -> float:
 
 
 class KeyPlacement:
-    """The keys that each server holds, and the keys that each server receives, if every server
-    computes the attention of its own queries.
+    """The keys that each server holds, and the keys that each server receives, before any work is
+    moved between servers.
 
     `counts` (documents,) is the number of servers that have keys of each document.
     """
@@ -145,8 +145,8 @@ class KeyPlacement:
         self.counts: list[int] = np.diff(self._edges).tolist()
 
     def received(self, servers: int) -> Ints:
-        """Return (servers,): the number of keys that each server receives if every server computes
-        the work of its own queries.
+        """Return (servers,): the number of keys that each server receives, before any work is moved
+        between servers.
         """
         return self._all.sizes(servers) - self._own.sizes(servers)
 

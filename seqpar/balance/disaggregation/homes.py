@@ -127,11 +127,11 @@ class _Placing:
     def _choose(self, length: int, room: Floats) -> tuple[int, int]:
         """Choose the rank on which a document, or only the end of a document, is placed.
 
-        The chosen rank is usually the rank with the most free time. A document is light if it has
-        less work per token than the average of all documents. The time that a rank will need for
-        light documents does not count as free.
+        The chosen rank is usually the rank with the most free time. Time that is reserved for
+        documents with less work per token than the average does not count as free.
 
-        Returns the rank, and the first of the document's positions that are placed on the rank.
+        Returns the rank, and the position of the document from which on tokens are placed on the
+        rank.
         """
         density = self.light_work / max(self.light_tokens, 1.0)
         spare = self.time - density * np.maximum(room, 0.0)

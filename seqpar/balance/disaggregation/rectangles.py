@@ -33,10 +33,10 @@ class Cell(NamedTuple):
     rate: float  # the work of a pair
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return what remains of this cell if a part of its attention is moved to another server. A
-        cell is a span of query rows and a span of keys. The remaining attention is up to two cells.
-        The first cell has the query rows before the part. The second cell has the query rows of the
-        part, and the keys after the keys of the part.
+        """Return what remains of this cell if a part of its attention is moved to another server,
+        as a list of at most two cells. A cell is a span of query rows and a span of keys. The first
+        cell has the query rows before the part. The second cell has the query rows of the part, and
+        the keys after the keys of the part.
         """
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
@@ -50,7 +50,9 @@ class Cell(NamedTuple):
 
 
 class CellPart(NamedTuple):
-    """The part of a cell that has the rows from `q_start` on, and some of the keys."""
+    """A part of a cell, with the query rows from `q_start` on and some of the keys. A cell is a
+    span of query rows and a span of keys.
+    """
 
     q_start: int  # the first row
     k_start: int  # the range of keys
@@ -68,8 +70,9 @@ class Prices(NamedTuple):
     foreign: Intervals  # keys that the cell's current server receives only for this cell
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
-        """Return two numbers for moving a part to another server: how many keys must be sent to the
-        new server, and how many keys need not be sent to the old server any more.
+        """Return two numbers of keys for moving a part of a cell to another server. The first
+        number must be sent to the new server. The second number need not be sent to the old server
+        any more.
         """
         freed = 0.0
         if self.foreign and rows >= cell.q_stop - cell.q_start:
@@ -77,8 +80,8 @@ class Prices(NamedTuple):
         return stop - first - covered(self.held, first, stop), freed
 
     def least(self, cell: Cell, pairs: float) -> float:
-        """Return about the least number of bytes, per (query, key) pair, for which a part with
-        `pairs` pairs can be moved.
+        """Return an estimate of the least number of bytes, per (query, key) pair, that moving a
+        part with `pairs` pairs takes.
         """
         pairs = min(pairs, cell.pairs)
         held = sum(stop - start for start, stop in self.held)
@@ -115,8 +118,8 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
 
     The part has at most `pairs` pairs or, with `at_least`, at least `pairs` pairs. Because of
     rounding, the number can miss this limit by up to half a pair for each row in which the mask
-    hides some keys. A kernel computes `tile` rows together. The number of rows before the part is a
-    multiple of `tile`, so that the kernels do no additional work for rows at the cut.
+    hides some keys. The number of rows before the part is a multiple of `tile`, the number of rows
+    that a kernel computes together.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:

@@ -26,7 +26,9 @@ class RowBytes(NamedTuple):
         value_dim: int | None = None,
         itemsize: int = 2,
     ) -> RowBytes:
-        """Return the bytes of a forward pass; a backward pass sends gradients of the same size."""
+        """Return the bytes of a forward pass. The gradients of a backward pass have as many
+        bytes.
+        """
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize
         )
@@ -47,11 +49,10 @@ class RowBytes(NamedTuple):
         """Return the bytes that `DisaggregatedAttention` sends with a row, as one number for
         forward and backward.
 
-        `backward` is the time of a backward pass divided by the time of a forward pass. A shorter
-        pass has less time to hide its bytes. The bytes of each pass are therefore multiplied by the
-        mean time of the two passes, and divided by the time of the pass. The larger of the two
-        results is returned, so that a plan with a `price` makes neither pass wait for messages.
-        Results are sent in fp32, or in fp64 if the operands are fp64.
+        `backward` is the time of a backward pass divided by the time of a forward pass. The bytes
+        of each pass are multiplied by the mean time of the two passes, and divided by the time of
+        the pass, because a shorter pass hides fewer bytes. The larger of the two results is
+        returned. Results are sent in fp32, or in fp64 if the operands are fp64.
         """
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize

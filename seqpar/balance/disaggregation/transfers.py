@@ -114,8 +114,8 @@ class ServerLoads:
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
-        """Return the time at which a server can start work from other servers. The unit of time is
-        the time in which a server does one unit of work.
+        """Return the time at which a server can start work from other servers, in units of the time
+        for one unit of work.
 
         A server first computes the work of its own queries, and then waits for data that has not
         arrived yet.
@@ -123,7 +123,9 @@ class ServerLoads:
         return max(self._home[server], self._terms.exposed * self._received[server])
 
     def level(self) -> None:
-        """Move parts from the server with the largest surplus, until no server has a surplus."""
+        """Move work from the server that exceeds its limit of work most, until no server exceeds
+        its limit.
+        """
         # If a server with a surplus cannot give away more work, all limits are raised by the factor
         # with which this server has no surplus.
         while (stuck := self._move()) is not None:
@@ -133,9 +135,8 @@ class ServerLoads:
     def _move(self) -> int | None:
         """Move attention between servers until no server has more work than its limit.
 
-        The method returns None if it has tried all servers with too much work. If it finds a server
-        that cannot give work away while other servers still have too much work, it stops and
-        returns this server.
+        If a server cannot give work away while other servers still have too much work, the method
+        stops and returns this server. Otherwise it returns None.
         """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]

@@ -44,8 +44,8 @@ class GreedyAssigner:
         self._add(pieces)
 
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
-        """Place the given documents one after another, each on the ranks that have the least load
-        so far.
+        """Place the given documents one after another. Each document is placed on the ranks that
+        have the least load so far.
 
         `sizes` is the number of ranks for each document, by default 1. If the ranks with the least
         load cannot hold a document, the document is placed on the ranks with the fewest tokens. If
@@ -65,8 +65,6 @@ class GreedyAssigner:
     def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
         """Place whole documents one after another. Returns the indices of documents for which there
         is no room.
-
-        The result is the same as that of `_rounds`, but this method is faster for few ranks.
         """
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()

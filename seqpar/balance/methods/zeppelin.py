@@ -49,9 +49,9 @@ def partition(
 ) -> tuple[Ints, Ints]:
     """Place the documents of each row in the buckets of the row (Algorithms 1 and 2).
 
-    This function is called twice. In the first call, there is one row, the cluster, and its buckets
-    are the nodes. In the second call, each node is a row, and the buckets of the row are the node's
-    ranks.
+    A bucket is a node or a rank. In the first call, there is one row, whose buckets are all nodes
+    of the cluster. In the second call, there is a row for each node, whose buckets are the ranks of
+    the node.
 
     A document of at least `zone` tokens is cut over several buckets. The number of these buckets is
     the work of the document divided by the mean work of a bucket, rounded up. A shorter document is

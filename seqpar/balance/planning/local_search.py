@@ -85,8 +85,8 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
-    """Return three arrays with one entry per share: its document, its rank and its number of
-    tokens. The shares are sorted by document and position.
+    """Return three arrays with one entry for each part of a document that one rank holds: the
+    document, the rank and the number of tokens. The parts are sorted by document and position.
     """
     documents, ranks, share = pieces.shares(batch.ranks)
     tokens = np.bincount(share, pieces.stops - pieces.starts).astype(np.int64)

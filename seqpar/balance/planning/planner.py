@@ -257,8 +257,7 @@ class _Fastest:
 def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
     """Find the plan of the method "auto", which is the fastest plan of several methods.
 
-    The methods are heuristics, which can find a faster plan with a smaller capacity. "auto"
-    therefore also tries a half of the capacity, a quarter, and so on. Doubling the capacity then
+    "auto" also tries a half of the capacity, a quarter, and so on, so that doubling the capacity
     never makes a plan slower.
     """
     fastest, before, most = _Fastest(), None, np.inf
@@ -294,8 +293,8 @@ def _divided(whole: DocumentBatch, micro_batches: int | None) -> _Division:
 
 
 def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
-    """Return whether these documents need more micro-batches with offloading than without. This is
-    possible because offloading can leave up to one token of each rank's capacity unused.
+    """Return whether these documents need more micro-batches with offloading than without
+    offloading.
     """
     if batch.lengths.max(initial=0) > batch.room:
         return False
@@ -373,8 +372,8 @@ def _slowest(tried: Tried) -> float:
 
 
 def _ordered(batch: DocumentBatch, tried: Tried, most: float) -> Placed:
-    """Order documents as in Zeppelin's queues. Documents on several nodes come first, then
-    documents on several ranks of one node, then all other documents.
+    """Order the documents of a placement as in Zeppelin's queues. Documents on several nodes come
+    first, then documents on several ranks of one node, then all other documents.
     """
     method, pieces, found = tried
     order = np.arange(batch.lengths.size)

@@ -61,9 +61,7 @@ class Offloading:
         """Return the fractions of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
 
         l is the number of layers. r is the largest fraction of activations, up to `most`, that can
-        be copied to the host during the forward pass. Copying this fraction back during the
-        backward pass takes no additional time, because a backward pass takes longer than a forward
-        pass.
+        be copied to the host during the forward pass.
         """
         return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
@@ -119,7 +117,9 @@ class DocumentBatch:
 
     @cached_property
     def held(self) -> Floats:
-        """The number of tokens of capacity (documents,) that each document uses."""
+        """(documents,): how many tokens of a rank's capacity each document uses. A document whose
+        activations are offloaded uses fewer tokens of capacity than it has.
+        """
         return self.lengths * self.kept
 
     @property
@@ -208,8 +208,8 @@ class DocumentBatch:
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def ring_held(self, documents: Ints, sizes: Ints) -> Floats:
-        """Return (documents,): for each document, the most tokens of capacity that it uses on one
-        of the ranks of its ring.
+        """Return (documents,): how many tokens of a rank's capacity each document uses, on the rank
+        that holds most of the document. The document is cut over `sizes` ranks.
         """
         # Each rank of a ring has two chunks, each of which can have one token more than other
         # chunks.
@@ -217,7 +217,8 @@ class DocumentBatch:
         return tokens * self.kept[documents]
 
     def shares_of(self, seconds: float) -> Ints:
-        """Return how many ranks should share each document so that a part takes about `seconds`.
+        """Return over how many ranks to cut each document so that a rank computes its part in about
+        `seconds`.
 
         The numbers are between `least_ranks` and `most_ranks`.
         """
@@ -282,8 +283,8 @@ class Pieces(NamedTuple):
         return Pieces(*(column[chosen] for column in self))
 
     def shares(self, ranks: int) -> tuple[Ints, Ints, Ints]:
-        """Return the documents and ranks of all shares, sorted, and the index of each piece's
-        share.
+        """Return the documents and ranks of all shares, sorted, and the index of the share of each
+        piece. A share is all pieces of one document on one rank.
         """
         found, share = np.unique(self.documents * ranks + self.ranks, return_inverse=True)
         documents, owners = np.divmod(found, ranks)

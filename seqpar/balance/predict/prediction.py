@@ -25,7 +25,9 @@ KeyCounts = dict[int | None, Floats]  # by window, with None for layers without 
 
 
 class DocumentShares(NamedTuple):
-    """A rank's shares of documents, as (n,) arrays."""
+    """The parts of documents that ranks hold, as (n,) arrays with one entry for each pair of a
+    document and a rank that holds some of it.
+    """
 
     ranks: Ints  # the rank of each share
     sizes: Ints  # number of ranks that have a share of the document
@@ -75,8 +77,8 @@ def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
 
 
 def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
-    """Combine pieces into shares of documents, and count the keys that each share receives and
-    sends.
+    """Combine the pieces of one document on one rank into a share, and count the keys that each
+    share receives and sends.
     """
     documents, ranks, share = pieces.shares(batch.ranks)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
@@ -200,7 +202,8 @@ def _messages(
 
 
 def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
-    """Return the seconds of the messages of each share, if the share sends `sent` bytes.
+    """Return the seconds of the messages of each share, a rank's part of a document, if the share
+    sends `sent` bytes.
 
     A rank sends one message to each other rank, which contains the data of all documents.
     """

@@ -98,16 +98,16 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
 
 
 def _fill(most: Ints, total: int) -> Ints:
-    """Return a count for each rank, such that the counts add up to `total`. Each count is at most
-    the rank's entry of `most`, and the first ranks get as much as possible.
+    """Distribute `total` over the ranks, and return the amount of each rank. The amount of a rank
+    is at most its entry of `most`, and the first ranks get as much as possible.
     """
     before = np.cumsum(most) - most
     return np.clip(total - before, 0, most)
 
 
 def _match(sent: Ints, room: Ints) -> Ints:
-    """Decide which rank sends how many tokens to which rank, in the order of the ranks. Returns (n,
-    3): sender, receiver and number of tokens.
+    """Return (n, 3): the sender, the receiver and the number of tokens of each move. Rank r sends
+    `sent[r]` tokens and can receive `room[r]` tokens.
     """
     ends = np.cumsum(sent), np.cumsum(room)
     total = min(int(ends[0][-1]), int(ends[1][-1]))
@@ -119,8 +119,9 @@ def _match(sent: Ints, room: Ints) -> Ints:
 
 
 def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
-    """Return, for each rank, the ranks that hold its tokens after the move, and how many tokens
-    each of them holds. The first entry is the rank itself.
+    """Return two lists with an array for each rank: the ranks that hold its tokens after the move,
+    and how many of its tokens each of these ranks holds. The first of these ranks is the rank
+    itself.
     """
     ranks = np.arange(tokens.size)
     kept = tokens - np.bincount(moved[:, 0], moved[:, 2], tokens.size).astype(np.int64)
