@@ -118,8 +118,8 @@ class Footprint:
         return tables + 3 * self.ranks * self.tokens * _INT64
 
     def _held(self, offload: float) -> float:
-        """Return the fraction of the layers whose kept tensors are on the GPU while the rest is in
-        host memory.
+        """Return the fraction of the layers whose kept tensors are on the GPU, if the fraction
+        `offload` of kept tensors is offloaded.
         """
         layers = len(self.model.layers)
         copied = offload * max(0, layers - 1 - _LAYERS_AHEAD)
@@ -134,12 +134,11 @@ class Footprint:
     def _waiting_gradients(self) -> float:
         """Return the bytes of those gradients of parameters that are not yet sharded during the
         backward of a layer.
-
-        FSDP2 keeps the fp32 gradients that it has reduced last, and the gradient of the head until
-        the end of backward.
         """
         if self.ranks == 1:
             return 0.0
+        # FSDP2 keeps the fp32 gradients that it has reduced last, and the gradient of the head until
+        # the end of backward.
         layer = self.model.layer_parameters(self._largest_layer)
         return layer * _FP32 + self.model.vocabulary * self.model.hidden * _BF16
 

@@ -195,8 +195,8 @@ def _recipes(
     layout: str,
     usable: float,
 ) -> Iterator[Recipe]:
-    """Yield the fastest recipe with this strategy and layout that fits into memory. If no recipe
-    fits, yield the recipe that needs the least memory.
+    """Yield the fastest recipe with this strategy and layout that fits into `usable` bytes of
+    memory. If no recipe fits, yield the recipe that needs the least memory.
     """
     for keeping in KEEPINGS:
         recipe = predicted(published, costs, lengths, strategy, layout, keeping)
@@ -273,8 +273,8 @@ def _footprint(
 def _seconds(costs: Costs, layout: Layout, simulated: Step) -> dict[str, float]:
     """Return the seconds of a step by part.
 
-    Chunked MLPs and the chunked loss compute their forward again in backward. This time is added
-    here, because the simulated step does not include it.
+    The time in which backward computes the forward of chunked MLPs and of the chunked loss again is
+    included.
     """
     model, rate = costs.model, costs.cluster.device.reached_rate
     tokens = max(layout.tokens_per_rank)
