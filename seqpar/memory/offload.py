@@ -108,7 +108,7 @@ class offload:
 
 
 class _Copied:
-    """A saved tensor that is in host memory, or is being copied there or back."""
+    """A saved tensor that is in host memory, or is being copied to or from host memory."""
 
     def __init__(self, x: Tensor, number: int) -> None:
         self.number, self._device, self.was_used = number, x.device, False

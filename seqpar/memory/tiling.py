@@ -199,9 +199,7 @@ def _names_of_parameters(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 class _Caller(nn.Module):
-    """A module that only calls a function. `functional_call` needs a module, to replace its
-    parameters.
-    """
+    """A module whose forward calls a function, for `torch.func.functional_call`."""
 
     def __init__(self, work: _Work) -> None:
         super().__init__()
