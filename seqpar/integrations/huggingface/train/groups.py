@@ -177,8 +177,8 @@ class Groups:
 
     @property
     def _counted(self) -> list[int]:
-        """The first processes of those groups whose batch is not a repetition of another group's
-        batch.
+        """The first processes of those groups whose batch does not repeat the batch of an earlier
+        group.
         """
         turn = self._turn
         if turn is None or not self._accelerator.gradient_state.end_of_dataloader:
@@ -208,8 +208,8 @@ class Groups:
         setattr(made, KEY, turn)
 
     def _dispatch(self, made: Any) -> None:
-        """Make a data loader return the samples that accelerate would send to this group, if each
-        group were one process.
+        """Make a data loader return the samples that accelerate would send to a process, with this
+        group in place of the process.
         """
         base, size = made.base_dataloader, made.base_dataloader.batch_size
         if not self._accelerator.split_batches:
@@ -256,8 +256,9 @@ class _AcceleratorOfGroups:
 
 
 class _Turn:
-    """A turn of an evaluation, in which each group computes a batch. `batches` of these batches are
-    different, and the last of them has `rows` rows.
+    """A turn of an evaluation, in which each group computes a batch. Only the first `batches`
+    batches are different, and the last of these has `rows` rows. All further batches are
+    repetitions.
     """
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:

@@ -62,9 +62,7 @@ class OverRanks:
 
     @staticmethod
     def _keep_router_logits(sp: SequenceParallel) -> None:
-        """Keep the router logits of each call of a model, which TRL's fused head does not
-        return.
-        """
+        """Keep the router logits of each call of a model."""
         sp.undo_on_disable(sp.inner.base_model.register_forward_hook(keep_router_logits))
 
     def _session_of(self, name: str, model: Any) -> SequenceParallel | None:
@@ -82,9 +80,7 @@ class OverRanks:
         return sessions[0]
 
     def _check_dropout(self) -> None:
-        """Raise a ValueError if the model has a dropout, for trainers that generate. TRL generates
-        in training mode.
-        """
+        """Raise a ValueError if the model has a dropout and the trainer generates."""
         for name, x in self.model.named_modules():
             if (p := most_dropped(x)) > 0:
                 what = f"disable_dropout must be True for a model with dropout, got {p} in {name}"
@@ -93,8 +89,8 @@ class OverRanks:
                 raise ValueError(f"{what}: {reason}; {how}")
 
     def _check_sizes(self) -> None:
-        """Raise a ValueError if the trainer's `ParallelismConfig` lets other ranks share a sequence
-        than the ranks on which the model was enabled.
+        """Raise a ValueError if the ranks that share a sequence in the trainer's
+        `ParallelismConfig` are not the ranks on which the model was enabled.
         """
         sizes = getattr(self.accelerator, "parallelism_config", None)
         if sizes is None or not sizes.cp_enabled:
@@ -106,8 +102,8 @@ class OverRanks:
             raise ValueError(f"{what}, got {own.mesh.tolist()}: {how}")
 
     def get_cp_size(self) -> int:
-        """Return 1. transformers divides its counts by this number. The counts of `OverRanks` must
-        not be divided, because they already count each group once.
+        """Return 1, the number by which transformers divides its counts of tokens. The counts of
+        this class already include each group of ranks only once.
         """
         return 1
 
@@ -119,9 +115,7 @@ class OverRanks:
         self._keep_columns()
 
     def _keep_columns(self) -> None:
-        """Keep the columns that a `Collator` reads. transformers drops columns that forward does
-        not take.
-        """
+        """Make transformers keep the columns of the dataset that a `Collator` reads."""
         if isinstance(self.data_collator, Collator):
             columns = TRAINER.read(self, "_signature_columns")
             self._signature_columns = list(dict.fromkeys([*columns, *COLUMNS]))

@@ -15,9 +15,8 @@ from seqpar.integrations.huggingface.train.over_ranks import OverRanks
 class OverRanksSFT(OverRanks):
     """A mixin for SFTTrainer.
 
-    The model computes log-probabilities of a rank's tokens by TRL's fused head, which accepts
-    shifted labels. This class computes the loss from the log-probabilities, because TRL's own code
-    counts processes instead of groups.
+    The model computes log-probabilities of a rank's tokens by TRL's fused head, and this class
+    computes the loss from the log-probabilities.
     """
 
     aux_loss_enabled: bool
