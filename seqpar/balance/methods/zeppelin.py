@@ -82,8 +82,8 @@ def partition(
 def _assign(
     held: Floats, weights: Floats, row: Ints, had: Floats, sizes: Ints
 ) -> tuple[Ints, Floats]:
-    """Place each document in the buckets of its row that have the least work. Documents that are
-    cut over several buckets are placed first.
+    """Place each document in the buckets of its row that have the least work. A bucket is a node or
+    a rank. Documents that are cut over several buckets are placed first.
     """
     _, rows, width = had.shape
     work, tokens = had.copy()

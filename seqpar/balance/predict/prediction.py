@@ -104,12 +104,13 @@ def keys_and_work(
     readers: Ints,
     reached: NDArray[np.bool_],
 ) -> tuple[KeyCounts, KeyCounts, Floats]:
-    """Return the fields `seen`, `sent` and `work` of `DocumentShares`.
+    """Return three fields of `DocumentShares`: the keys that each share receives, the keys that it
+    sends, and its work.
 
-    A piece is one span of a document that a rank holds. A share is all pieces of one document that
-    a rank holds. Piece i belongs to share `share[i]`. The queries of share j end before position
-    `ends[j]`. The keys of piece i are sent to `readers[i]` ranks. `reached[i]` says whether a query
-    of a different rank has keys of piece i in its window.
+    A share is all pieces of one document that a rank holds, and a piece is one of these spans.
+    Piece i belongs to share `share[i]`. The queries of share j end before position `ends[j]`. The
+    keys of piece i are sent to `readers[i]` ranks. `reached[i]` says whether a query of a different
+    rank has keys of piece i in its window.
     """
 
     def total(values: Floats | Ints) -> Floats:
@@ -168,11 +169,11 @@ def seconds_of(
 def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the bytes that are sent for each share, a rank's part of a document, and two arrays
-    (ranks,) of seconds.
+    """Return the bytes that each share sends, and two arrays (ranks,) of seconds. A share is the
+    part of a document that one rank holds.
 
-    The first array has the seconds of messages that computation can hide, and the second array has
-    the seconds of all other messages.
+    The first array has the seconds of messages that computation can hide. The second array has the
+    seconds of all other messages.
     """
     row = float(costs.kv_bytes(1))
     moved = np.zeros(shares.ranks.size)

@@ -132,8 +132,8 @@ def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
 
 
 def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
-    """Return (ranks,) the seconds and the sent bytes for remapping all layers, in forward or in
-    backward.
+    """Return two arrays (ranks,): the seconds and the sent bytes of one pass, forward or backward,
+    for moving tokens to a different layout and back in each layer.
     """
     # `tokens` (ranks,) are the numbers of tokens in attention. If a rank has more tokens in
     # attention than in linear modules, it receives inputs of attention for the difference, and
