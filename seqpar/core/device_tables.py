@@ -146,7 +146,8 @@ def placed(plan: T, place: Callable[[Tensor], Tensor]) -> T:
 def kept_on(
     device: torch.device, memo: Memo, key: tuple[Hashable, ...], build: Callable[[], T]
 ) -> T:
-    """Return the result of `build`, a plan on the CPU, with its tables on a device.
+    """Call `build`, which returns a plan with tables on the CPU, and return the plan with its
+    tables on a device.
 
     The result is cached under the key.
     """
@@ -238,8 +239,8 @@ def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def pin(memory: Tensor, size: int) -> None:
     """Make a pinned copy of the first `size` bytes of a tensor (n,) uint8 that contains tables.
 
-    If all tables of a later `upload` lie in these bytes, `upload` copies the pinned bytes to the
-    device directly.
+    If these bytes contain all tables of a later call of `upload`, this call copies the pinned bytes
+    to the device directly.
     """
     if not size or (address := memory.data_ptr()) in _pinned:
         return
