@@ -329,7 +329,8 @@ class Recorder:
         summary: Callable[[Tensor, tuple[int, ...]], Tensor],
         columns: int,
     ) -> Tensor:
-        """Return (parameters, columns): the summaries of this rank's blocks of the parameters.
+        """Return (parameters, columns): the summary of each parameter, from the elements on this
+        rank.
 
         `part` is a function from a parameter to the tensor to be summarised, such as the gradient.
         The summary of a parameter is NaN if `part` returns None, or if the elements of the tensor
