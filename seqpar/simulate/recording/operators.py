@@ -179,7 +179,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             self.peak = max(self.peak, self._held + temporary)
 
     def _hold(self, results: Iterable[Tensor], input_memory: Collection[int]) -> None:
-        """Track the memory of results that are not views of inputs."""
+        """Count the memory of results that are not views of inputs, until it is freed."""
         for x in results:
             key = memory_of(x)
             if key in self._known or key in input_memory:
