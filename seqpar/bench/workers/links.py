@@ -39,7 +39,9 @@ def place(device: torch.device) -> dict[str, str]:
 
 
 def rounds(ranks: int) -> list[list[tuple[int, int]]]:
-    """Divide all pairs of ranks into rounds. In each round, every rank is in at most one pair."""
+    """Divide all pairs of ranks into lists of pairs. In each list, every rank is in at most one
+    pair.
+    """
     seats = [*range(ranks + ranks % 2)]
     schedule = []
     for _ in range(len(seats) - 1):
