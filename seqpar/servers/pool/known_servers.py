@@ -53,8 +53,8 @@ class KnownServers:
             self._changed.notify_all()
 
     def wait_for_any(self, timeout: float) -> None:
-        """Wait, for at most `timeout` seconds, until a server is ready or all servers have
-        refused.
+        """Wait at most `timeout` seconds, until a server is ready or all servers have refused this
+        pool.
         """
 
         def settled() -> bool:

@@ -1,7 +1,7 @@
 """The list of all numbers that a server reports, and how they are shown.
 
-The numbers are shown on the metrics page, in the table of `python -m seqpar status`, and in the
-line that `python -m seqpar serve` updates in a terminal, the *live line*.
+The numbers are shown on the metrics page, in the table of `python -m seqpar status`, and in a line
+that `python -m seqpar serve` updates in a terminal.
 """
 
 from __future__ import annotations
