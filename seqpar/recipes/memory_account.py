@@ -137,8 +137,8 @@ class Footprint:
         """
         if self.ranks == 1:
             return 0.0
-        # FSDP2 keeps the fp32 gradients that it has reduced last, and the gradient of the head until
-        # the end of backward.
+        # FSDP2 keeps the fp32 gradients that it has reduced last and, until the end of backward,
+        # the gradient of the head.
         layer = self.model.layer_parameters(self._largest_layer)
         return layer * _FP32 + self.model.vocabulary * self.model.hidden * _BF16
 
