@@ -3,11 +3,9 @@
 A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
 function from the state before the span to the state after the span. In forward, the *head* of a
 document is its first span, and the *tail* is its last span. In backward, the head is the last span,
-and the tail is the first span. The state that enters the head is known: in forward it is the
-initial state, and in backward it is the gradient of the final state. The rank of the head can
-therefore compute the state that leaves the head, and sends this state instead of a map. With the
-delta rule, a state has K·V numbers, and a map has K·(K + V) numbers. On two ranks, or with many
-short documents, nearly all spans that send a state or a map are heads.
+and the tail is the first span. The rank of the head knows the state that enters the head, so it can
+compute the state that leaves the head. It sends this state instead of a map. With the delta rule, a
+state has K·V numbers, and a map has K·(K + V) numbers.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """The transport "all_gather": one exchange sends the map of each span to every rank that needs it.
 
-The *map* of a span is the function from the state that enters the span to the state that leaves the
-span (`maps.py`). The receiver *folds* maps: it applies the maps of earlier spans to a state, one
-map after another. This is algorithm 2 of Sun et al., "LASP-2" (2025), with maps in place of states.
-Forward and backward have one exchange each. A rank posts the exchange before it computes attention
-among the tokens of each span, so that this computation hides the exchange.
-
-A rank receives each map only once. For each document, a rank receives the maps of all spans on
-other ranks that come before its own last span of the document. For the first span of the document
-(the *head*, `ends.py`), a rank receives a state instead of a map.
+A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
+function from the state before the span to the state after the span (`maps.py`). The receiver
+*folds* maps: it applies the maps of earlier spans to a state, one map after another. This is
+algorithm 2 of Sun et al., "LASP-2" (2025), with maps in place of states. For the first span of a
+document (the *head*, `ends.py`), a rank receives a state instead of a map.
 """
 
 from __future__ import annotations
@@ -38,9 +34,9 @@ class Fold(NamedTuple):
     """One step in which a rank applies one further map to the state of each document.
 
     The map of a span of tokens is the function from the state before the span to the state after
-    the span. For each document, there is a *running state*, to which the maps of the document's
-    spans are applied one after another. Documents with the most spans come first. In each step, the
-    documents for which a further map exists are therefore the first ones in this order.
+    the span. The *running state* of a document is the state to which earlier steps have applied
+    maps. A step changes the running states of only those documents that have a further span.
+    Documents with the most spans come first.
     """
 
     stations: Tensor | None  # the slots of the states that enter the spans of this step

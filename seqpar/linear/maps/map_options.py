@@ -1,16 +1,14 @@
 """The options of calls in which ranks exchange maps.
 
-A *span* is a range of consecutive tokens of a document on one rank. Each token changes the state of
-the document by an affine function (`kinds.py`). The composition of these functions over a span is
-therefore an affine function, the *map* of the span (`maps.py`). Later tokens of the document need
-only this map. Maps of consecutive spans can be combined in any grouping.
+A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
+affine function from the state before the span to the state after the span (`maps.py`). Maps of
+consecutive spans can be combined in any grouping.
 
 The *transition* of a span is the linear part of its map. With the delta rule, a transition is a
-matrix, and computing the transition takes as long as computing the state. If no state is multiplied
-with a transition, the transition is not computed, and is set to 0. In forward, this is the case if
-no state enters the span (`state_in` is −1). In backward, this is the case if the state that leaves
-the span has no gradient (`state_out` is −1). If a document has one span on each of two ranks, no
-rank computes a transition for the document.
+matrix, and computing it takes as long as computing the state. If no state is multiplied with a
+transition, the transition is not computed, and is set to 0. In forward, this is the case if no
+state enters the span (`state_in` is −1). In backward, this is the case if the state that leaves the
+span has no gradient (`state_out` is −1).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Apply the maps of spans to states, combine two maps into one map, and pack maps into messages.
 
 A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is S → T S
-+ N, where S is the state that enters the span. T is the transition of the span, and N is the state
-of the span's own rows. A transition is one number for each head (n, B, H), one number for each key
++ N, where S is the state before the span. T is the transition of the span, and N is the state of
+the span's own rows. A transition is one number for each head (n, B, H), one number for each key
 channel (n, B, H, K), or a matrix (n, B, H, K, K).
 """
 

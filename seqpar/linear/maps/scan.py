@@ -3,8 +3,7 @@
 A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
 function from the state before the span to the state after the span. The algorithm is from "ZeCO"
 (2025), section 3, with a map in place of a decay. If (A, N) is the map of a rank's span, the rank
-receives a state S and sends the state A S + N. No map is sent. A acts on each column of a state
-separately, so a state can be cut into blocks: a block is some heads of a state, or some columns of
+receives a state S and sends the state A S + N. A block is some heads of a state, or some columns of
 one head. A rank sends one block while it receives the next block.
 """
 

@@ -1,24 +1,20 @@
 """The transport "tree", which combines maps by recursive doubling.
 
 A *span* is a range of consecutive tokens of a document on one rank. The *map* of a span is the
-function from the state before the span to the state after the span. In each step, the number of
-spans whose maps are combined doubles.
-
-The algorithm is the parallel prefix by recursive doubling of Hillis and Steele, "Data parallel
-algorithms" (1986), in the exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear
-Recurrent Neural Nets Over Sequence Length" (2018), section 2, use a parallel prefix for affine
-recurrences.
+function from the state before the span to the state after the span. The algorithm is the parallel
+prefix by recursive doubling of Hillis and Steele, "Data parallel algorithms" (1986), in the
+exclusive form of MPI_Exscan. Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
+Sequence Length" (2018), section 2, use a parallel prefix for affine recurrences.
 
 The *window* of span i is a range of spans that ends with span i, together with the combined map of
 these spans. At the start, the window has only span i. In step d, the rank of span i sends the
 window of 2ᵈ spans to the rank of span i + 2ᵈ. After step d, the window of span i + 2ᵈ has twice as
-many spans as before. A window is *complete* if it begins with the first span of the document
-(`ends.py`). A complete window is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. Each
-rank needs memory for two windows for each of its spans, on any number of ranks.
+many spans as before. A window is *complete* if it begins with the first span of the document. A
+complete window is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges. Each rank needs
+memory for two windows for each of its spans, on any number of ranks.
 
-The exclusive form needs one exchange fewer than the inclusive form, but combines maps once more in
-each step. A work-efficient tree would send two maps per rank instead of log₂ n maps. However, it
-would need twice as many exchanges, and the work within short spans could not hide all of them.
+A work-efficient tree would send two maps per rank instead of log₂ n maps. However, it would need
+twice as many exchanges.
 """
 
 from __future__ import annotations
@@ -43,9 +39,9 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 class Arrivals(NamedTuple):
     """The windows that arrive at a rank in one step.
 
-    A *window* is the combined map of a range of spans of a document. A span is a range of tokens on
-    one rank. A window is *complete* if it begins at the start of the document. A step has one
-    `Arrivals` for complete windows, and a second `Arrivals` for all other windows.
+    A *span* is a range of a document's tokens on one rank, and a *window* is the combined map of
+    consecutive spans. A window is *complete* if it begins at the start of the document. A step has
+    one object for complete windows, and a second object for all other windows.
     """
 
     stations: Tensor  # (arrivals,): the slots of the spans at which they arrive

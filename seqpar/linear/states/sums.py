@@ -1,14 +1,10 @@
-"""Compute the weighted sums of states that every exchange needs, and plan LASP-2's exchange.
+"""Compute weighted sums of states, and plan LASP-2's exchange.
 
     sums[g] = Σ λ^rows · states[member]
 
 Each sum is over a group of states. `rows` is the number of rows over which a state decays before it
-is added. Sums and states are (n, B, Hkv, D, Dv). A *source* is a position at which a rank has a
-state, and a *station* is a position at which a rank needs a sum of states (`routes.py`).
-
-One call of torch.embedding_bag computes all groups, without atomic additions. With this call, the
-forward of 32 documents in a zigzag layout on 8 ranks takes 38 operators. With a separate sum for
-each source and station, the forward took 389 operators.
+is added. Sums and states are (n, B, Hkv, D, Dv). One call of torch.embedding_bag computes all sums,
+without atomic additions.
 """
 
 from __future__ import annotations
@@ -119,10 +115,9 @@ class Gathering(TableHolder):
     def weigh(self, options: StateOptions) -> list[Sum]:
         """Return the functions with which this rank computes sums, in the order of their calls.
 
-        A *station* is a position of a document at which a rank needs a sum of states. The first
-        function combines the rank's states into the states that are sent. The second function adds
-        up the arrived states at each station. All further functions add, to the sum at each
-        station, the sums at the earlier stations of the document.
+        The first function combines the rank's states into the states that are sent. The second
+        function adds up the arrived states at each position at which the rank needs a sum. All
+        further functions add, to each sum, the earlier sums of the document.
         """
         unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
@@ -131,10 +126,9 @@ class Gathering(TableHolder):
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
     """Return the sums that combine the states of this rank into the states that it sends.
 
-    `outgoing` says, for each receiving rank, which states are combined. The combined states for one
-    rank are called a *part*. If several ranks need the same combined states, these ranks share a
-    part. The results are the sums of all parts, the number of states in each part, and the index of
-    the part for each rank. If this rank sends its states unchanged, the sums are None.
+    `outgoing` says, for each receiving rank, which states are combined. The result has the sums,
+    the number of states in each different message, and the index of the message for each rank. If
+    this rank sends its states unchanged, the sums are None.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -156,9 +150,8 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
     """Return the steps that add all earlier sums of a document to each sum of the document.
 
-    There is a sum at each *station*, a position of a document at which a rank needs the sum of the
-    states before this position. Step i adds to each sum the sum that is 2ⁱ stations earlier. A
-    document with n stations needs ⌈log₂ n⌉ steps.
+    In step i, each sum is increased by the sum that is 2ⁱ places earlier in the document. n sums
+    need ⌈log₂ n⌉ steps.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

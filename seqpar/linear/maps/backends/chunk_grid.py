@@ -1,10 +1,9 @@
 """Cut spans into chunks of C rows, so that the chunks of all spans are computed together.
 
 A *span* is a range of consecutive tokens of a document on one rank. A state passes through the
-chunks of a span one after another, so a span with n chunks takes n steps. Step i computes chunk i
-of all spans at once. Chunks are therefore ordered by step: the first chunk of each span comes
-first, the second chunk of each span with at least two chunks follows, and so on. In each step,
-spans with the most chunks come first. The chunks of a step are neighbours in memory.
+chunks of a span one after another. Step i computes chunk i of all spans at once. Chunks are
+therefore ordered by step: the first chunk of each span comes first, the second chunk of each span
+with at least two chunks follows, and so on. In each step, spans with the most chunks come first.
 
 A tensor of chunks is (M, N, G, C, D): there are M chunks, N = B · H, and G heads share a state.
 Some tensors have no dimension G. The last chunk of a span is padded with rows of 0.
@@ -45,8 +44,8 @@ class Places(NamedTuple):
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:
         """Copy states to the tensor `spans`, which has an entry for each span, and return `spans`.
 
-        A *span* is a range of consecutive tokens of a document on one rank. At first, the entries
-        of `spans` are zeros. The entry of a span without a state in `states` stays 0.
+        A *span* is a range of consecutive tokens of a document on one rank. Entries of spans
+        without a state are not changed.
         """
         if states is not None:
             found = states.index_select(0, self.states)
@@ -123,8 +122,7 @@ def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> li
     """Return a grid of the spans without a state, and a grid of the spans with a state.
 
     A *span* is a range of consecutive tokens of a document on one rank. A *grid* cuts spans into
-    chunks. If no span has a state, or if all spans have a state, there is only one grid. The object
-    `spans` keeps the grids for later calls.
+    chunks of rows. If no span has a state, or if all spans have a state, there is only one grid.
 
     Args:
         spans: the spans of the rank.

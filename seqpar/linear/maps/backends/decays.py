@@ -1,8 +1,8 @@
 """Compute the decays within chunks of rows, for each head or each key channel, and gradients.
 
-A *power* is the product of the decays between two rows. Keys are (M, N, C, K): C rows for each
-chunk. Rows that read from the state, such as queries, are (M, N, X, C, K), because X heads share a
-state. A row reads the keys and values of earlier rows.
+Keys are (M, N, C, K): C rows for each chunk. Rows that read from the state, such as queries, are
+(M, N, X, C, K), because X heads share a state. A row reads the keys and values of earlier rows,
+multiplied by the decays between the two rows.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class PerHead(_Powers):
     """The decays of chunks with one log decay g (M, N, C) per head and row, or without decay if g
     is None.
 
-    For each pair of rows, the sum of g over the rows between them is computed directly. The
-    difference of two sums from the start of the chunk would be less accurate, and would be NaN if g
-    is −∞.
+    For each pair of rows, the sum of g over the rows between them is computed directly, so that it
+    is accurate, and correct if g is −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -203,18 +202,16 @@ class _Level(NamedTuple):
 class PerKey(_Powers):
     """Decays with one log decay g (M, N, C, K) for each row and key channel.
 
-    A *power* is the product of the decays between two rows. A score is Σ_c x_ic k_jc exp(Σ g_mc
-    over j < m ≤ i). The matrix of scores is not a product of two matrices, because the exponential
-    depends on i, j and c. With the exponential as a quotient of two powers, the matrix would be a
-    product, but exp could overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3, cut
-    a chunk into blocks and measure powers from the first row of a block.
+    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). The matrix of scores is not a product of
+    two matrices, because the exponential depends on i, j and c. It could be written as a quotient,
+    but exp could then overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3, cut a
+    chunk into blocks and measure decays from the first row of a block.
 
     Here, a chunk is cut into halves, each half is cut into halves, and so on. Take two neighbouring
-    blocks of s rows. The powers of rows in the later block are measured from the start of the later
-    block. The powers of rows in the earlier block are measured to the end of the earlier block.
-    With these powers, the scores between the two blocks are a product of two matrices. Pairs of
-    blocks with s = 1, 2, 4 … C/2 rows cover all pairs of rows. Powers are products of exp g, so
-    they are at most 1, and no sums are subtracted.
+    blocks of s rows. For rows in the later block, the decay is measured from the start of the later
+    block. For rows in the earlier block, it is measured to the end of the earlier block. With these
+    decays, the scores between the two blocks are a product of two matrices. Pairs of blocks with s
+    = 1, 2, 4 … C/2 rows cover all pairs of rows. No decay exceeds 1.
     """
 
     def __init__(self, log_decay: Tensor, size: int) -> None:

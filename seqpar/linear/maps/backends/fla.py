@@ -2,14 +2,12 @@
 
 The backend calls fla's public functions, which compute bf16 and fp16, with states in fp32. A
 *span*, which is a range of a document's tokens on one rank, is one sequence of the call. The
-functions return the last state of a sequence, but not its map, which is the function from the state
-before the span to the state after the span. The map is needed if a state enters the span and a
-state leaves the span. To compute the map of a span, the backend appends K columns of zeros to v.
-The initial state of these columns is the identity matrix, so their last state is the *transition*
-of the span, the factor by which the span multiplies the state that enters it. The out of these
-columns, multiplied by the state that enters the span, is the contribution of this state to out. The
-contribution is added to out, so out is rounded twice in these spans. Backward first makes the same
-call without gradients, to compute the map.
+functions return the last state of a sequence, but not its *transition*, the factor by which the
+span multiplies the state that enters it. To compute the transition of a span, the backend appends K
+columns of zeros to v. The initial state of these columns is the identity matrix, so their last
+state is the transition. The out of these columns, multiplied by the state that enters the span, is
+added to out, so out is rounded twice in these spans. Backward first makes the same call without
+gradients.
 
 A log decay below −30 is replaced by −30, which is a factor of 1e-13. fla adds up log decays over a
 chunk in fp32. In a larger sum, smaller log decays would lose digits.
@@ -143,12 +141,11 @@ def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> 
 
     A *span* is a range of a document's tokens on one rank. A state may enter the span ("state_in"),
     and a state may leave the span ("state_out"). `first` is the name of one of these two states.
-    There are at most three groups: spans without the state `first`, spans with both states, and
-    spans with only the state `first`. Empty groups are left out.
+    The groups are spans without the state `first`, spans with both states, and spans with only the
+    state `first`. Empty groups are left out.
 
-    Spans without rows are in no group. The map of a span without rows is the identity, and is
-    needed only if the span has both states. The second result has, for each span without rows that
-    has both states, the index of the leaving state and the index of the entering state.
+    A span without rows is in no group. If it has both states, they are equal, and the result has
+    the index of the leaving state and the index of the entering state.
     """
 
     def build() -> _Groups:

@@ -4,21 +4,16 @@ The backend runs on every device that torch supports. A *span* is a range of con
 document on one rank. As in Qin et al., "Lightning Attention-2" (2024), section 3, spans are cut
 into chunks of C rows. The output of a row is a sum of two parts. Rows of the same chunk contribute
 (QKᵀ ⊙ Λ) V. Rows of earlier chunks of the span contribute through the state that enters the chunk.
-Each batched product computes all heads of one chunk, and reads the chunk without a copy. States are
-passed from chunk to chunk in fp64, because rounding errors of λ^C would add up. Half precision is
-computed in fp32.
+States are passed from chunk to chunk in fp64, because rounding errors of λ^C would add up. Half
+precision is computed in fp32.
 
 A matrix product never combines rows of two documents or rows of two chunks. A NaN or an infinity in
 a token therefore reaches only two kinds of rows: rows that attend to the token, and earlier rows of
-its chunk, because 0 · NaN is NaN. In the reference backend, a NaN reaches the earlier rows of the
-whole span. To keep all earlier rows free of NaN, each row would need a separate product. The
-kernels of softmax attention spread a NaN in the same way, to the earlier rows of a tile.
+its chunk, because 0 · NaN is NaN.
 
 The queries of a chunk are (N, G·C, D), with N = B·Hkv for batch B and Hkv KV heads. G query heads
-share a KV head. Along the second dimension, the C rows of the first query head come before the C
-rows of the second query head, and so on. A product that sums over this dimension therefore sums
-over both the rows and the query heads of a KV head. Keys and values have only one head per KV head,
-so they are (N, C, D). States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within
+share a KV head. Along the second dimension, the C rows of the first query head come first. Keys and
+values are (N, C, D). States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) within
 this file.
 """
 
