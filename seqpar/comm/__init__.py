@@ -3,7 +3,4 @@
 Start with `messages/comm.py`, which posts messages and waits for them. If a message does not
 arrive, `faults/` finds the rank at fault. `routing/` distributes messages over the network cards of
 a node.
-
-A *call* is one call of an attention module or function, on all ranks of a group. A *pass* is the
-forward or the backward of a call.
 """

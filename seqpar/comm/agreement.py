@@ -70,14 +70,10 @@ def compare_calls(
     call.
 
     Every rank must run this function in every call, even if it has compared an equal call before.
-    If one rank skipped the comparison, a rank that makes a different call would wait for this rank
-    forever.
-
-    First, the ranks compare a digest of the strategy, the fault and `shared(False)`. Each of P
-    ranks sends ⌈log₂ P⌉ messages of 64 bytes. If the digests differ, each rank receives the
-    strategy, the fault and `shared(True)` of every rank as text. If a rank has a fault, all ranks
-    raise the error of the lowest rank that has a fault. If no rank has a fault but the texts
-    differ, all ranks raise a ValueError that names an argument that differs between ranks.
+    Each of P ranks sends ⌈log₂ P⌉ messages of 64 bytes, with a digest of the call. If the digests
+    differ, ranks exchange descriptions of their calls as text. If ranks have faults, all ranks
+    raise the error of the lowest of these ranks. If no rank has a fault but the texts differ, all
+    ranks raise a ValueError that names an argument that differs between ranks.
 
     Args:
         comm: the ranks.

@@ -44,8 +44,7 @@ class Averaging:
         wrappers: the modules of DDP and FSDP1, and the parameter groups of FSDP2.
         flattened: whether a wrapper is FSDP1. With FSDP1, the parameters are views of flat
             parameters during a call.
-        in_no_sync: whether DDP's `no_sync` was active. If `no_sync` was active, DDP averages in a
-            later backward.
+        in_no_sync: whether DDP's `no_sync` was active, so that DDP averages in a later backward.
     """
 
     wrappers: list[object] = field(default_factory=list)
@@ -110,12 +109,12 @@ class Averaging:
 
     @classmethod
     def of(cls, root: nn.Module, comm: Comm) -> Averaging:
-        """Find the DDP and FSDP wrappers around a model and in its submodules, while a call of the
-        model runs.
+        """Find the DDP and FSDP wrappers around a model and in its submodules, while the model
+        runs.
 
-        Raises a ValueError in three cases: the model is a DeepSpeed engine; a wrapper averages over
-        ranks that do not include the whole group; or a wrapper divides the sum of the gradients by
-        a number that is not the number of ranks over which the wrapper averages.
+        Raises a ValueError if the model is a DeepSpeed engine, if a wrapper averages over ranks
+        that do not include the whole group, or if a wrapper divides the sum of the gradients by a
+        number other than its number of ranks.
         """
         averaging = cls()
         for x in dict.fromkeys([*calling_modules(), *root.modules()]):

@@ -1,7 +1,7 @@
 """`BoundStrategy`: a strategy together with a group of ranks, which operators find by a string.
 
-An argument of a torch operator can be a string, but not any Python object. If a bound strategy is
-unpickled in another process, it finds its group by the name and the ranks of the group.
+An argument of a torch operator can be a string, but not any Python object. A bound strategy can be
+pickled. In another process, it finds its group by the name and the ranks of the group.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ N = TypeVar("N", bound=Named)
 
 @dataclass(frozen=True, eq=False)
 class BoundStrategy(Generic[S]):
-    """A strategy together with a group of ranks, which an operator needs to compute a module's
-    call.
+    """A strategy together with a group of ranks.
 
-    All modules with the same options and the same group share one `BoundStrategy`, so torch.compile
-    makes one graph for all of these modules.
+    All modules with the same options and the same group share one object, so torch.compile makes
+    one graph for all of these modules.
 
     Attributes:
-        key: the string that operators receive. It consists of the strategy with its options, the
-            group, `check_ranks` and `routing`.
+        key: the string by which torch operators find the object. It consists of the strategy with
+            its options, the group, `check_ranks` and `routing`.
     """
 
     strategy: S
@@ -101,10 +100,8 @@ class BoundStrategy(Generic[S]):
     def of(key: str) -> BoundStrategy[Any]:
         """Return the `BoundStrategy` (a strategy together with a group of ranks) that has this key.
 
-        Raises a RuntimeError if this process has no `BoundStrategy` with this key. This is the
-        case, for example, if an exported program is loaded before the module is made. A
-        `BoundStrategy` lives as long as one of its modules or a graph of autograd refers to it.
-        After a call of `keep`, it lives as long as its group.
+        Raises a RuntimeError if there is none in this process, for example because an exported
+        program was loaded before its module was made.
         """
         found = _by_key.get(key)
         if found is None:
@@ -139,13 +136,10 @@ class BoundStrategy(Generic[S]):
     ) -> tuple[C, Comm]:
         """Return the result of `resolve`, and a Comm for a new call with tensors on `device`.
 
-        With `check_ranks`, all ranks raise the same error in two cases: two ranks make different
-        calls, or `resolve` raises an error on some rank. `shared(call, exact)` returns the
-        arguments that `compare_calls` compares.
-
-        Without `check_ranks`, a call for which `resolve` raises an error is not counted. The user
-        can correct the arguments and repeat the call. The other ranks wait until this rank repeats
-        the call.
+        With `check_ranks`, all ranks raise the same error if two ranks make different calls, or if
+        `resolve` raises an error on some rank. `shared(call, exact)` returns the arguments that
+        `compare_calls` compares. Without `check_ranks`, a call for which `resolve` raises an error
+        is not counted, so the user can correct the arguments and repeat the call.
         """
         if not self.check_ranks:
             call = resolve()
@@ -166,12 +160,11 @@ class BoundStrategy(Generic[S]):
         return call, comm
 
     def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
-        """Return the Comm for one pass of a call, which relays messages if `routing` requires it.
+        """Return the Comm for one forward or backward, which relays messages if `routing` requires
+        it.
 
-        A pass is the forward or the backward of a call. The messages of the pass depend only on
-        `shared` and on the type of `device`, which are the same on all ranks. The type of the
-        device matters because results of GPU kernels may be sent in half precision, but results of
-        CPU kernels are sent in fp32.
+        The sizes of messages must be the same in all passes with equal `shared` and the same type
+        of `device`.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)
@@ -209,12 +202,11 @@ def _address_of(comm: Comm) -> _Address:
 def _reconnect(address: _Address) -> Comm:
     """Return the Comm of a group in this process, given the address of a group in another process.
 
-    If the address is that of the default group, the result is the default group of this process,
-    even if the sizes of the two groups are different. If the address is that of a mesh over the
-    default group, the default group of this process must have the same ranks. For any other
-    address, the result is the group with the same name and the same ranks. If there is no group
-    with this name, the result is the first group with the same ranks. If no group has these ranks,
-    this function raises a RuntimeError.
+    The address of the default group gives the default group of this process, even if the sizes of
+    the two groups are different. The address of a mesh over the default group gives the default
+    group if it has the same ranks. Any other address gives the group with the same name and the
+    same ranks. If there is no group with this name, the result is the first group with the same
+    ranks. Raises a RuntimeError if no group has these ranks.
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():

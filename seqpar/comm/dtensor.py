@@ -1,9 +1,8 @@
 """Convert arguments of attention from DTensors to tensors of local heads, and results back to
 DTensors.
 
-With tensor parallelism, each rank holds some of the heads. Attention computes each head
-independently. Each rank therefore calls attention with the heads that it holds. The group of this
-call consists of the ranks that hold the same heads of different tokens.
+With tensor parallelism, each rank holds some of the heads, and calls attention with these heads.
+The group of this call consists of the ranks that hold the same heads of different tokens.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
     """Return this rank's local tensors for the arguments of a call, and the placement of their
     heads.
 
-    If one tensor is a DTensor, all tensors must be DTensors. This function raises a ValueError if
-    the heads of a tensor are not distributed over the mesh like the heads of q, or if a tensor is
-    sharded along a dimension that is not the dimension of heads.
+    If one tensor is a DTensor, all tensors must be DTensors. Raises a ValueError if the heads of a
+    tensor are not distributed over the mesh like the heads of q, or if a tensor is sharded along
+    another dimension.
 
     Args:
         tensors: for each argument name, the argument and the index of its dimension of heads. The
@@ -118,8 +117,8 @@ def local_block(x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
     """Return the part of a tensor that this rank holds, and the index of the first element of the
     part.
 
-    The result is None if `x` is a DTensor and the part is a partial sum, or if the part is
-    interleaved with the parts of other ranks.
+    The result is None if the part is a partial sum, or is interleaved with the parts of other
+    ranks.
     """
     if not is_dtensor(x):
         return x, (0,) * x.dim()

@@ -1,9 +1,8 @@
 """A store for the processes of one user on one host.
 
-torch's TCPStore cannot be used here, because it listens on all interfaces and accepts writes from
-anyone who can reach its port. This store listens on a Unix socket, in a folder that only this user
-can enter. A process must also know a token, which is a file in this folder.
-`multiprocessing.managers` provides such sockets and tokens.
+torch's TCPStore listens on all interfaces and accepts writes from anyone who can reach its port.
+This store listens on a Unix socket, in a folder that only this user can enter. A process must also
+know a token, which is a file in this folder.
 """
 
 from __future__ import annotations

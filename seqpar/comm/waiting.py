@@ -1,9 +1,7 @@
-"""Let all ranks wait for a long computation on rank 0.
+"""Let all ranks wait for a long computation on rank 0, longer than the group's timeout.
 
-If ranks waited in a collective, the collective would fail or abort the process after the group's
-timeout. With the functions in this file, the waiting ranks ask the group's store at intervals
-whether rank 0 has finished, with a separate time limit. The waiting ranks log how much time has
-passed, and raise a `PeerError` if rank 0 dies.
+The waiting ranks ask the group's store at intervals whether rank 0 has finished. They log how much
+time has passed, and raise a `PeerError` if rank 0 dies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Find the rank at fault if a message does not arrive.
 
-Start with `heartbeat.py`. On each rank, a thread writes a *beat* to the group's store, and reads
-the beats of other ranks. `witness.py` decides which rank is at fault, and `process_states.py` asks
-whether the processes of silent ranks are alive. After this decision, all ranks that wait for
-messages raise a `PeerError`.
+Start with `heartbeat.py`. On each rank, a thread tells the other ranks at intervals that the rank
+is alive. If a rank is at fault, all ranks that wait for messages raise a `PeerError`.
 """

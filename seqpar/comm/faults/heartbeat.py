@@ -126,9 +126,8 @@ class Heartbeat:
     """The heartbeat of one rank in one group. It finds the rank at fault when a wait fails.
 
     Heartbeats communicate through the key-value store of the group. If the process that keeps the
-    store hangs, a call to the store may never return. After the constructor has returned, only the
-    thread of the heartbeat and the method `accuse` therefore call the store. `accuse` limits how
-    long it waits.
+    store hangs, a call to the store may never return. Only the thread of the heartbeat and the
+    method `accuse`, which limits how long it waits, therefore call the store.
     """
 
     def __init__(
@@ -290,10 +289,8 @@ class Heartbeat:
     def _cause(self, wait: _Wait) -> str:
         """Wait until some rank has written which rank is at fault, and return this text.
 
-        In a *round*, the heartbeat reads what other ranks have written to the store. If no round
-        ends in time, this method returns a text that says that the store is at fault. The time
-        limit counts from the start of the current round. Because this process may have been
-        suspended during the round, the store always has at least a few more intervals to answer.
+        If the store of the group does not answer in time, the text says that the store is at fault.
+        If this process was suspended during the wait, the store still has some time to answer.
         """
         with self._changed:
             wait.failed = self._urgent = True
@@ -349,9 +346,8 @@ class Heartbeat:
     def _words(self) -> dict[int, str]:
         """Return whether the process of each silent rank is alive, stopped or gone.
 
-        The operating system of the silent rank reports this through the *state server* of the rank,
-        a small separate process. A rank without a state server counts as gone after `grace_seconds`
-        of silence, or immediately if `grace_seconds` is not set.
+        The operating system of the silent rank reports this. If it cannot be asked, the rank counts
+        as gone after `grace_seconds` of silence, or immediately if `grace_seconds` is not set.
         """
         silent = self._witness.silent()
         servers = self._state_servers
@@ -423,8 +419,7 @@ def _started(
 def close_connections(group: ProcessGroup | None) -> None:
     """Close all connections of a gloo group, so that all waits on the group raise an error.
 
-    Waits end on this rank, and on ranks that wait for this rank. gloo's abort() does not end waits.
-    When a receive times out, however, gloo closes all connections of the group.
+    Waits end on this rank, and on ranks that wait for this rank.
     """
     if group is None:
         return

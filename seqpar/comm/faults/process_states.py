@@ -94,12 +94,11 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
 
 
 def start_state_server(host: str) -> str:
-    """Return the address of the state server of this process.
+    """Return the address of the state server of this process, which the first call starts.
 
     The state server is a small process that tells other ranks whether this process is alive. It
-    listens at the network address `host` of this machine, is started by the first call, and ends
-    with this process. The result is "" if the state server cannot be started. This is the case
-    outside Linux, in a frozen application, or if the machine cannot start more processes.
+    listens at the network address `host` of this machine, and ends with this process. The result is
+    "" if the state server cannot be started, for example outside Linux.
     """
     return _start_state_server(host, os.getpid())  # a forked child needs its own state server
 

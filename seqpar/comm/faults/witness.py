@@ -31,8 +31,7 @@ class Witness:
         Args:
             rank: the rank that reads beats. A beat is a count in the store of the group, which each
                 living rank increases. In a large group, a rank reads only the beats of the next
-                `MAX_WATCHED` ranks that have not left, and of ranks for which it waits. Each rank
-                is therefore watched by the ranks before it, although no rank reads all beats.
+                `MAX_WATCHED` ranks that have not left, and of ranks for which it waits.
             names: the name of each rank in errors.
             interval: the number of seconds between two reads.
             grace: the seconds for which a rank may be silent although its operating system says

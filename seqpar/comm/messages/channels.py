@@ -1,13 +1,9 @@
 """Make NCCL communicators for a group, so that messages need not wait for each other.
 
-A communicator runs its exchanges one after another, in the order in which they are posted. If two
-series of messages must not wait for each other, they therefore use different communicators. An
-example is messages to the next rank and messages to the previous rank.
-
-Communicators use CUDA streams with high priority. On NCCL, sending a message is a small kernel. If
-the stream had normal priority and an attention kernel became ready at the same moment, the
-attention kernel could fill the GPU, and the message would wait until the attention kernel has
-ended.
+A communicator runs its exchanges one after another, in the order in which they are posted. Two
+series of messages that must not wait for each other therefore use different communicators. An
+example is messages to the next rank and messages to the previous rank. Communicators use CUDA
+streams with high priority, so that an attention kernel cannot delay a message.
 """
 
 from __future__ import annotations
@@ -107,17 +103,14 @@ class Communicators:
 
 
 def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
-    """Make a communicator over the ranks of a group, without registering a group in torch.
-
-    `dist.new_group` cannot be used. If the default group is bound to a device, `new_group` splits
-    the communicator of the default group, so all ranks of the default group would have to take
-    part.
-    """
+    """Make a communicator over the ranks of a group, without registering a group in torch."""
     own = _nccl_of(group, device)
     if own is None:
         return None
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     copy_options(own, options)
+    # `dist.new_group` cannot be used. If the default group is bound to a device, `new_group` splits
+    # the communicator of the default group, so all ranks of the default group would take part.
     options.group_name = f"{group.group_name}/{name}"
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     prefix = f"seqpar/{options.group_name}/"

@@ -197,9 +197,8 @@ class Comm:
     def turn(self) -> Iterator[None]:
         """Raise a ValueError if a different thread is making a call on this group now.
 
-        Without this check, each of the two calls could receive messages of the other call. If other
-        ranks wait for messages of the refused call, these ranks raise a PeerError that contains the
-        message of the ValueError.
+        If other ranks wait for messages of the refused call, these ranks raise a PeerError that
+        contains the message of the ValueError.
         """
         if self.size == 1:
             yield
@@ -226,8 +225,8 @@ class Comm:
         """Make the group's communicator for this device. All ranks must make the first call
         together.
 
-        NCCL makes a communicator at its first use, and all ranks must take part. Some ranks may
-        have no messages in the first call, so every call begins with this method.
+        Every attention call begins with this method, because some ranks may have no messages in the
+        first call.
         """
         group = self._group()
         if group is not None and self._heartbeat_for(device) is None:
@@ -247,11 +246,10 @@ class Comm:
     def channel(self, name: str) -> Comm:
         """Return a Comm whose messages do not wait for messages of this Comm.
 
-        The new Comm has the same ranks. On NCCL, it has a separate communicator, because a
-        communicator runs all of its messages in order. All ranks make this communicator together
-        when they first request `name`. All ranks must therefore request the same names in the same
-        order, before the first message of a call. A communicator takes a few hundred MB of memory
-        on each GPU, and is freed when the group is freed.
+        The new Comm has the same ranks. On NCCL, it has a separate communicator, which all ranks
+        make together when they first request `name`. All ranks must therefore request the same
+        names in the same order, before the first message of a call. A communicator takes a few
+        hundred MB of memory on each GPU, and is freed when the group is freed.
 
         On gloo, messages do not wait for each other, so this method returns this Comm itself.
         `sent_bytes` of this Comm also counts the messages of the new Comm.
@@ -273,12 +271,8 @@ class Comm:
         order. Empty messages are not sent.
 
         On gloo, waiting raises a PeerError if two ranks are in different exchanges, or if they
-        expect different sizes or dtypes. NCCL has no tags, so on NCCL only the option `check_ranks`
-        of modules finds calls that differ.
-
-        On gloo, an exchange uses a link in both directions at the same time. If a rank sends to a
-        peer in one exchange and receives from the same peer in a second exchange, the two messages
-        are not sent at the same time. Post a send and a receive with one peer as a single exchange.
+        expect different sizes or dtypes. On gloo, a send to a peer and a receive from this peer use
+        the link at the same time only if they are posted as a single exchange.
 
         Args:
             sends, recvs: the messages as (peer, tensor).
@@ -429,15 +423,12 @@ class Comm:
         return [bytes(x.tolist()).decode() for x in self.all_gather(tensor, label=label)]
 
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
-        """Return the tensors `x` of all ranks, in the order of the ranks. The tensors must have the
-        same shape.
+        """Return the tensors `x` of all ranks, in the order of the ranks. They must have the same
+        shape.
 
         Each of P ranks sends ⌈log₂ P⌉ messages, which together are P − 1 times as large as x. If no
-        call of attention is running, the exchange counts as a separate call. The messages are sent
-        even if the hook `skip_messages` is set.
-
-        The algorithm is from Bruck et al., "Efficient Algorithms for All-to-All Communications"
-        (1997), section 4.
+        call of attention is running, the exchange counts as a separate call. The algorithm is from
+        Bruck et al., "Efficient Algorithms for All-to-All Communications" (1997), section 4.
         """
         if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)
@@ -455,10 +446,9 @@ class Comm:
     def have_equal(self, name: str, text: str) -> bool:
         """Return whether all ranks have the same `text`.
 
-        Only the first call with a `name` on the group sends messages. All ranks must make the first
-        call at the same point of their programs. Later calls return the result of the first call,
-        and ignore `text`. The messages are neither counted nor traced, so that the first call of a
-        strategy has the same counts as later calls.
+        Only the first call with a `name` on the group sends messages. All ranks must make this call
+        at the same point of their programs. Later calls return the result of the first call, and
+        ignore `text`. The messages are neither counted nor traced.
         """
         if self._group() is None:  # all ranks are in this process
             return True

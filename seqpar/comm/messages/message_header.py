@@ -96,10 +96,8 @@ class CallNumbers:
     def as_tensor(self) -> Tensor:
         """Return the numbers of a call as the bits of a float64 tensor, (ranks,) on the CPU.
 
-        The operator of a forward returns this tensor, and the backward receives it.
-        `torch.library.opcheck` requires that the results of two equal calls agree. The numbers of
-        two calls differ, but as floats they are below 1e-300, so they differ by less than any
-        tolerance.
+        As floats, the numbers are below 1e-300. `torch.library.opcheck` requires that the results
+        of two equal calls agree, and the numbers of two calls differ by less than any tolerance.
         """
         # Integers, or the shape of an empty tensor, would differ between two equal calls. A table
         # in Python could not distinguish two calls whose backwards run in any order. A tensor that

@@ -20,8 +20,8 @@ def recorded(comm: Comm) -> Comm:
     """Return a Comm that records two steps for each exchange: posting its messages, and waiting for
     them.
 
-    `comm` must be an input of the recording. A replay posts the messages through the Comm that is
-    given to the replay.
+    `comm` must be an input of the recording. A replay posts the messages through the Comm that the
+    replay receives for this input.
     """
     recording = copy(comm)
     recording.exchange = partial(_exchange, comm)  # type: ignore[method-assign]

@@ -1,12 +1,10 @@
 """Post the messages of a pass, including messages that this rank relays for other ranks.
 
-A *pass* is the forward or the backward of a call. `routing.py` decides which messages a rank
-relays. To decide this, a rank must know the sizes of the messages between its node and other nodes.
-In each exchange of a pass, the ranks of a node therefore tell each other the sizes of their
-messages. Later passes of the same *kind* reuse these sizes. Two passes are of the same kind if both
-are forwards, or both backwards, of calls that differ only in the values of tensors. All ranks make
-the same exchanges in the same order, even if a rank has no messages in some exchanges. The index of
-an exchange in the pass therefore identifies the exchange on all ranks.
+A *pass* is the forward or the backward of a call. To decide which messages a rank relays
+(`routing.py`), it must know the sizes of the messages between its node and other nodes. In each
+exchange of a pass, the ranks of a node therefore tell each other the sizes of their messages. Later
+passes reuse these sizes, if their calls differ only in the values of tensors. All ranks make the
+same exchanges in the same order, even if a rank has no messages in some exchanges.
 
 A relayed message makes several *hops*, from one rank to the next rank. NCCL runs exchanges in the
 order in which they are posted, so on NCCL a rank posts all hops at once. On gloo, a thread posts a
@@ -39,11 +37,10 @@ _MAX_KEPT_PASSES = 128
 class Relays:
     """The messages that one rank of a group relays for other ranks.
 
-    Two passes are of the same *kind* if both are forwards, or both backwards, of calls that differ
-    only in the values of tensors. The sizes of messages are stored for each kind of pass. All ranks
-    make the same calls, so they delete stored kinds in the same order. If one rank deleted a kind
-    earlier than other ranks, it would wait for sizes that the other ranks do not send. Kinds are
-    therefore not stored in layouts, which ranks free at different times.
+    The sizes of messages are stored for each kind of pass. Two passes are of the same *kind* if
+    both are forwards, or both backwards, of calls that differ only in the values of tensors. All
+    ranks must delete stored kinds in the same order. Layouts therefore cannot store them, because
+    ranks free layouts at different times.
     """
 
     def __init__(self, nodes: Nodes) -> None:

@@ -139,10 +139,9 @@ def divided(
 ) -> list[tuple[int, tuple[int, int], int]]:
     """Divide the messages from one node to another node evenly among the NICs of the nodes.
 
-    If the messages already load the NICs nearly evenly, they are not cut, and are sent directly. If
-    some NICs would carry many more bytes than other NICs, messages are cut into pieces, so that no
-    NIC carries more than an equal share of the bytes. A piece uses NICs with the same index in both
-    nodes. A piece of a message preferably uses the NICs of its sender and its receiver.
+    If the messages already load the NICs nearly evenly, they are not cut. If not, messages are cut
+    into pieces so that no NIC carries more than an equal share of the bytes. A piece uses NICs with
+    the same index in both nodes, preferably those of its sender or its receiver.
 
     Args:
         sizes: the size of each message.
