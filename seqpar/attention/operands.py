@@ -93,12 +93,11 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
-    """Return q and the scale of q·k. If the scale is a tensor, q is usually multiplied with the
-    scale.
+    """Multiply q with some scales of q·k, and return q and the remaining scale.
 
-    Two kinds of scales are multiplied with q: a tensor that requires a gradient, and a tensor (Hq,)
-    with one scale per head. The product is rounded once, to q's dtype, and the returned scale is 1.
-    All other scales are returned unchanged.
+    A scale is multiplied with q if it is a tensor that requires a gradient, or a tensor (Hq,) with
+    one scale per head. The product is rounded once, to q's dtype, and the returned scale is 1. All
+    other scales are returned unchanged.
     """
     if not isinstance(scale, Tensor):
         return q, scale

@@ -301,7 +301,9 @@ class CallOperator(ABC, Generic[T, A, C]):
 
     @abstractmethod
     def key(self, call: C, arguments: A) -> Hashable:
-        """Return a hashable key of all values on which `agreed` depends, except for the layout."""
+        """Return a hashable key. Calls with the same layout and equal keys have equal results of
+        the method `agreed`.
+        """
 
     @abstractmethod
     def forward(self, strategy: Any, comm: Comm, call: C, tensors: T, arguments: A) -> Results: ...
@@ -391,7 +393,7 @@ class CallOperator(ABC, Generic[T, A, C]):
         return results
 
     def begin(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> tuple[C, Comm]:
-        """Return the resolved call, and the Comm of the call.
+        """Return the resolved call, and the communicator that it uses.
 
         With `check_ranks`, all ranks raise the same error if one rank refuses the call, or if ranks
         make different calls.

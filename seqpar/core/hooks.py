@@ -1,9 +1,8 @@
 """Hooks with which traces and measurements observe attention calls, or replace parts of them.
 
 Exchanges and computations read `hooks()`. `seqpar.tracing` and simulations set hooks. Hooks apply
-to the calls of one thread. The hooks of a thread also apply in autograd's threads during backwards
-that this thread runs, and in our own threads that work for its calls. Calls of other threads are
-neither observed nor replaced.
+to the calls of the thread that sets them, and in the threads of autograd and of seqpar that work
+for these calls.
 """
 
 from __future__ import annotations

@@ -673,8 +673,8 @@ def is_any_true() -> object:
 
 @contextmanager
 def beside_the_caller() -> Iterator[None]:
-    """Leave the caller's dispatch modes, and the caller's hooks of saved tensors, within the
-    context.
+    """Within this context, turn off the dispatch modes and the hooks of saved tensors that the
+    caller has set.
     """
     modes = _get("torch.utils._python_dispatch._disable_current_modes")
     has_hooks = _get("torch._C._autograd._saved_tensors_hooks_is_enabled")()
@@ -685,8 +685,8 @@ def beside_the_caller() -> Iterator[None]:
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Turn off the caller's function modes, and __torch_function__ of subclasses, within the
-    context.
+    """Within this context, turn off function modes and the __torch_function__ of tensor
+    subclasses.
     """
     with _get("torch._C.DisableTorchFunction")():
         yield

@@ -68,8 +68,8 @@ class LighthouseRendezvous:
         return place or self._place(*self._quorum(report))
 
     def regroups(self, report: ProcessReport) -> bool:
-        """Return whether processes joined or were lost. All members must call this after the same
-        step.
+        """Return whether processes were lost, or wait to join the group. All members must call this
+        after the same step.
         """
         members, time_ns = self._quorum(report)
         if self._is_unchanged(members) and not any(_data(x)["failed"] for x in members):

@@ -461,8 +461,9 @@ def _sharing(evidence: Evidence) -> dict[str, int]:
 
 
 def _factors(evidence: Evidence, name: str) -> tuple[float, float]:
-    """Return the factor by which a parameter's gradient in the first run is multiplied to get about
-    the gradient in the second run, and the relative error of the product.
+    """Return two numbers: the factor by which a parameter's gradient in the first run must be
+    multiplied so that it is closest to the gradient in the second run, and the relative error that
+    remains.
     """
     old = evidence.a.parameters("gradients")[name][0][1][2:]
     new = evidence.b.parameters("gradients")[name][0][1][2:]

@@ -186,8 +186,8 @@ def found_order(
 def document_starts(position_ids: Ints | None, shape: tuple[int, int]) -> NDArray[np.bool_]:
     """Return (rows, tokens): whether a document begins at each token.
 
-    A document begins at the first token of a row, and where a position is not one more than the
-    position before it.
+    A document begins at the first token of a row, and at each token whose position is not the
+    previous token's position plus 1.
     """
     starts = np.zeros(shape, bool)
     starts[:, :1] = True

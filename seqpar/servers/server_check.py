@@ -53,7 +53,9 @@ def known_task() -> Request:
 
 
 def payload(mebibytes: int) -> Request:
-    """Return a task without pairs to compute. Its q, k, v and out have `mebibytes` MiB together."""
+    """Return a task in which no query attends to a key. Its q, k, v and out have `mebibytes` MiB
+    together.
+    """
     rows = mebibytes * 2**20 // 4 // 4 // (_HEADS * _DIM)  # fp32 q, k, v and out
     x = torch.zeros(1, rows, _HEADS, _DIM)
     none, positions = np.empty((0, 2), np.int64), np.arange(rows, dtype=np.int32)

@@ -193,8 +193,8 @@ class ServerLoads:
         return best or self._any(giver, surplus, takers)
 
     def _any(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return a move of some cell of the server `giver` to a server with much free work, or None
-        if no move fits.
+        """Return a move of work from the server `giver` to a server that can receive much more
+        work. Return None if no move fits.
         """
         for room, server in takers[: -MAX_OTHER_SERVERS - 1 : -1]:
             for cell in self._cells_of(giver):

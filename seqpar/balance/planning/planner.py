@@ -324,7 +324,7 @@ def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
 def _best(batch: DocumentBatch, method: str, large: bool) -> Placed:
     """Place documents by a method. "auto" tries several methods and refines the best result.
 
-    In a `large` plan, "auto" refines only the best of ByteScale's placements.
+    If `large` is True, "auto" refines only the best placement by ByteScale's method.
     """
     order = np.arange(batch.lengths.size)
     if method == "zigzag":

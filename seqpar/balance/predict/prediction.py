@@ -206,7 +206,7 @@ def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
     """Return the seconds of the messages of each share, a rank's part of a document, if the share
     sends `sent` bytes.
 
-    A rank sends one message to each other rank, which contains the data of all documents.
+    A rank sends the data of all documents in one message to each other rank.
     """
     nbytes, cluster = as_amounts("sent", sent), costs.cluster
     others = np.maximum(shares.sizes - 1, 1)

@@ -190,9 +190,7 @@ class Segment:
     """
 
     def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
-        """`own_rows` stores or recomputes the rows of the segment in this process, so that they can
-        be sent to a server.
-        """
+        """`own_rows` stores or recomputes the rows of the segment in this process."""
         self.length = 0
         self._servers, self._own_rows = servers, own_rows
         self._held: Held | None = None

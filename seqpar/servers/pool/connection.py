@@ -320,8 +320,8 @@ class ServerConnection:
         return rows <= self._welcome.tokens and nbytes <= self._welcome.bytes
 
     def waited(self, attempt: Attempt, now: float) -> float:
-        """Return the seconds since the attempt began or the last result arrived, whichever was
-        later.
+        """Return the seconds since the attempt began or, if it was later, since the last result
+        arrived.
         """
         return now - max(attempt.started, self.last_result)
 

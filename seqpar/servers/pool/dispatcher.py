@@ -429,9 +429,9 @@ class Dispatcher:
     def _leave_servers(self, work: PendingWork) -> bool:
         """Decide what happens to a task that none of the ready servers can compute.
 
-        With the option `home`, this process computes the task. Without `home`, the task fails if
-        servers have failed to compute it too often. If they have failed less often, this method
-        returns False, and the pool tries all servers again.
+        If the pool has `home=True`, this process computes the task. If it has `home=False`, the
+        task fails after several failures of servers. Before that, this method returns False, and
+        the pool tries all servers again.
         """
         if self.options.has_home:
             self.local_worker.take(work)
@@ -474,7 +474,8 @@ class Dispatcher:
             self._lose_step(work)
 
     def _end_late_attempts(self, work: PendingWork, now: float) -> bool:
-        """Mark each attempt of `work` that has missed its deadline as late.
+        """Mark each attempt of `work` that has missed its deadline as late. An attempt is work that
+        was sent to one server.
 
         Returns True if this call marked an attempt, and now all attempts of `work` are late.
         """

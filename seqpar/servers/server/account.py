@@ -53,9 +53,7 @@ class Account:
         return max(0, (free - own) // 2) if name and own else free
 
     def count(self, name: str, size: int) -> None:
-        """Add `size` to the amount that a name holds. With a negative `size`, the name holds
-        less.
-        """
+        """Add `size`, which can be negative, to the amount that the clients with a name hold."""
         self.held += size
         self._held[name] += size
         if not self._held[name]:

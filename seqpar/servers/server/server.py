@@ -124,7 +124,9 @@ class Server:
         return self._service.status()
 
     def run(self, each_beat: Callable[[], None] | None = None) -> None:
-        """Serve until `stop` is called. `each_beat` is called several times per second."""
+        """Serve until `stop` is called. The function `each_beat` is called several times per
+        second.
+        """
         running = start(self._run(each_beat))
         try:
             while not wait([running], BEAT_SECONDS).done:

@@ -316,7 +316,7 @@ class Service:
                 await self._news.wait()
 
     def tell(self) -> None:
-        """Send each session an event now."""
+        """Send the server's state to the client of each session now."""
         self._news.set()
         self._news.clear()
 

@@ -37,7 +37,7 @@ class UntrustedError(RefusedError):
 
 
 class StaleSessionError(RefusedError):
-    """The session has ended, or belongs to another client's name."""
+    """The session has ended, or belongs to a client with a different name."""
 
 
 @dataclass(eq=False)

@@ -258,13 +258,12 @@ class Worker:
         return (job.cost > self._long) == long and not ordered
 
     def _take(self, long: bool) -> list[ComputeJob]:
-        """Take the jobs of the next turn from the queues. A turn is one call, which computes one
-        job or several jobs.
+        """Take the jobs that are computed together next from the queues.
 
-        If clients with several names are active, a turn has a single job, so that no client waits
-        for more than one job of each other name. If only one name is active, a turn has several
-        jobs of one kind. The jobs are taken from all clients with this name, one client after
-        another. The jobs of one client are taken in the order in which the client has sent them.
+        If clients with different names have jobs, or have had jobs in the last second, a single job
+        is taken, so that no client waits long. If all of these clients have the same name, several
+        jobs of one kind are taken. The jobs of one client are taken in the order in which the
+        client has sent them.
         """
         first, alone = self._threads[long].take(self._firsts(long))
         jobs = [self._pop(first)]

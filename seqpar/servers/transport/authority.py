@@ -55,7 +55,8 @@ class _Authority(NamedTuple):
 
 
 def generate(folder: Path) -> list[Path]:
-    """Make an authority, a server's pair, and a pair for the client with the name `client`.
+    """Make an authority, and a certificate with its private key for the server and for a client
+    with the name `client`.
 
     Returns the new files. Raises a ValueError if a file exists already or cannot be written.
     """
@@ -208,7 +209,9 @@ def _new_authority(number: int) -> _Authority:
 
 
 def _issue(folder: Path, authority: _Authority, name: str) -> list[Path]:
-    """Make a pair, record its certificate in `issued`, and replace the old pair of the name."""
+    """Make a certificate and its private key for a name, record the certificate in `issued`, and
+    replace the old files of the name.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(_named(name), authority.certificate.subject, key, DAYS)
     if name == "server":

@@ -183,7 +183,9 @@ class _Certificates:
 
 
 class _Identity:
-    """One side's pair, and the authorities that it trusts."""
+    """The certificate and the private key of a server or a client, and the authorities that it
+    trusts.
+    """
 
     def __init__(self, folder: Path, who: str) -> None:
         refuse_curve_keys(folder)
@@ -244,7 +246,9 @@ class _Identity:
 
 
 class ServerIdentity(_Identity):
-    """A server's pair, the authorities that it trusts, and the revoked certificates."""
+    """The certificate and the private key of a server, the authorities that it trusts, and the
+    revoked certificates.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "server")
@@ -335,7 +339,9 @@ class ServerIdentity(_Identity):
 
 
 class ClientIdentity(_Identity):
-    """A client's pair, and the authorities whose servers the client trusts."""
+    """The certificate and the private key of a client, and the authorities whose servers the client
+    trusts.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "client")

@@ -58,9 +58,8 @@ class Deadlines:
     """A client's deadlines in seconds: connect < request < hedge < give_up < group.
 
     The deadlines `request`, `hedge` and `give_up` are extended by twice the time for sending the
-    payloads and results of all tasks that the server has not answered. This time is computed from
-    the bandwidth that was measured for the server, or from 1 MiB per second if the measured
-    bandwidth is lower.
+    payloads and results of all tasks that the server has not answered. The time is computed from
+    the measured bandwidth of the server, but from at least 1 MiB per second.
     """
 
     # The deadline for a handshake. It is also the longest time without an event of a session, but

@@ -53,9 +53,9 @@ class JobGroup:
     """The jobs that use the same resources, and therefore progress at the same rate. A job is a
     computation, a copy or a message.
 
-    `progress` is the work that a job would have done if it had started together with the group, in
-    seconds that the work takes without other jobs. `jobs` contains each job and the value of
-    `progress` at which the job ends.
+    `progress` is the work that has been done on a job that started together with the group. Work is
+    counted in the seconds that it takes without other jobs. `jobs` contains each job and the value
+    of `progress` at which the job ends.
     """
 
     __slots__ = ("jobs", "next_end", "pace", "progress", "resources", "since", "version")

@@ -157,7 +157,7 @@ class Program:
         ordered: whether the exchanges of a communicator run one after another, as on NCCL. On gloo,
             only messages from the same sender to the same receiver run one after another.
         peak_bytes: the most bytes held at once by tensors that the program creates. A message
-            counts until its exchange has been waited for.
+            counts until the rank has waited for its exchange.
     """
 
     actions: list[Action] = field(default_factory=list)

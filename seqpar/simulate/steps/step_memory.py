@@ -92,7 +92,9 @@ class StepMemory:
         )
 
     def on(self, tokens: Floats, temporary: Floats, of_servers: Floats = _NONE) -> StepMemory:
-        """Return the memory of ranks with these tokens and temporary tensors."""
+        """Return the memory of ranks with these numbers of tokens and bytes of temporary
+        tensors.
+        """
         return replace(self, tokens=tokens, temporary=temporary, of_servers=of_servers)
 
     def peak(self, offload: float = 0.0) -> Floats:
