@@ -74,7 +74,7 @@ def train(group, folder, name, rows, options, ranks=1, function=reward, adapters
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=2,
         num_generations=4,
-        max_completion_length=12,
+        max_completion_length=8,
         logging_steps=1,
         save_strategy="no",
         optim="sgd",  # AdamW would make much of gradients that are rounding alone
@@ -84,7 +84,7 @@ def train(group, folder, name, rows, options, ranks=1, function=reward, adapters
         seed=0,
         **options,
     )
-    texts = [" ".join(str(3 + (7 * i + j) % 61) for j in range(5 + i)) for i in range(6)]
+    texts = [" ".join(str(3 + (7 * i + j) % 61) for j in range(5 + i)) for i in range(4)]
     with contextlib.redirect_stdout(None):
         trainer = base(
             model=model,

@@ -72,7 +72,7 @@ def folders(tmp_path, name):
     """Folders with the datasets, for one process and for ranks, which all read the same files."""
     made = [tmp_path / "alone", tmp_path / "ranks"]
     for folder in made:
-        dataset(16, name).save_to_disk(folder / "train")
+        dataset(8, name).save_to_disk(folder / "train")
         dataset(4, name).save_to_disk(folder / "eval")
     return map(str, made)
 
