@@ -72,8 +72,8 @@ class Holding:
     def spans_in(self, starts: Ints, stops: Ints) -> tuple[Ints, Columns]:
         """Return the parts of spans that lie in some ranges of rows.
 
-        The ranges ascend and do not overlap. The first result is, for each part, the index of the
-        range that contains it.
+        The ranges ascend and do not overlap. For each part, the result has the index of the range
+        that contains it, its document, and its positions.
         """
         span, first, last = split_at(self.offsets, starts, stops)
         index = np.searchsorted(stops, self.offsets[span] + first, side="right")

@@ -29,9 +29,9 @@ _Place = tuple[bool, int, Any, tuple[int, ...]]
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
     """Return the tables of a layout for another process, or None if a table cannot be pickled.
 
-    A table on a GPU, for example, cannot be pickled. The results are a pickle, a tensor (n,) uint8
-    with the contents of all arrays, and a number of bytes. In the tensor, the contents of torch
-    tensors come first, and have this number of bytes. The contents of numpy arrays follow.
+    A table on a GPU, for example, cannot be pickled. The result has a pickle, a tensor (n,) uint8
+    with the contents of all arrays, and the number of bytes at the start of this tensor that belong
+    to torch tensors. The contents of numpy arrays follow.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)

@@ -29,11 +29,12 @@ class _Call(NamedTuple):
 def remember(
     layout: Geometry, device: torch.device, tables_of: Callable[[Geometry], list[Tensor]]
 ) -> None:
-    """Remember a call whose tables are on a device.
+    """Remember a call whose tables are on a device. A *table* is a tensor that the call's kernels
+    read.
 
-    `tables_of` returns the tables of the call for any layout. If `layout` now has the tables of
-    another layout, this function raises a ValueError, because the new call would read tables of
-    different documents than earlier calls.
+    `tables_of` returns the tables of the call for any layout. Raises a ValueError if the tables of
+    another layout are loaded into `layout`, because the new call would read tables of different
+    documents than earlier calls.
     """
     if _LOADED in layout.derived:
         raise ValueError(

@@ -125,9 +125,9 @@ def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
 class _Decode(AttentionOperator):
     """The operator that computes calls of `Attention.decode` for all strategies.
 
-    All ranks have the same queries, so the layout of queries is different on each rank. When ranks
-    check that they make the same call, they therefore compare the lengths of documents in place of
-    this layout.
+    All ranks have the same queries. On each rank, the layout of the queries says that this rank
+    holds all of them, so the layouts of two ranks differ. To check that ranks make the same call,
+    the lengths of documents are compared in place of the layouts.
     """
 
     name = "decode"
@@ -149,7 +149,8 @@ _DECODE = _Decode()
 
 
 def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) -> list[Tensor]:
-    """Return out and lse of queries that all ranks have, over the keys of all ranks.
+    """Compute attention of queries that all ranks have, over the keys of all ranks. Return [out,
+    lse].
 
     In `operands`, q is (B, T, Hq, D). k (B, Tkv_local, Hkv, D) and v (B, Tkv_local, Hkv, Dv) are
     this rank's keys and values.

@@ -398,8 +398,8 @@ class ShardedCache:
     def append(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the step's keys and values, and return this rank's k and v for `decode`.
 
-        The results are views of the layer's memory, (…, rows, Hkv, D or Dv). Some rows may be free,
-        and have arbitrary values.
+        k and v are returned as views of the layer's memory, (…, rows, Hkv, D or Dv). Some rows may
+        be free, and have arbitrary values.
         """
         stored, rank = self._layer_in_step(layer), self.attn.rank
         self._check(stored, k=k, v=v)

@@ -117,8 +117,7 @@ class AttentionOperator(CallOperator[Operands, CallArguments, ResolvedCall]):
     ) -> tuple[Operands, ResolvedCall]:
         """Return operands whose last dimension has stride 1, and the call that the strategy runs.
 
-        The function also copies the tables that the strategy needs to the device. The returned call
-        has a `MaxLogits` if the user requested max logits.
+        The returned call has a `MaxLogits` if the user requested max logits.
         """
         q, k, v, sinks = tensors
         if arguments.return_max_logits:

@@ -248,7 +248,8 @@ class DisaggregatedAttention(SplitAttention):
     mask allows. The rank that holds a token is the *owner* of the token. The rank that computes a
     task is the *server* of the task. On a group, every rank is an owner and a server. On a
     `ServerPool`, the processes of the pool are the servers, and this process owns all tokens.
-    Layouts then have one rank. See `Attention` for the call, which all strategies share.
+    Layouts for a `ServerPool` have one rank. See `Attention` for the call, which all strategies
+    share.
 
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.

@@ -36,9 +36,9 @@ class TokenRing(TileStrategy):
 class TokenRingAttention(Attention):
     """Softmax attention in which keys and values stay, and queries are sent in P − 1 steps.
 
-    Results (out, lse) return at the same time, in the other direction. The rank that holds the
-    queries merges each partial result once, in fp32, in the order of the steps. In backward, dq
-    returns in the same way. See `Attention` for the call, which all strategies share.
+    While queries are sent, results (out, lse) are sent back in the other direction. The rank that
+    holds the queries merges each partial result once, in fp32, in the order of the steps. In
+    backward, dq returns in the same way. See `Attention` for the call, which all strategies share.
 
     Args:
         gradient_dtype: the dtype in which contributions to dq return. With None, the default, it is

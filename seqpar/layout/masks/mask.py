@@ -191,8 +191,8 @@ class Slices:
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
         """Return the range of key rows to which each query row of slice i attends.
 
-        A *slice* is a range of query rows and a range of key rows. The results are the starts and
-        the stops of the ranges, (rows,) each. Key rows are counted from the first key of the slice.
+        A *slice* is a range of query rows and a range of key rows. Returns the starts and the stops
+        of the ranges, (rows,) each. Key rows are counted from the first key of the slice.
         """
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]

@@ -125,12 +125,11 @@ class ReachedRows(NamedTuple):
 
 
 class AttentionSide(NamedTuple):
-    """The queries or the keys of all ranks, which form pairs with rows of one rank, the asking
-    rank.
+    """The queries of all ranks or the keys of all ranks.
 
-    A pair is a query and a key to which the query attends. If the rows of the asking rank are
-    queries, the rows of all ranks are keys. If the rows of the asking rank are keys, the rows of
-    all ranks are queries.
+    For a rank with queries, the object contains the keys of all ranks. For a rank with keys, it
+    contains the queries of all ranks. The methods find which rows of the rank and of the object
+    form pairs, in which the query attends to the key.
     """
 
     others: Geometry  # the geometry of the other ranks' rows
@@ -286,11 +285,10 @@ class AttentionSide(NamedTuple):
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
     """Return the position that limits which tokens a rank's two chunks reach, (documents, ranks).
 
-    The chunks reach a token if some token of the chunks forms a (query, key) pair with it. With
-    `to_keys`, the chunks are queries, and the position is the end of the rank's last chunk of the
-    document. Without `to_keys`, the chunks are keys, and the position is the start of the rank's
-    first chunk. If a rank has no tokens of a document, the position is −far for queries, and far
-    for keys.
+    The chunks reach a token if it forms a (query, key) pair with some token of the chunks. With
+    `to_keys`, the chunks are queries, and the position is the end of the rank's last chunk. Without
+    `to_keys`, they are keys, and the position is the start of the rank's first chunk. Without
+    tokens of a document, it is −far for queries, and far for keys.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]

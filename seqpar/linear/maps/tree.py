@@ -66,8 +66,7 @@ def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
     """Yield the number of each step, and the spans of `rank` from which maps are sent in the step.
 
     A *span* is a range of a document's tokens on one rank. Spans are returned as ascending indices
-    in `chain`, the list of the spans of all documents. In step d, the maps that the first 2ᵈ spans
-    of a document send begin at the start of the document.
+    in `chain`, the list of the spans of all documents.
     """
     mine = np.flatnonzero(chain.holder == rank)
     for step in range(int(chain.number.max(initial=0)).bit_length()):

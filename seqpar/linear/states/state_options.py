@@ -79,11 +79,7 @@ class StateOptions(Options[Tensor]):
         return inputs.q.new_zeros((count, *inputs.state_shape), dtype=dtype)
 
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
-        """Return the work of one or more steps of a pass, computed from numbers of matrix products.
-
-        A pass is a forward or a backward. Each step multiplies rows with states. The step `local`
-        also multiplies the rows of a chunk with each other.
-        """
+        """Return the work of one or more steps of a forward or backward."""
         batch, rows, heads, dim = inputs.q.shape
         value_dim = inputs.v.shape[3]
         with_states = batch * rows * heads * dim * value_dim // (dim + value_dim)

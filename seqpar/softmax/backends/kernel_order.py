@@ -171,9 +171,9 @@ def described_kernels(device: torch.device) -> str:
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:
     """Return the kernel that computes full and causal masks in half precision by default.
 
-    The second result is a text. It says why FlashAttention-4 cannot be used, and why each kernel
-    before the default kernel in the order cannot be used. `major` is the first number of the
-    compute capability of an NVIDIA GPU, 8 or more.
+    The result has a second value, a dictionary of reasons: why FlashAttention-4, and each kernel
+    that comes before the default kernel in the list, cannot be used. `major` is the first number of
+    the compute capability of an NVIDIA GPU, 8 or more.
     """
     order = ORDERS.get(major, ORDERS[12]).names
     loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}

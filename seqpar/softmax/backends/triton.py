@@ -50,7 +50,7 @@ def forward_blocks(
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of q over all blocks of keys and values; see `attend_blocks`."""
+    """Return the attention (out, lse) of q over all blocks; see `attend_blocks`."""
     remaining: Iterator[kernels.Launches] | None = None
     scores = options.scale, options.softcap
     for k, v in blocks:

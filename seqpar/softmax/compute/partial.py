@@ -137,12 +137,12 @@ class Partial(WaitingResults):
         rank_invariant: bool = False,
         single: bool = False,
     ) -> Partial:
-        """Make the partial of queries (B, T, Hq, D) over no keys.
+        """Make a partial result for the queries q, over no keys yet.
 
         Args:
-            q: the queries.
+            q: (B, T, Hq, D).
             v: a tensor with the head dim of the values.
-            out: a tensor whose memory the partial uses if the tensor has the accumulator's dtype,
+            out: a tensor whose memory this object uses if the tensor has the accumulator's dtype,
                 or None.
             rank_invariant: with True, the bits of a merged row do not depend on the rows around it.
             single: whether one backend call computes everything, so that nothing is merged.
@@ -180,9 +180,9 @@ class Partial(WaitingResults):
         _ = self.sums
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Set out and lse of rows that have no results yet.
+        """Write the result of rows that have no results yet.
 
-        From now on, only the partial may use the two tensors.
+        From now on, only this object may use `out` and `lse`.
         """
         if not self._keep(Result(rows, out, lse, is_owned=True)):
             self.out[:, rows], self.lse[:, rows] = out, lse
@@ -201,7 +201,7 @@ class Partial(WaitingResults):
             rows: the rows of the result.
             out: (B, n, H, Dv).
             lse: (B, n, H). out and lse must not change until `finish` is called or `sums` is read.
-            is_owned: whether only the partial uses the two tensors from now on.
+            is_owned: whether only this object uses the two tensors from now on.
             heads: the heads of the result, which are one of the groups that were passed to
                 `divide`. None means all heads.
         """
@@ -358,14 +358,15 @@ class OutputGradient:
         sinks: Tensor | None,
         rank_invariant: bool = False,
     ) -> OutputGradient:
-        """Make the object from the results out and lse of forward.
+        """Make the object from `out` and `lse`, the results of forward.
 
-        out includes the sinks, and lse excludes them. The gradient of a score with probability p is
+        `out` includes the sinks, and `lse` excludes them. The gradient of a score with probability
+        p is
 
             p (g·dout·v − g·dout·out + dlse)
 
         where g is the fraction of the softmax's denominator that does not come from the sinks. dout
-        is therefore multiplied by g, so that the rest of backward need not consider sinks.
+        is therefore multiplied by g.
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks, rank_invariant), out.dtype)

@@ -37,9 +37,8 @@ class Result(NamedTuple):
 class WaitingResults:
     """Stores results of kernels for rows of a tensor (B, T, H, D), to sum the results later.
 
-    On CUDA, a Triton kernel usually computes the sums of several results at once. In other cases,
-    torch adds each result to the sums immediately, except for a first result that has all rows. A
-    subclass says how results are summed.
+    On CUDA, a Triton kernel usually sums several results at once. If no Triton kernel is used,
+    torch adds each result to the sums immediately. A subclass says how results are summed.
     """
 
     # How much memory the stored results and the sums may take together, in bytes per element of (B,

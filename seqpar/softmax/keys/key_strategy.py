@@ -159,9 +159,9 @@ class KeyStrategy(Strategy):
         buffers: MessageBuffers,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse of the heads in `operands`.
+        """Return the attention (out, lse) of the heads in `operands`.
 
-        If `into` is given, out and lse are written to the two tensors of `into`.
+        If `into` is given, the result is written to the two tensors of `into`.
         """
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"

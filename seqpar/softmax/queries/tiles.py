@@ -39,17 +39,15 @@ class Tiles:
         self._key_rows: dict[tuple[int, int], Ints] = {}
 
     def row(self, rank: int) -> list[int]:
-        """Return the other ranks in the mesh row of `rank`.
-
-        The order is that in which `rank` sends queries to these ranks.
+        """Return the other ranks in the mesh row of `rank`, in the order in which `rank` sends
+        queries.
         """
         first = rank - rank % self._columns
         return [first + (rank + step) % self._columns for step in range(1, self._columns)]
 
     def column(self, rank: int) -> list[int]:
-        """Return the other ranks in the mesh column of `rank`.
-
-        The order is that in which `rank` sends keys to these ranks.
+        """Return the other ranks in the mesh column of `rank`, in the order in which `rank` sends
+        keys.
         """
         ranks, columns = self._ranks, self._columns
         return [other % ranks for other in range(rank + columns, rank + ranks, columns)]

@@ -102,7 +102,8 @@ class TaskBuffers(NamedTuple):
 class TaskExchange:
     """The messages of a forward or backward, for one group of heads.
 
-    The constructor posts all rows that this rank sends and receives. The results are posted later.
+    The constructor posts the messages with queries and keys. The messages with results are posted
+    later.
     """
 
     def __init__(

@@ -173,8 +173,8 @@ class _Work:
 
         A *span* is a range of a document's tokens on one rank, which is cut into chunks of rows.
         The sum for a chunk, (N, D, Dv), is over those rows of its span that come before the chunk.
-        The sum for a span is over all rows of the span. `wanted` (spans,) has the index of each
-        span's sum in the second result, or −1 for spans whose sum is not wanted.
+        The sum for a span is over all rows of the span. `wanted` (spans,) has, for each span, the
+        index of its sum among the returned sums of spans, or −1 if its sum is not wanted.
 
         With `reverse`, the sum for a chunk is over those rows of its span that come after the
         chunk, and the sum for a span is the contribution of its rows to the gradient of the state
