@@ -59,8 +59,7 @@ def partition(
     tokens, the longest documents are cut over all buckets of their row. `had` (2, rows, width)
     contains the work and the number of tokens that were placed in each bucket before.
 
-    Returns the number of buckets of each document, and the indices of these buckets among the
-    buckets of all rows.
+    Returns the number of buckets of each document, and the indices of these buckets.
     """
     held, weights, width = batch.held[documents], batch.weights[documents], had.shape[2]
     mean = had[0].sum(1) + np.bincount(row, weights, had.shape[1])

@@ -35,8 +35,8 @@ class Plan:
         ranks: number of ranks.
         capacity: the largest number of tokens that a rank can hold.
         bound: a lower bound on the predicted seconds of any plan. It is the largest of three times:
-            the mean time of the ranks if nothing were sent, the time of the longest document on all
-            ranks together, and the time of a rank with a single token.
+            the mean time of the ranks if nothing were sent, the time in which all ranks together
+            compute the longest document, and the time of a rank with a single token.
         dropped: number of empty documents that were left out.
         remap: whether linear modules run on separate layouts, those of `token_balanced`.
         heads: the number of ranks of a node that divide the heads of attention, which is the length

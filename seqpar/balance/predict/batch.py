@@ -172,9 +172,9 @@ class DocumentBatch:
     def lower_bound(self) -> float:
         """Return a lower bound on the seconds of any plan, according to the predicted costs.
 
-        The bound is the largest of three times: the mean time of the ranks, the time of the longest
-        document on all ranks together, and the time of a rank with a single token. All three times
-        include the constant cost of one attention call per layer, but no messages.
+        The bound is the largest of three times: the mean time of the ranks, the time in which all
+        ranks together compute the longest document, and the time of a rank with a single token. All
+        three times include the constant cost of one attention call per layer, but no messages.
         """
         if not self.lengths.size:
             return 0.0

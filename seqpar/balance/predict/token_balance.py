@@ -74,8 +74,8 @@ def moves(tokens: Ints, cluster: Cluster) -> Ints:
 
 
 def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
-    """Return how many tokens each rank sends to ranks of its own node, which can receive `room`
-    tokens together.
+    """Return how many tokens each rank sends inside its node. The ranks of the node together can
+    receive `room` tokens.
     """
     # The seconds of a rank that sends a of s surplus tokens inside are inside·a + between·(s − a).
     # The longest time is least if all ranks above a level are brought down to that level.
