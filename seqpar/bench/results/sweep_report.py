@@ -47,14 +47,14 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
       device, where FLOPs follow from the number of (query, key) pairs;
     * of_ideal: the time of the kernel on one device for 1/P of the work, divided by `seconds`;
     * exposed_seconds: the seconds of communication that computation does not hide. Exposed seconds
-      are measured in a separate step, which is not timed. exposed_share: exposed_seconds divided by
-      the seconds of that step; exposed: exposed_seconds divided by the seconds of communication
-      without computation;
+      are measured in a separate step. exposed_share: exposed_seconds divided by the seconds of the
+      separate step; exposed: exposed_seconds divided by the seconds of communication without
+      computation;
     * bytes: the bytes sent by the rank that sends the most; memory: the peak bytes of memory on a
       rank, operands included;
-    * error: the RMS error of a result divided by the RMS of the expected result, for the result
-      with the largest ratio; of_one_device: the error of a result divided by the error of the
-      kernel on one device, for the result with the largest ratio.
+    * error: the largest relative RMS error of a result, such as out or dq; of_one_device: the
+      largest ratio between the error of a result and the error of the same result of the kernel on
+      one device.
     """
     if row["failed"] is not None or not row["seconds"] or row["costs"] is None:
         return None
