@@ -20,8 +20,9 @@ def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
 
     The exchanges of a communicator run one after another. A rank has two ports: a port for messages
     inside the node, and its fraction of the node's NICs. Each port sends and receives at the same
-    time. An exchange takes the largest latency of its messages, plus the longest of four times: the
-    times for sending and for receiving all bytes of the exchange over each of the two ports.
+    time. An exchange takes the largest latency of its messages, plus the time for its bytes. The
+    time for the bytes is the longest of four times: for sending and for receiving, over each of the
+    two ports.
 
     Raises a ValueError if the cluster's devices do not overlap messages with computation, or if the
     program serves requests.

@@ -43,8 +43,7 @@ class Search:
       simulated.
 
     When all bounds are above the time of the fastest step, the search adds the remaining strategies
-    of the division of the fastest way, and continues until all bounds are again above the time of
-    the fastest step.
+    for the division of the fastest way. The search ends if these strategies were already added.
 
     A way whose parameters and activations cannot fit is not simulated. If no way fits, the way with
     the least missing memory is simulated, unless it has too many tokens.

@@ -151,9 +151,9 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
     """Return the number of consecutive ranks whose programs differ only in the peers of their
     messages. A program is the list of one rank's computations, messages and waits.
 
-    With Ulysses, the result is the number of ranks, and with USP, it is the number of ranks in a
-    row of the mesh, if these ranks hold equal numbers of tokens and of heads. In all other cases,
-    the result is 1.
+    With Ulysses, the result is the number of ranks. With USP, it is the number of ranks in a row of
+    the mesh. If these ranks hold different numbers of tokens or of heads, and with all other
+    strategies, the result is 1.
     """
     if candidate.strategy == "ulysses":
         length = layout.ranks
@@ -233,8 +233,9 @@ def record_layers(
     """Return the programs of trainers and servers for `count` equal, consecutive layers. A program
     is the list of what one process computes, sends and waits for.
 
-    Servers compute softmax attention, and trainers compute linear layers themselves. `copies` is as
-    in `record_served`, and `options` are options of `DisaggregatedAttention` on a pool.
+    Servers compute softmax attention, and trainers compute linear layers themselves. `copies` says
+    whether devices send through host memory. `options` are options of `DisaggregatedAttention` on a
+    pool.
     """
     lengths = np.diff(layout.cu_seqlens)
     batches = [
