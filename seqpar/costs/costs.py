@@ -247,10 +247,7 @@ class Costs:
     def layer_bytes(self, layer: Layer, checkpointing: str = "none") -> int:
         """Return the bytes per token that a layer keeps from forward to backward.
 
-        Without checkpointing, these are the bytes in PyTorch with fused norms. The layer keeps the
-        inputs of two norms and two numbers for each norm, the inputs of the projections after these
-        norms, the operands and results of attention, and the input and result of the feed-forward
-        part. If the feed-forward part is gated, the layer also keeps the gate and the product.
+        Without checkpointing, these are the bytes in PyTorch with fused norms.
         """
         as_choice("checkpointing", checkpointing, CHECKPOINTING)
         model = self.model
@@ -258,6 +255,9 @@ class Costs:
             return model.hidden * self.itemsize
         if checkpointing == "attention":
             return model.hidden * self.itemsize + self._result_bytes(layer)
+        # Kept are the inputs of two norms and two numbers for each norm, the inputs of the
+        # projections after these norms, the operands and results of attention, and what `ffn_bytes`
+        # counts.
         if layer.kind == "linear":
             projected = model.attention_elements(layer)
         else:

@@ -85,8 +85,7 @@ class Torus:
     """Nodes in a grid. The nodes of each row, column, … are connected in a ring, as in TPUs.
 
     Each link carries one message at full rate in each direction. A message uses the shortest route,
-    along one dimension after another. The latency of a message is the sum of the latencies of all
-    links of the route.
+    along one dimension after another. The latencies of all links on the route are added.
 
     Attributes:
         shape: the number of nodes in each dimension. Nodes are numbered along the last dimension
