@@ -85,10 +85,8 @@ def _terms(part: Request) -> list[float]:
     """Return, for each result of a request, a bound of the terms that the result adds up. The terms
     are taken before they are multiplied by probabilities.
 
-    A bound of the terms is needed because the rounding error of a sum depends on the size of its
-    terms. ε' is the machine epsilon of the dtype of sums. The error of a dot product is at most
-    about ε' times the product of the lengths of the two vectors. For a score, this product is
-    |scale|·|q|·|k|. For the gradient of a probability, the bound is |dout|·|v| + |delta|.
+    For lse, the bound is that of a score, at most |scale|·|q|·|k|. For dq and dk, the gradient of a
+    probability is at most |dout|·|v| + |delta|.
     """
     v, output = _longest_row(part.v), part.output
     if output is None:

@@ -155,10 +155,9 @@ def unpack(
     """Return the request of a task, given its checked header and its payload, the bytes of its
     tensors.
 
-    `expected` is the checksum of the payload, and `kept` stores the mask slices of earlier tasks,
-    so that equal slices are not checked again. q, k, v and gradients are views of the payload's
-    buffers, which must not change. Raises a RequestError that names a malformed part of the
-    payload.
+    `expected` is the checksum of the payload. `kept` stores the mask slices of earlier tasks, which
+    need no second check. q, k, v and gradients are views of the payload's buffers, which must not
+    change. Raises a RequestError that names a malformed part of the payload.
     """
     payload = form_of(task).request
     payload.check(buffers, expected)
