@@ -105,9 +105,8 @@ def compared(first: str | Path, second: str | Path, say: Progress) -> Evidence:
 def _place_both(a: Recording, b: Recording) -> None:
     """Find the position of every token of both recordings in the whole batch.
 
-    The recording whose order of tokens is known comes first. If each group of ranks in one
-    recording packed several rows of the other recording into one row, all rows are packed into one
-    row before they are compared.
+    If each group of ranks in one recording packed several rows of the batch into one row, the rows
+    of the second recording are packed too.
     """
     known = [x for x in (a, b) if len(x.ranks) == 1 or x.content["order"] != "unknown"]
     first = min(known, key=lambda x: len(x.groups), default=a)
@@ -156,8 +155,8 @@ def _check_same_run(a: Recording, b: Recording) -> None:
 
 
 def _may_be_parts(x: Sequence[int], y: Sequence[int]) -> bool:
-    """Return whether two shapes are equal, except for at most one dimension, in which one size is a
-    multiple of the other size.
+    """Return whether the shapes `x` and `y` are equal, or differ in a single dimension and one of
+    the two sizes is a multiple of the second.
     """
     unequal = [(m, n) for m, n in zip(x, y, strict=True) if m != n]
     return len(unequal) <= 1 and all(n and m and (m % n == 0 or n % m == 0) for m, n in unequal)
@@ -441,8 +440,8 @@ def _totals(losses: list[float], run: Recording) -> list[float]:
 
 
 def _as_token(summary: Floats) -> Floats:
-    """Convert the summary of a block of a parameter to the form of a token's summary, which has a
-    norm in place of a sum of squares.
+    """Return the summary of a parameter with a norm in place of the sum of squares, as in the
+    summary of a token.
     """
     return np.concatenate([[np.sqrt(summary[0])], summary[1:]])
 

@@ -289,8 +289,7 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
     A group is the ranks among which each sequence is divided. Groups with different tokens hold
     different rows of the batch (data parallelism). The token ids of `reference` show which rows a
     group holds. Groups with the same tokens hold copies of the same rows (tensor parallelism). If
-    the rows of `reference` were packed into one row, the row of each group may consist of several
-    of them.
+    the rows of `reference` were packed into one row, each group may hold several of these rows.
     """
     ids = None if reference is None else reference.joined_ids
     sequences = [_place_in_group(recording, group, ids) for group in recording.groups]

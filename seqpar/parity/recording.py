@@ -459,8 +459,8 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
 def _named_tensors(
     model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the tensors among the arguments of a call of `model`, in a dict from the names of the
-    parameters of `forward`.
+    """Return the tensors that a call of `model` received, in a dict by the names of the
+    arguments.
     """
     inner = model
     while (child := getattr(inner, "module", None)) is not None and isinstance(child, nn.Module):
@@ -505,7 +505,7 @@ def _count_of(order: Order, process: int, members: Sequence[int]) -> int | None:
 
 
 def _random_state() -> str:
-    """Return a digest of the states of the default generators of the CPU and of this GPU."""
+    """Return a digest of the states of the random number generators of the CPU and of this GPU."""
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         digest.update(torch.cuda.get_rng_state().numpy().tobytes())
