@@ -266,9 +266,9 @@ class TokenMixing:
     def _check_module(self, checked: _Checked, args: Any, kwargs: Any) -> None:
         """Check a module that has just run with these arguments.
 
-        If the sizes of two dimensions of an argument are equal to the number of tokens, each of the
-        two is tried as the dimension of tokens. If the module raises an error on a part of the
-        tokens, later calls check the modules inside it instead.
+        If an argument has two dimensions whose size is the number of tokens, each of these
+        dimensions is tried as the dimension of tokens. If the module raises an error on a part of
+        the tokens, later calls check the modules inside it instead.
         """
         module = checked.module
         if (module, module.training) in self._done:
