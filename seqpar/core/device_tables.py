@@ -192,8 +192,8 @@ def on_stream(
 
 @torch.inference_mode(False)  # autograd cannot save tensors that inference mode makes
 def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
-    """Copy tables that are not yet on a device to the device, in one copy for which the host does
-    not wait.
+    """Copy those tables to a device that are not on the device yet, in one transfer. The host does
+    not wait for the transfer.
 
     Return whether any table was copied.
     """
@@ -211,8 +211,8 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return copies of one or more tables on a device, made by one copy for which the host does not
-    wait.
+    """Copy one or more tables to a device in one transfer, without waiting for the transfer, and
+    return the copies.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         reason = "the first call copies tables to the GPU, and a graph would copy only in a replay"

@@ -55,8 +55,8 @@ class Memo:
     def update(self, other: Memo) -> None:
         """Add results of another memo for keys that are not in this memo.
 
-        If both memos have a result for a key, this memo keeps its own result. If this result is a
-        memo, or has a memo as its attribute `derived`, the inner memo is updated in the same way.
+        A result of this memo is kept. If it is a memo, or has a memo as its attribute `derived`,
+        this inner memo is updated in the same way.
         """
         for key, result in list(other._results.items()):
             known = self._results.setdefault(key, result)
