@@ -297,8 +297,8 @@ def test_a_family_computes_what_one_process_does(family, ranks):
     model = build(family)
     # An encoder takes no packed rows.
     packed = "padded" if model.config.is_encoder_decoder else "packed"
-    for kind in (packed, "padded" if family in COUNTING else "sides"):
-        hf.compare(model, hf.batch(kind), ranks)
+    kinds = packed, "padded" if family in COUNTING else "sides"
+    hf.compare_all(model, [hf.batch(kind) for kind in kinds], ranks)
     # The tiny model of one has no router, though there is such a loss.
     balances = RouterLoss.of(model) is not None and family != "causal/flint"
     assert balances == (family.partition("/")[2] in ROUTERS)
