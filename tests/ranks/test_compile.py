@@ -291,7 +291,7 @@ def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("kind", ["ring", "lasp2", "ulysses"])
+@pytest.mark.parametrize("kind", ["ring", "lasp2"])
 def test_a_layout_may_be_a_module_attribute(pool, kind):
     assert_compiled_once(pool(2, attributes_compiled, kind))
 
