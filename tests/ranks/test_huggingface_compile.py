@@ -23,7 +23,7 @@ CHUNKS = {
 }
 ONE = {"num_hidden_layers": 1}  # where layers are alike: the time is that of compiling each
 DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
+    "layer_types": ["linear_attention"],
     "num_experts": 0,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -44,14 +44,13 @@ MODELS = [
     ("Gemma3ForCausalLM", WINDOWS, "sp.compile"),
     ("Llama4ForCausalLM", ONE | CHUNKS, "sp.compile"),
     ("OPTForCausalLM", ONE | {"dropout": 0.0}, "sp.compile"),
-    ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "sp.compile"),
-    ("Qwen3NextForCausalLM", DELTA, "sp.compile"),
+    ("Lfm2ForCausalLM", ONE | {"layer_types": ["conv"]}, "sp.compile"),
+    ("Qwen3NextForCausalLM", ONE | DELTA, "sp.compile"),
     ("LlamaForCausalLM", {}, "blocks"),
-    ("LlamaForCausalLM", {}, "torch.compile"),
+    ("LlamaForCausalLM", ONE, "torch.compile"),
     ("Gemma3ForCausalLM", WINDOWS, "torch.compile"),
-    ("OPTForCausalLM", ONE | {"dropout": 0.0}, "torch.compile"),
-    ("LlamaForCausalLM", {}, "model.compile"),
-    ("LlamaForCausalLM", {}, "DDP"),
+    ("LlamaForCausalLM", ONE, "model.compile"),
+    ("LlamaForCausalLM", ONE, "DDP"),
 ]
 DOCUMENTS = (9, 1, 12), (4, 10, 8), (2, 2, 18)
 
