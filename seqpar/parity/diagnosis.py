@@ -291,8 +291,8 @@ def label_shift(evidence: Evidence, first: Finding) -> str | None:
 
 
 def _ends(places: Ints) -> Bools:
-    """Return (rows, tokens): for each token, whether the next token of the sequence is not the next
-    token of the same rank.
+    """Return (rows, tokens): whether a rank's token is the last one of consecutive tokens of the
+    sequence.
     """
     ends = np.ones(places.shape, bool)
     ends[:, :-1] = np.diff(places, axis=1) != 1
@@ -438,7 +438,9 @@ class _Factor(NamedTuple):
 
 
 def _number_of_ranks(evidence: Evidence, factor: float, limit: float) -> _Factor | None:
-    """Return the number of ranks that is `factor` or 1 / `factor`, within a relative `limit`."""
+    """Return a number of ranks that equals `factor` or 1 / `factor`, up to the relative error
+    `limit`. Return None if there is no such number.
+    """
     numbers = {
         "the number of ranks that share a sequence": len(evidence.b.groups[0]),
         "the number of ranks": len(evidence.b.ranks),

@@ -173,8 +173,8 @@ class Recording:
         return whole.reshape(self.shape) if seen else None
 
     def joined_rows(self, name: str) -> Floats | None:
-        """Return (rows · tokens, columns): the summaries of each token of an input that has
-        features. Return None if there is no such input.
+        """Return (rows · tokens, columns): the summary of each token of the input `name`. Return
+        None if there is no such input, or if it has no features.
         """
         parts = []
         for rank in self.ranks:
