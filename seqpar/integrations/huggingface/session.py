@@ -617,7 +617,7 @@ class SequenceParallel(EnabledModel):
 
     @_outside_graphs
     def _after(self, root: nn.Module, args: Any, outputs: Any) -> Any:
-        """Add the loss to the outputs, and mark them for `unshard`."""
+        """Add the loss to the outputs, and note on each output to which tokens its rows belong."""
         call = current.call
         if not self._outer_calls or call is None or call.session is not self:
             return None

@@ -186,10 +186,9 @@ def _rule_of(model: Any) -> _LogitRule:
 
 
 class _Probe(torch.autograd.Function):
-    """An autograd function that returns a probe which depends on the loss.
-
-    The dependence is needed because DDP and FSDP search the graph of the outputs for the parameters
-    that need gradients.
+    """An autograd function that returns a few known numbers in place of logits. In autograd's
+    graph, these numbers depend on the loss, because DDP and FSDP search the graph of the outputs
+    for parameters.
     """
 
     @staticmethod

@@ -356,7 +356,9 @@ def layerdrop_faults(model: nn.Module) -> list[str]:
 
 
 def most_dropped(module: nn.Module) -> float:
-    """Return the greatest value of the settings of a module that are named like a dropout."""
+    """Return the largest of a module's dropout probabilities, which are found by the names of its
+    settings.
+    """
     if isinstance(module, _DROPOUTS):
         return module.p
     numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, float))
