@@ -156,8 +156,8 @@ class DocumentBatch:
 
     @cached_property
     def mean(self) -> float:
-        """The mean of the seconds that documents add to a rank. With `remap`, only attention
-        counts.
+        """The mean of the seconds that documents add to a rank. If linear modules use a separate
+        layout, only attention is included.
         """
         return float(self.weights.sum()) / self.ranks
 
@@ -165,7 +165,7 @@ class DocumentBatch:
     def ideal(self) -> float:
         """The seconds of a rank if nothing were sent and all work were divided equally.
 
-        Linear modules count, even with `remap`.
+        The work of linear modules is included.
         """
         return float(self.seconds.sum()) / self.ranks
 
