@@ -44,9 +44,7 @@ def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) 
       up like a random walk.
     * s is a bound of the scores. A score has an absolute error of up to s·ε'. Its exponential, a
       probability, then has a relative error of s·ε'.
-    * t is a bound of the terms. The formula needs this bound because the rounding error of a sum
-      depends on the size of its terms, which can cancel: the sum can be much smaller than the
-      terms.
+    * t is a bound of the terms. It is needed because a sum can be much smaller than its terms.
 
     Elements of a forward pass that are not finite must be equal in both results. If an input of a
     backward pass is not finite, the result counts as right, because a kernel spreads infinities and

@@ -96,7 +96,7 @@ class ThreadsByName:
         self.threads.append(thread)
 
     def start_for(self, waiting: int) -> None:
-        """Start threads so that each of the `waiting` names that no thread serves gets a thread.
+        """Start threads for `waiting` names for which no thread computes.
 
         There are never more than `most` threads.
         """
@@ -106,9 +106,7 @@ class ThreadsByName:
                 self.start()
 
     def waiting(self, clients: Iterable[Client]) -> dict[str, Client]:
-        """Return, for each name that no thread serves, the first client with this name among
-        `clients`.
-        """
+        """Return the first client among `clients` with each name for which no thread computes."""
         firsts: dict[str, Client] = {}
         for client in clients:
             if client.name not in self.served:
@@ -169,7 +167,9 @@ class Worker:
         return all(thread.is_alive() for each in self._threads for thread in each.threads)
 
     def stop(self, timeout: float) -> None:
-        """End each thread after its computing call, and wait at most `timeout` seconds for this."""
+        """End each thread when its current jobs are computed, and wait at most `timeout` seconds
+        for this.
+        """
         with self._lock:
             self._stopped = True
             for each in self._threads:
@@ -244,7 +244,9 @@ class Worker:
         return self._threads[long].first(clients) if clients else None
 
     def _firsts(self, long: bool) -> dict[str, Client]:
-        """Return, for each name that no thread serves, the first client whose job can begin."""
+        """Return, for each name for which no thread computes, the first client whose job can
+        begin.
+        """
         able = [x for x, queue in self._queues.items() if self._may_begin(queue[0], long)]
         return self._threads[long].waiting(able)
 
