@@ -53,9 +53,9 @@ def find_documents(
     """Find the documents of a batch from the keys that begin with `prefix`.
 
     A document begins at each row's first token that is not padding, at each entry of
-    `cu_seq_lens_q`, and wherever the position is 0. `cuts` says whether a document also begins at
-    every other jump of the positions. If the effect of such jumps is unknown, `cuts` is a string
-    with the reason.
+    `cu_seq_lens_q`, and wherever the position is 0. If `cuts` is True, a document also begins
+    wherever a position is not the previous position plus 1. If it is unknown whether documents
+    begin there, `cuts` is a string with the reason.
 
     Raises a ValueError that names the key if keys contradict each other, if padding lies between a
     row's tokens, or if positions jump and `cuts` is a string.
