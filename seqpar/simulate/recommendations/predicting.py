@@ -19,8 +19,8 @@ from seqpar.simulate.steps.training_step import Step, step
 
 
 def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return a configuration with the reason why it does not fit into memory, or None if it may
-    fit.
+    """Return the configuration `way` with the reason why it does not fit into memory, or None if it
+    may fit.
 
     The temporary tensors of attention are not counted.
     """
