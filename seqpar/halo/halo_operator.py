@@ -216,7 +216,7 @@ class ConvolutionOperator(CallOperator[ConvolutionTensors, ConvolutionArguments,
     def backward_flops(self, arguments: ConvolutionArguments, saved: Saved) -> int:
         """Return the FLOPs for the gradients of x and of the taps.
 
-        If backward computes the sums of forward again, the FLOPs for these sums are not counted.
+        FLOPs for computing results of forward again are not counted.
         """
         return 2 * self.flops(_saved_tensors(saved), arguments)
 
