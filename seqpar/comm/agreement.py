@@ -71,9 +71,9 @@ def compare_calls(
 
     Every rank must run this function in every call, even if it has compared an equal call before.
     Each of P ranks sends ⌈log₂ P⌉ messages of 64 bytes, with a digest of the call. If the digests
-    differ, ranks exchange descriptions of their calls as text. If ranks have faults, all ranks
-    raise the error of the lowest of these ranks. If no rank has a fault but the texts differ, all
-    ranks raise a ValueError that names an argument that differs between ranks.
+    differ, ranks exchange descriptions of their calls as text. If some ranks refuse the call, all
+    ranks raise the error of the lowest of these ranks. If no rank refuses the call but the texts
+    differ, all ranks raise a ValueError that names an argument that differs between ranks.
 
     Args:
         comm: the ranks.

@@ -1,4 +1,4 @@
-"""Let all ranks wait for a long computation on rank 0, longer than the group's timeout.
+"""Let all ranks wait for a computation on rank 0 that may take longer than the group's timeout.
 
 The waiting ranks ask the group's store at intervals whether rank 0 has finished. They log how much
 time has passed, and raise a `PeerError` if rank 0 dies.

@@ -125,8 +125,9 @@ def from_handle(handle: Tensor) -> Geometry:
 def described(handle: Tensor, canonical: bool) -> object:
     """Return a value by which ranks compare their layouts.
 
-    With `canonical`, the value is a text for errors. If two layouts assign tokens to ranks in the
-    same way, their texts are the same, even if their cuts differ. Making the text may take seconds.
+    With `canonical`, the value is a text for errors. If two layouts assign the same tokens to each
+    rank, their texts are the same, even if the layouts were made in different ways. Making the text
+    may take seconds.
     """
     if canonical:
         return from_handle(handle).described()

@@ -158,9 +158,9 @@ class Layout:
 
         With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
         are not cut. These documents are dealt to the ranks in parts of 2·min_chunk tokens,
-        beginning with the longest document. Each rank holds ⌈T/P⌉ tokens, except that the last
-        ranks together hold up to P − 1 tokens fewer. Ranks have nearly the same work if there are
-        enough of these documents for all ranks.
+        beginning with the longest document. Each rank holds ⌈T/P⌉ tokens. If T is not a multiple of
+        P, the last ranks together hold up to P − 1 tokens fewer. Ranks have nearly the same work if
+        there are enough of these documents for all ranks.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if min_chunk is not None:
@@ -186,7 +186,8 @@ class Layout:
         ranks would get no tokens with stripes of 128 tokens, stripes are counted through the whole
         packed batch instead of separately for each document. In this case, a stripe has an eighth
         of a rank's tokens, but at most 128 tokens. The last P stripes are smaller, so that each
-        rank holds ⌈T/P⌉ tokens, except that the last ranks together hold up to P − 1 tokens fewer.
+        rank holds ⌈T/P⌉ tokens. If T is not a multiple of P, the last ranks together hold up to P −
+        1 tokens fewer.
 
         With `equal`, stripes are counted through the whole packed batch for any `stripe`.
         """

@@ -62,8 +62,8 @@ class GatheredStates:
     """The exchange of states in one forward or one backward.
 
     A *state* is a matrix for each head, which summarises tokens of a document. `post` sends the
-    states of this rank to the ranks that need them. `wait` returns, for each position at which this
-    rank needs it, the sum of the states of all earlier tokens of the document.
+    states of this rank to the ranks that need them. `wait` returns the sums that this rank needs. A
+    sum is over the states of all earlier tokens of a document.
     """
 
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:
@@ -114,7 +114,7 @@ class LASP2Attention(LinearModule):
     these spans have on average fewer than D·Dv·e / ((D + Dv)·b) tokens, where b is the number of
     bytes of an element of q.
 
-    Forward keeps for backward q, k, v, and a state for each span that does not begin its document.
+    For backward, forward keeps q, k, v, and a state for each span that does not begin its document.
     With `initial_state`, a state is kept for each span. With `causal=False`, a state is kept for
     each document of which the rank has tokens.
 

@@ -68,7 +68,7 @@ class RecurrentAttention(LinearModule):
     these spans have on average fewer than (K·V + a)·e / ((K + V)·b) tokens, where b is the number
     of bytes of an element of q.
 
-    Forward keeps for backward the inputs, and a state for each span that does not begin its
+    For backward, forward keeps the inputs, and a state for each span that does not begin its
     document. With `initial_state`, a state is kept for each span. Backward sends as many bytes as
     forward, in the other direction.
 

@@ -46,15 +46,16 @@ class USPAttention(Attention):
             fewest bytes) or "disaggregated" (on a group, without servers).
         check_ranks, deterministic, routing: as in `Attention`.
         head_groups, keep: as in `UlyssesAttention`.
-        outer_options: the options of the outer strategy.
+        outer_options: the options of the strategy `outer`.
 
-    Rank (o, i) sends the bytes of `UlyssesAttention` on the I ranks of its row, and the bytes of
-    the outer strategy on the O ranks (·, i) of its column. For the outer strategy, each rank of the
-    column has all tokens of its own row, but only the heads of column i. `traffic` returns these
-    numbers. On NCCL, exchanges within rows and exchanges between rows use separate communicators.
+    Rank (o, i) is in row o and column i. Within its row, it sends as many bytes as
+    `UlyssesAttention` sends on I ranks. Within its column, it sends as many bytes as the strategy
+    `outer` sends on O ranks, where each rank has all tokens of its row, but only the heads of its
+    column. `traffic` returns these numbers. On NCCL, exchanges within rows and exchanges between
+    rows use separate communicators.
 
-    Memory: a rank needs the memory of `UlyssesAttention`, and the memory of the outer strategy for
-    the tokens of its row and the heads of its column.
+    Memory: a rank needs the memory of `UlyssesAttention`, and the memory of the strategy `outer`
+    for the tokens of its row and the heads of its column.
 
     The method is from Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context
     Generative AI" (2024), section 3.

@@ -62,7 +62,7 @@ class Communicators:
         return None
 
     def join(self, group: ProcessGroup, device: torch.device) -> None:
-        """Make the communicator for messages from a device. All ranks must make the first call
+        """Make the communicator for tensors on a device. All ranks must make the first call
         together.
 
         If the communicator that torch made for the group has a stream of normal priority, the first
@@ -145,8 +145,7 @@ def post(
     """Post messages, and return the handles to wait for.
 
     `order` maps each peer to its rank in the process group. Receives are posted before sends. If
-    `coalesced` is True, all messages become a single operation, as with `dist.batch_isend_irecv`,
-    which takes eight times as long to post them.
+    `coalesced` is True, all messages become a single operation, as with `dist.batch_isend_irecv`.
     """
     if coalesced:
         start_coalescing(group, device)

@@ -61,15 +61,14 @@ class CallNumbers:
     """
 
     def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
-        """Give a new call its numbers, or restore the `numbers` of a call that `as_tensor`
-        returned.
+        """Count a new call, or restore the numbers of an earlier call.
 
         Args:
             calls: the counts of earlier calls. `calls[rank]` counts all calls of this rank.
                 `calls[peer]` counts the calls in which this rank exchanged messages with the peer.
                 A new call changes the counts.
             rank: this rank in the process group.
-            numbers: the numbers to restore, or None for a new call.
+            numbers: the numbers to restore, as `as_tensor` returned them, or None for a new call.
         """
         self._calls = calls
         if numbers is None:

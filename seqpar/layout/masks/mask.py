@@ -42,9 +42,8 @@ class Mask:
     for each document. If the mask has `ranges`, only the ranges determine to which keys a query
     attends.
 
-    With a `kv_layout`, a document may have L_q queries and a different number of keys, L_kv. The
-    last query and the last key of the document are aligned: query i is treated as if its position
-    were i + L_kv − L_q.
+    A document may have L_q queries and a different number of keys, L_kv. The last query and the
+    last key are then aligned: query i is treated as if its position were i + L_kv − L_q.
     """
 
     left: int
@@ -94,8 +93,8 @@ class Mask:
         In a range (document, q_start, q_stop, k_start, k_stop, low, high), the queries q_start …
         q_stop − 1 of a document attend to its keys k_start … k_stop − 1 for which low ≤ k_pos −
         q_pos ≤ high. For `low` and `high`, None means no limit. Positions of queries are counted
-        among the queries of the document, and positions of keys among its keys. If a `kv_layout`
-        has documents of different lengths, their ends are not aligned.
+        among the queries of the document, and positions of keys among its keys. If a document has
+        different numbers of queries and keys, the last query and the last key are not aligned.
 
         `ranges` is a list of tuples in any order, or (n, 7) integers. Ranges without any pair are
         dropped. A query that is in no range attends to no key, and its out is 0.

@@ -128,8 +128,7 @@ class AttentionSide(NamedTuple):
     """The queries of all ranks or the keys of all ranks.
 
     For a rank with queries, the object contains the keys of all ranks. For a rank with keys, it
-    contains the queries of all ranks. The methods find which rows of the rank and of the object
-    form pairs, in which the query attends to the key.
+    contains the queries of all ranks.
     """
 
     others: Geometry  # the geometry of the other ranks' rows

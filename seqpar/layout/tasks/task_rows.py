@@ -303,8 +303,9 @@ def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints
     """Return the slices of some parts of tasks between the query rows and key rows of a server.
 
     A *part* is a rectangle of query positions and key positions with a range of allowed distances
-    k_pos − q_pos. A *slice* is the same for query rows and key rows. `shift` (documents,) is added
-    to the positions of queries to align them with the keys.
+    k_pos − q_pos. A *slice* is a range of query rows and a range of key rows with a range of
+    allowed distances. `shift` (documents,) is added to the positions of queries to align them with
+    the keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)

@@ -1,9 +1,9 @@
 """The backend "flash_attn": attention with the best installed package of FlashAttention.
 
 This backend computes bf16 and fp16 on CUDA, usually all documents in one call (`varlen.py`). Plain
-PyTorch computes two cases that the packages cannot compute: ALiBi, because the packages measure its
-distances in rows instead of positions, and masks under which the range of attended keys does not
-move by exactly one key from each query row to the next.
+PyTorch computes two cases that the packages cannot compute. The first case is ALiBi, because the
+packages measure distances in rows and not in positions. The second case is a mask under which the
+range of attended keys does not move by exactly one key from each query row to the next.
 
 Packages are searched in the environment and in the cache of Hugging Face's package `kernels`.
 seqpar does not download packages. If a package is missing, is broken or has an unknown version,

@@ -86,9 +86,7 @@ class TileCall:
     def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
         """Plan the exchanges of keys.
 
-        The exchanges of all steps are posted together. If the exchange of a step were posted only
-        when the previous step is computed, a rank would wait for the keys of ranks that are still
-        computing.
+        The exchanges of all steps are posted together.
 
         Args:
             comm: the ranks that exchange keys.

@@ -286,9 +286,9 @@ def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
         the list.
 
         A *tile* is a range of queries of a document, and the tree adds up the gradients of all
-        tiles of a document. A *node* is a largest subtree in which this rank computes all tiles.
-        The document has the tiles `first` … `stop − 1`, and the subtree has no tiles after the end
-        of the document.
+        tiles of a document. A *node* is a subtree in which this rank computes all tiles, and which
+        is not part of a larger subtree of this kind. The document has the tiles `first` … `stop −
+        1`, and the subtree has no tiles after the end of the document.
         """
         end = min(start + size, stop)
         if start >= end or own[end] == own[start]:

@@ -190,7 +190,7 @@ class Tile:
 
     @cached_property
     def own(self) -> list[tuple[Slices, Slices]]:
-        """Two halves of the slices of this rank's queries over each block of keys.
+        """The slices of this rank's queries and each block of keys, cut into two halves.
 
         A *slice* is a range of query rows and a range of key rows whose attention is computed.
         Backward computes the two halves separately.

@@ -5,12 +5,12 @@ The backend calls fla's public functions, which compute bf16 and fp16, with stat
 functions return the last state of a sequence, but not its *transition*, the factor by which the
 span multiplies the state that enters it. To compute the transition of a span, the backend appends K
 columns of zeros to v. The initial state of these columns is the identity matrix, so their last
-state is the transition. The out of these columns, multiplied by the state that enters the span, is
-added to out, so out is rounded twice in these spans. Backward first makes the same call without
-gradients.
+state is the transition. The output of these columns, multiplied by the state that enters the span,
+is added to the output of the span, which is therefore rounded twice. Backward first makes the same
+call without gradients.
 
-A log decay below −30 is replaced by −30, which is a factor of 1e-13. fla adds up log decays over a
-chunk in fp32. In a larger sum, smaller log decays would lose digits.
+A log decay below −30, a factor of 1e-13, is replaced by −30. fla adds up log decays over a chunk in
+fp32. In a larger sum, smaller log decays would lose digits.
 """
 
 from __future__ import annotations
