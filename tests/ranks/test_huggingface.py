@@ -934,7 +934,7 @@ def error_of(group, case, check_ranks):
     apart = dist.new_group(timeout=timedelta(seconds=60))
     model = hf.tiny("LlamaForCausalLM")
     # Ranks learn of an error after five rounds of the heartbeat, which are 5 s by default.
-    with mock.patch.object(heartbeat, "interval", return_value=0.2):
+    with mock.patch.object(heartbeat, "interval", return_value=0.5):
         sp = huggingface.enable(model, apart, check_ranks=check_ranks)
     try:
         HALFWAY[case](apart, model, sp)
