@@ -163,8 +163,7 @@ class BoundStrategy(Generic[S]):
         """Return the Comm for one forward or backward, which relays messages if `routing` requires
         it.
 
-        The sizes of messages must be the same in all passes with equal `shared` and the same type
-        of `device`.
+        `shared` and the type of `device` determine the sizes of the messages.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)

@@ -4,11 +4,10 @@ A *handle* is a 1-D int64 tensor on the CPU. It contains a digest of the layout,
 the rule that assigns tokens to ranks. A compiled graph treats the handle as data, so a new layout
 does not cause a recompilation.
 
-A *geometry* is the content of a layout as arrays (`geometry.py`). A table of this process, with
-weak references, finds the geometry for a digest, so that equal layouts share one geometry. An
-object that keeps a handle alive, such as a Layout or a saved tensor of autograd, also keeps the
-geometry alive. If only a copy of the handle is left, the geometry is made again from the content of
-the copy, in any process.
+A *geometry* is the content of a layout as arrays (`geometry.py`). Equal layouts of a process share
+one geometry, which is found by the digest. An object that keeps a handle alive, such as a Layout or
+a saved tensor of autograd, also keeps the geometry alive. If only a copy of the handle is left, the
+geometry is made again from the content of the copy, in any process.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ class Steps(Protocol[O_co, R_co]):
 
     In forward, `outgoing` has the state or the map of each span's own rows, at the index
     `state_out` of the span. In backward, it has an entry for each span that a state enters, at the
-    index `state_in` of the span. This entry is the term that the span's own rows add to the
-    gradient of the entering state, or the map from the gradient of the leaving state to the
-    gradient of the entering state.
+    index `state_in` of the span. If ranks exchange states, this entry is the term that the span's
+    own rows add to the gradient of the entering state. If ranks exchange maps, it is the map from
+    the gradient of the leaving state to the gradient of the entering state.
     """
 
     @property

@@ -5,9 +5,9 @@ numbers of heads of queries, keys and values, K the head dim of queries and keys
 of values.
 
 H = max(Hk, Hv). Hk and Hv divide H, and Hq divides H or is a multiple of H. If a tensor has h heads
-and there are n·h heads, each head of the tensor is used n times in a row, as in
-`repeat_interleave`. In GQA, for example, several query heads use one key head. In Qwen3-Next,
-several value heads use one key head.
+and another tensor has n·h heads, each head of the first tensor is used for n consecutive heads of
+the second tensor, as in `repeat_interleave`. In GQA, for example, several query heads use one key
+head. In Qwen3-Next, several value heads use one key head.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The torch operators that compute a call of linear attention.
 
 A *state* is a matrix for each head, which summarises earlier tokens of a document. A *span* is a
-range of consecutive tokens of a document on one rank. The operators return out, the final state of
-each document, and the state before each span of this rank. Backward needs the states before spans.
-In this file, states are (n, B, H, K, V), so the batch is the second dimension. In the arguments of
-a module, the batch is the first dimension.
+range of consecutive tokens of a document on one rank. The operators return `out`, the final state
+of each document, and the state before each span of this rank. Backward needs the states before
+spans. In this file, states are (n, B, H, K, V), so the batch is the second dimension. In the
+arguments of a module, the batch is the first dimension.
 """
 
 from __future__ import annotations

@@ -51,10 +51,10 @@ class BackwardResult(NamedTuple):
 class Exchange(Protocol[O_contra]):
     """The exchange of states, or of maps, between ranks in one forward or one backward.
 
-    `post` sends, and `wait` returns the states that this rank needs. The object can be made before
-    the states are known. In a backward with maps, gradients of states are sent back. `travels` says
-    whether this rank sends or receives any message. If it does, the caller computes something else
-    before it calls `wait`.
+    `post` sends states or maps, and `wait` returns the states that this rank needs. The object can
+    be made before the states are known. In a backward with maps, gradients of states are sent back.
+    `travels` says whether this rank sends or receives any message. If `travels` is true, the caller
+    computes something else before it calls `wait`.
     """
 
     travels: bool

@@ -181,8 +181,8 @@ class ScannedStates:
     def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
         """Add sums that have arrived at this rank to states of an outgoing message, in place.
 
-        `number` is the number of the outgoing message. `message` has those states of the message to
-        which sums are added, and `carried` has the sums.
+        `number` is the number of the outgoing message. `message` has the states to which sums are
+        added, and `carried` has the sums.
         """
         raise NotImplementedError
 

@@ -53,9 +53,9 @@ class Backend(Protocol):
     """The interface of a backend, a module or an object that computes attention over one block of
     keys.
 
-    A module may also have a function `prepared(q, v, slices, options)`. It returns an object with
-    the interface of a backend, which is used in place of the module for tensors with the shapes of
-    q and v, or None.
+    A module may also have a function `prepared(q, v, slices, options)`, which returns None or an
+    object with the interface of a backend. The object is used in place of the module, for tensors
+    with the shapes of q and v.
     """
 
     @property

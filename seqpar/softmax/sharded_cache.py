@@ -204,9 +204,8 @@ class ShardedCache:
     long the sequences are.
 
     The rank with the fewest tokens stores new tokens. When it has stored `block` new tokens of each
-    sequence, the rank that has the fewest tokens at this time stores the next new tokens. With
-    shorter blocks, a rank's tokens would be in more spans. All ranks must make the same calls.
-    Decoding has no gradients.
+    sequence, the rank that has the fewest tokens at this time stores the next new tokens. All ranks
+    must make the same calls. Decoding has no gradients.
 
     Args:
         attn: the module whose ranks hold the cache.

@@ -37,10 +37,9 @@ class ForwardResult(NamedTuple):
 class Strategy:
     """The base class of strategies: forward, backward, and predictions of work and messages.
 
-    The fields of a strategy are its options. USP also has a field for its outer strategy. `str()`
-    must show all fields, because modules on one group share a `BoundStrategy` if their strategies
-    have the same string. Tensors are q (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D) and v (B,
-    Tkv_local, Hkv, Dv).
+    The fields of a strategy are its options. `str()` of a strategy must show all fields, because
+    strategies on one group with the same string are treated as one strategy. Tensors are q (B,
+    T_local, Hq, D), k (B, Tkv_local, Hkv, D) and v (B, Tkv_local, Hkv, Dv).
     """
 
     name: ClassVar[str]

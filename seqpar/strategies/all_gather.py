@@ -54,8 +54,8 @@ class AllGatherAttention(Attention):
     strategies share.
 
     The options `message_dtype`, `gradient_dtype` and `deterministic="ranks"` are as in
-    `RingAttention`. The bytes, the messages, and the two halves of backward are also as in
-    `RingAttention`, with two differences:
+    `RingAttention`. AllGather sends the same bytes and messages as `RingAttention`, and also
+    computes a rank's own keys in two halves in backward. There are two differences:
 
     * The rank that holds the keys adds gradients in the order of the exchanges.
     * If the keys of several ranks arrived in one exchange, contributions to the gradients of these

@@ -117,10 +117,8 @@ class Witness:
 
         If none of these ranks exists, all ranks wait for each other. A rank counts as alive if its
         count has changed since the failure, or if its operating system says that its process is
-        alive. A rank that watches only some ranks of its group does not judge immediately. It first
-        waits for some time, in which other ranks can find a dead rank. Before it reports that all
-        ranks wait for each other, it waits for some time, in which other ranks can find a rank that
-        is in no exchange.
+        alive. A rank that watches only some ranks of its group first waits for some time, in which
+        other ranks can find a dead rank or a rank that is in no exchange.
 
         Args:
             failed: the peers of each failed wait.

@@ -14,12 +14,12 @@ A digest is a table with 2 bytes for each argument, padded to the same size in a
 is computed once for each layout and set of options, from the description that `check_ranks`
 compares.
 
-Headers between two ranks are matched by their order, because all of them have the same tag. Only
-headers of relayed messages have different tags for later hops (`relays.py`). If two ranks are in
-different exchanges, or have different arguments, each rank receives a header that it does not
-expect. The tag of a message is computed from the header of its sender, so a message is never
-received into the buffer for a different message. Without headers, a rank could compute with a wrong
-message, and gloo would abort the process if the sizes of two messages differed.
+Headers between two ranks are matched by their order, because all of them have the same tag, except
+for headers of relayed messages. If two ranks are in different exchanges, or have different
+arguments, each rank receives a header that it does not expect. The tag of a message is computed
+from the header of its sender, so a message is never received into the buffer for a different
+message. Without headers, a rank could compute with a wrong message, and gloo would abort the
+process if the sizes of two messages differed.
 """
 
 from __future__ import annotations

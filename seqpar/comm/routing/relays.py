@@ -1,10 +1,10 @@
 """Post the messages of a pass, including messages that this rank relays for other ranks.
 
-A *pass* is the forward or the backward of a call. To decide which messages a rank relays
-(`routing.py`), it must know the sizes of the messages between its node and other nodes. In each
-exchange of a pass, the ranks of a node therefore tell each other the sizes of their messages. Later
-passes reuse these sizes, if their calls differ only in the values of tensors. All ranks make the
-same exchanges in the same order, even if a rank has no messages in some exchanges.
+A *pass* is the forward or the backward of a call. To decide which messages to relay (`routing.py`),
+a rank must know the sizes of the messages between its node and other nodes. In each exchange of a
+pass, the ranks of a node therefore tell each other the sizes of their messages. Later passes reuse
+these sizes, if their calls differ only in the values of tensors. All ranks make the same exchanges
+in the same order, even if a rank has no messages in some exchanges.
 
 A relayed message makes several *hops*, from one rank to the next rank. NCCL runs exchanges in the
 order in which they are posted, so on NCCL a rank posts all hops at once. On gloo, a thread posts a

@@ -3,8 +3,7 @@ tokens.
 
 In each round, each rank gets a range of consecutive tokens. All ranges of a round have the same
 size, except in the last round. Each of P ranks gets ⌈T/P⌉ of T tokens, regardless of the documents.
-If T is not a multiple of P, the last ranks get fewer tokens. Over all ranks together, fewer than P
-tokens are missing.
+If T is not a multiple of P, the last ranks together get up to P − 1 tokens fewer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Striped cuts, in which the ranks in turn hold one stripe each. A *stripe* is a range of
-consecutive tokens.
+"""Striped cuts: stripe s is on rank s mod P. A *stripe* is a range of consecutive tokens.
 
 `Striped` counts stripes from the start of each document. `EvenStripes` counts stripes from the
-start of the pack, so that all ranks hold the same number of tokens.
+start of the packed batch, so that all ranks hold the same number of tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tasks, which are rectangles of query positions and key positions that any rank may compute.
 
 To compute attention under a mask, a *task* is cut into one or more *parts*. A part is a rectangle
-with one *band*, a range of the difference between key position and query position.
+with one *band*, a range of allowed distances between the positions of a key and a query.
 """
 
 from __future__ import annotations

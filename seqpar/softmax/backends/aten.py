@@ -239,8 +239,8 @@ def _with_special_rows(
     slices: Slices,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of ATen's CPU kernel, after wrong rows were computed again in plain
-    PyTorch.
+    """Return the out and lse in `result`, after wrong rows of ATen's CPU kernel were computed
+    again.
 
     The kernel is wrong in two cases. If the largest score that it finds in a row is −inf, it
     returns the result of a row without keys, even if the row has a NaN. A NaN or an infinity in a

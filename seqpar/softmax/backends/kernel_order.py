@@ -2,7 +2,7 @@
 
 For each generation of GPUs, `ORDERS` lists kernels. A block is computed by the first kernel of the
 list that is available and can compute the whole block. The list for sm_90 was measured on an H200
-(docs/benchmarks/kernels.md), except for FlashAttention-3, and for our own forward without warp
+(docs/benchmarks/kernels.md), without FlashAttention-3. Our own forward was measured only with warp
 specialisation. The lists for all other GPUs were not measured.
 """
 

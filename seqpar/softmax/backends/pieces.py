@@ -70,10 +70,10 @@ def cut_slices(slices: Slices) -> list[Piece]:
 def additive_mask(
     piece: Piece, slices: Slices, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the additive mask of a piece, (n, m), and which rows attend to no key, (n,).
+    """Return the additive mask of a piece, (n, m), and a mask of the rows without keys, (n,).
 
-    A piece is a rectangle of n query rows and m key rows. The mask is None if the piece has no
-    `band`. In place of the rows without keys, None is returned if each row attends to some key.
+    A piece is a rectangle of n query rows and m key rows. The first mask is None if the piece has
+    no `band`. The second mask is None if each row attends to some key.
     """
     if piece.band is None:
         return None, None
@@ -159,8 +159,8 @@ def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...])
     additive mask.
 
     Row i attends to the keys start[i] … stop[i] − 1. The rows are first cut into tiles of
-    neighbouring rows. If many keys are attended by all rows of a tile, they become a rectangle
-    without a mask, because the kernel is faster without a mask.
+    neighbouring rows. The keys to which all rows of a tile attend become a rectangle without a mask
+    if there are many of them, because the kernel is faster without a mask.
     """
     tile = int(np.clip((stop - start).mean(), _MIN_TILE_ROWS, _MAX_TILE_ROWS))
     pieces: list[Piece] = []

@@ -18,8 +18,8 @@ from seqpar.softmax.compute.partial import Partial, key_weight
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attention of the same queries over disjoint sets of keys.
 
-    Results are merged in the given order, in fp32 (fp64 for fp64) with lse in fp64, and rounded
-    once at the end. Nothing is sent.
+    Results are merged in the given order, and rounded once at the end. Until then, `out` is in fp32
+    (fp64 for fp64), and `lse` is in fp64. Nothing is sent.
 
     Args:
         outs: one tensor (…, H, Dv) for each set of keys. All have the same shape, device and dtype:

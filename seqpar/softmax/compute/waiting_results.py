@@ -50,8 +50,8 @@ class WaitingResults:
     ) -> None:
         """Prepare to store results whose sums have this shape and dtype, on the device of `like`.
 
-        If `by_kernel` is True, the device is CUDA and the dtype is fp32, a Triton kernel sums the
-        results. In all other cases, torch sums them.
+        A Triton kernel sums the results if `by_kernel` is True, the device is a GPU, and the dtype
+        is fp32. In all other cases, torch sums them.
         """
         self._shape, self._device, self.dtype = shape, like.device, dtype
         # Whether a Triton kernel sums the results.

@@ -145,9 +145,9 @@ class TileCall:
     ) -> list[SumBlock]:
         """Write dq of the tiles that this rank computes to `dq`, and return sums of dk and dv.
 
-        A *tile* is a range of queries of a document. The dk and dv to which tiles contribute are
-        added along a binary tree (`tree_sum`). A *node* is a subtree whose tiles this rank
-        computes. The result has one sum for each node.
+        A *tile* is a range of queries of a document. The contributions of tiles to dk and dv are
+        added along a binary tree (`tree_sum`). The result has one sum for each subtree whose tiles
+        this rank computes.
         """
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]

@@ -121,8 +121,8 @@ class Tiles:
         `k_rank`.
 
         A *slice* is a range of query rows and a range of key rows whose attention is computed.
-        `q_rank` is in the mesh row of `at`, and `k_rank` is in its mesh column. Rows are counted
-        among the rows that `at` receives from the other rank, or among its own rows.
+        `q_rank` is in the mesh row of `at`, and `k_rank` is in its mesh column. If a rank sends
+        rows to `at`, they are counted in the tensor that `at` receives.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:

@@ -6,8 +6,8 @@ two operators of torch, `attention_begin` and `attention_finish`. In backward, t
 
 A call that has begun is stored in this process, under a number. The first operator returns a
 *ticket*, an empty tensor whose shape contains the number, and the second operator takes the ticket.
-Reading the number from the data of a tensor would require a copy from the device. The gradient of a
-ticket has the same number.
+The number is in the shape, because reading it from the data would require a copy from the device.
+The gradient of a ticket has the same number.
 """
 
 from __future__ import annotations
@@ -401,8 +401,9 @@ class SplitAttention(Attention):
     """Attention whose calls can be made in two parts, with other work between the parts.
 
     While the messages of one call are sent, the model can compute another batch. For example, a
-    micro-batch can be cut into two *nano-batches*, and the model can compute one while the messages
-    of the other are sent. `forward` runs the second part directly after the first part.
+    micro-batch can be cut into two *nano-batches*, and the model can compute one nano-batch while
+    the messages of the other nano-batch are sent. `forward` runs the second part directly after the
+    first part.
     """
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:

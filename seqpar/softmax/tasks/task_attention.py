@@ -424,8 +424,8 @@ def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Split results (n, B, Hq·(Dv + 1)) into the views out (B, n, Hq, Dv) and lse (B, n, Hq).
 
-    Each row begins with out of all heads, so that out is aligned for kernels. lse of all heads
-    follows.
+    Each row begins with the elements of `out` for all heads, so that `out` is aligned for kernels.
+    The elements of `lse` follow.
     """
     sizes = [results.shape[2] - heads, heads]
     out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)

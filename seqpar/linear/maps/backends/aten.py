@@ -9,7 +9,8 @@ of the chunk write Y to the state:
 L is the lower triangle, without the diagonal, of diag β (K Kᵀ ⊙ Λ), where Λ has the decays between
 rows. This is the WY form of Yang et al., "Parallelizing Linear Transformers with the Delta Rule"
 (2024), section 3.2, with the decays of "Gated Delta Networks" (2025), section 3.3. K̂ and Q̂ =
-scale · Q include the decays since the start of the chunk, and K̃ the decays until its end. Then
+scale · Q include the decays since the start of the chunk, and K̃ includes the decays until its end.
+Then
 
     out = Q̂ S + (scale · Q Kᵀ ⊙ Λ) Y,    next S = D S + K̃ᵀ Y
 
@@ -19,8 +20,8 @@ same form:
 
     dY = (scale · Q Kᵀ ⊙ Λ)ᵀ dout + K̃ dS,    next dS = D dS + Q̂ᵀ dout − Wᵀ dY
 
-`chunk_grid.py` explains the shapes of chunks. Half precision is computed in fp32. No product has
-rows of two spans or of two chunks, so that a NaN does not spread to them
+`chunk_grid.py` explains the shapes of chunks. Half precision is computed in fp32. No product
+combines rows of two spans or of two chunks, so a NaN does not spread between them
 (`states/backends/aten.py`).
 """
 

@@ -128,8 +128,7 @@ class PerHeadGradients:
         return (products @ k).view(x.shape), products.mT @ x.flatten(2, 3)
 
     def state(self, products: Tensor) -> None:
-        """Add the gradient that comes from `total`, the log decay of states over a chunk, to g's
-        gradient.
+        """Add to the gradient of g the part that comes from the decay of states over a chunk.
 
         `products` (M, N, K) has products of states and the gradients of these states, summed over
         V.
