@@ -145,7 +145,6 @@ class Geometry:
         self._derived_with: weakref.WeakKeyDictionary[Geometry, Memo] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, object]:
-        """"""
         # `_derived_with` refers to other geometries of this process. `holders` is a function that
         # cannot be pickled. It is made again when it is needed.
         state = {**vars(self), "_derived_with": None}

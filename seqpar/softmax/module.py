@@ -75,7 +75,7 @@ class Attention(BoundModule[Strategy]):
     """Softmax attention over a packed batch whose tokens are distributed over the ranks of a group.
 
     All subclasses take the same arguments and compute the same result, forward and backward, on any
-    layout. They differ in what they send.
+    layout. They differ in which tensors ranks send to each other.
 
     Args:
         group: a process group or a 1-D DeviceMesh. All ranks must make the calls on a group in the
@@ -83,9 +83,9 @@ class Attention(BoundModule[Strategy]):
         check_ranks: whether to compare a digest of each call between ranks first, in ⌈log₂ P⌉
             messages of 64 bytes. If ranks make different calls, all ranks then raise the same
             ValueError, and no rank hangs.
-        deterministic: with True, the same call has the same bits in each run. On CPUs, a call with
-            False also has this property. With "ranks", out, lse, dq, dk and dv have the same bits
-            on any number of ranks, in any layout, and with every strategy that supports "ranks"
+        deterministic: with True, the same call returns the same bits in each run. On CPUs, calls
+            with False also do this. With "ranks", out, lse, dq, dk and dv have the same bits on any
+            number of ranks, in any layout, and with every strategy that supports "ranks"
             (docs/internals/numerics.md).
         routing: how to send messages between nodes over several NICs at the same time. With None,
             messages are sent directly.
@@ -151,13 +151,14 @@ class Attention(BoundModule[Strategy]):
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
                 bf16 or fp16. If q is a DTensor, all tensors must be DTensors on the same mesh. They
-                may be sharded only along heads, and evenly. The results are then DTensors too.
+                may be sharded only along heads, with equal numbers of heads on all ranks. The
+                results are DTensors if q is a DTensor.
             k: (Tkv_local, Hkv, D), with a leading batch dimension if q has one. Hq must be a
                 multiple of Hkv.
             v: (Tkv_local, Hkv, Dv), with a leading batch dimension if q has one.
             layout: the tokens of the packed batch that each rank holds.
             causal: whether queries only attend to keys at or before their own position. It must be
-                given, except with a `mask`: then leave it out or pass False.
+                given, unless there is a `mask`. With a `mask`, leave it out or pass False.
             kv_layout: the layout of k and v if they are other tokens than q (cross attention,
                 chunked prefill). It must have the same documents and ranks. The last query and the
                 last key of a document are aligned, as in flash-attn. Default: `layout`.
@@ -254,7 +255,7 @@ class Attention(BoundModule[Strategy]):
         strategies decode in this way. Decoding has no gradients.
 
         With `deterministic="ranks"`, one rank computes the queries of a document, as in a call of
-        the module. It receives all keys of the document in each call.
+        the module. This rank receives all keys of the document in each call.
 
         The method is from Shyam et al., "Tree Attention: Topology-aware Decoding for Long-Context
         Attention on GPU Clusters" (2024). The paper uses reductions of the partial results instead,

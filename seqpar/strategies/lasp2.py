@@ -201,7 +201,8 @@ class LASP2Attention(LinearModule):
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
                 bf16 or fp16. If q is a DTensor, all tensors must be DTensors on the same mesh. They
-                may be sharded only along heads, and evenly. The results are then DTensors too.
+                may be sharded only along heads, with equal numbers of heads on all ranks. The
+                results are DTensors if q is a DTensor.
             k: (T_local, Hkv, D), with a leading batch dimension if q has one. Hq must be a multiple
                 of Hkv.
             v: (T_local, Hkv, Dv), with a leading batch dimension if q has one.

@@ -24,8 +24,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     Args:
         outs: one tensor (…, H, Dv) for each set of keys. All have the same shape, device and dtype:
             fp64, fp32, bf16 or fp16. No key may be in two sets.
-        lses: the natural-log lse (…, H) of each out, fp32 or fp64, as `return_lse` returns it. If a
-            row has no keys in a set, its out is 0 and its lse is −inf in this set.
+        lses: the natural-log lse (…, H) of each tensor in `outs`, in fp32 or fp64, as a module with
+            `return_lse=True` returns it. If a row has no keys in a set, its out is 0 and its lse is
+            −inf in this set.
 
     Returns:
         out (…, H, Dv), in the outs' dtype, and lse (…, H) in fp32 (fp64 for fp64). Both can be
@@ -75,7 +76,8 @@ class _Merge(torch.autograd.Function):
     Let wᵢ be the fraction of the softmax's denominator that the keys of set i contribute. The
     gradients are
 
-        d outᵢ = wᵢ dout d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse)
+        d outᵢ = wᵢ dout
+        d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse)
     """
 
     @staticmethod
