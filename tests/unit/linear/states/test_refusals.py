@@ -25,7 +25,7 @@ REFUSALS = [
     ({"layout": 5}, "layout must be a seqpar.Layout, got int"),
     (
         {"layout": Layout.striped(24, 2, 1)},
-        "layout must have spans of at least 4 tokens.* got 12 of 1 on average in document 0",
+        "layout must have spans of at least 4 tokens.* got 12 spans of 1 tokens in document 0",
     ),
     ({"causal": 1}, "causal must be True or False, got 1"),
     ({"causal": False, "log_decay": torch.zeros(1)}, "log_decay must be None with causal=False"),
