@@ -50,6 +50,7 @@ class OverRanks:
             "dispatch_batches": bool(self.accelerator.dispatch_batches),
             "train_sampling_strategy='batch_rebalance'": balanced,
             "predict_with_generate": bool(getattr(self.args, "predict_with_generate", False)),
+            "generate_during_eval": bool(getattr(self.args, "generate_during_eval", False)),
         }
         for name, given in refused.items():
             if given:
@@ -87,6 +88,11 @@ class OverRanks:
                 reason = "ranks that generate together would drop different elements"
                 how = "dropouts that TRL cannot disable are set to 0 in the model's config"
                 raise ValueError(f"{what}: {reason}; {how}")
+
+    def _check_router_loss(self) -> None:
+        """Raise a ValueError if TRL adds a router loss that `memory` does not support."""
+        if getattr(self, "aux_loss_enabled", False):
+            self._sp.memory.check(True, "router_aux_loss_coef must be 0")
 
     def _check_sizes(self) -> None:
         """Raise a ValueError if the ranks that share a sequence in the trainer's

@@ -20,6 +20,7 @@ class OverRanksPreferences(OverRanks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._check_router_loss()
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module):
             if self._sp.has_attention_of_ranks(reference) and not sessions_of(reference):

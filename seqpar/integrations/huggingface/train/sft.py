@@ -25,8 +25,7 @@ class OverRanksSFT(OverRanks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.aux_loss_enabled:
-            self._sp.memory.check(True, "router_aux_loss_coef must be 0")
+        self._check_router_loss()
 
     def _set_signature_columns_if_needed(self) -> None:
         # TRL's method, which does not call the one of OverRanks.
