@@ -4,11 +4,18 @@ import contextlib
 import copy
 import importlib.util
 import os
+import random
+import weakref
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.memory import blocks
+from seqpar.integrations.huggingface.train.over_ranks import sessions_of
 from tests.support import huggingface as hf
 from tests.support.ranks import device_mesh, hide_from_collector
 from tests.support.trl import EXPERTS, assert_trained_alike, curve, logged, lora, tokenizer
@@ -81,16 +88,27 @@ def folders(tmp_path, name):
 SECOND = {"DPO": "ref_model", "KTO": "ref_model", "GKD": "teacher_model"}
 
 
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 0,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
 def models(name, family="Llama"):
     """The model, and the reference model or the teacher."""
     if name == "Reward":
         return hf.tiny("LlamaForSequenceClassification", id2label={0: "reward"}), None
     asked = name in ("ORPO", "CPO")  # TRL's other trainers ask for router logits in each call
-    model = hf.tiny(f"{family}ForCausalLM", output_router_logits=asked, **EXPERTS)
+    options = RECURRENT if family == "Qwen3Next" else EXPERTS
+    model = hf.tiny(f"{family}ForCausalLM", output_router_logits=asked, **options)
     reference = copy.deepcopy(model) if name in SECOND else None
     if reference is not None:
         # As in the config of many mixtures of experts. TRL does not ask references for these.
-        reference.config.output_router_logits = family != "Llama"
+        reference.config.output_router_logits = family == "Mixtral"
         with torch.no_grad():
             for i, x in enumerate(reference.parameters()):
                 x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i)), alpha=0.05)
@@ -117,6 +135,17 @@ def settings(folder, rows, options):
     return common | options
 
 
+def refuse_kept_logits(teacher, student):
+    """Let the student's forward fail while the teacher's logits of whole batches are in memory."""
+    kept = []
+    teacher.register_forward_hook(lambda *call: kept.append(weakref.ref(call[-1].logits)))
+
+    def check(*call):
+        assert kept and not any(x() is not None for x in kept)
+
+    student.register_forward_pre_hook(check)
+
+
 def train(
     group,
     folder,
@@ -127,21 +156,31 @@ def train(
     family="Llama",
     second="enabled",
     adapters=False,
+    memory=None,
+    callbacks=(),
 ):
     """(what was logged in each step and in an evaluation, the weights).
 
-    `second` says whether the reference model or teacher is "enabled", "whole" or None.
+    `second` says whether the reference model or teacher is "enabled", "whole", "differing" between
+    ranks, "loaded" by TRL from a folder, the model "itself", or None.
     """
+    blocks.CHUNK = 5  # tokens of a tile of `memory`
     base, config = kind_of(name)
     model, reference = models(name, family)
     reference = None if second is None else reference
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
-        huggingface.enable(model, mesh["sp"])
+        sp = huggingface.enable(model, mesh["sp"], memory=memory)
         if reference is not None and second == "enabled":
             huggingface.enable(reference, mesh["sp"], "ulysses")
         base = huggingface.trainer(base)
+        if second == "differing":
+            with torch.no_grad():
+                reference.lm_head.weight.mul_(1 + group.rank())
+        if name == "GKD" and second == "whole":
+            refuse_kept_logits(reference, model)
+    reference = {"loaded": f"{Path(folder).parent}/teacher", "itself": model}.get(second, reference)
     from datasets import load_from_disk
 
     arguments = config(**settings(folder, rows, options))
@@ -153,11 +192,16 @@ def train(
             processing_class=tokenizer(),
             train_dataset=load_from_disk(f"{folder}/train"),
             eval_dataset=load_from_disk(f"{folder}/eval"),
+            callbacks=[kind() for kind in callbacks],
             **given,
             **({"peft_config": lora()} if adapters else {}),
         )
+        if second == "loaded":
+            assert bool(sessions_of(trainer.teacher_model)) == (group is not None)
         trainer.train()
         trainer.evaluate()
+    if memory is not None:
+        assert any(x.saved_bytes for x in sp.report().memory if x.part == "tiles")
     return logged(trainer), {key: x.detach().clone() for key, x in model.named_parameters()}
 
 
@@ -261,6 +305,83 @@ def test_adapters_train_with_a_reference_model(ready, tmp_path, name, second):
     assert any("lora" in key for key in expected[1])
     for found in ready(4, train, ranks, name, 4, {}, 4, "Llama", second, True):
         assert_trained_alike(found, expected)
+
+
+class DrawsOnRank0(TrainerCallback):
+    def on_step_begin(self, args, *others, **named):
+        if args.process_index == 0:
+            random.random()
+
+
+def test_ranks_agree_when_to_generate(ready, tmp_path):
+    """GKD draws from Python's generator whether the student generates a batch."""
+    alone, ranks = folders(tmp_path, "GKD")
+    options = {"lmbda": 0.5, "max_new_tokens": 8, "num_train_epochs": 4}
+    given = "Llama", "enabled", False, None, (DrawsOnRank0,)
+    expected = train(None, alone, "GKD", 4, options, 1, *given)
+    for found in ready(4, train, ranks, "GKD", 4, options, 4, *given):
+        assert_trained_alike(found, expected)
+
+
+def test_gkd_with_experts_and_lean_memory(ready, tmp_path):
+    alone, ranks = folders(tmp_path, "GKD")
+    given = "GKD", 4, {"lmbda": 0.5, "max_new_tokens": 8}
+    expected = train(None, alone, *given, 1, "Mixtral")
+    lean = "Mixtral", "enabled", False, "lean"
+    for found in ready(4, train, ranks, *given, 4, *lean):
+        assert_trained_alike(found, expected)
+
+
+@pytest.mark.parametrize("second", ["loaded", "whole"])
+def test_teachers_that_trl_loads_or_that_are_whole_generate(ready, tmp_path, second):
+    alone, ranks = folders(tmp_path, "GKD")
+    models("GKD")[1].save_pretrained(tmp_path / "teacher")
+    given = "GKD", 4, {"lmbda": 0.0, "seq_kd": True, "max_new_tokens": 8}
+    expected = train(None, alone, *given)
+    for found in ready(4, train, ranks, *given, 4, "Llama", second):
+        assert_trained_alike(found, expected)
+
+
+def test_ranks_train_on_the_first_ranks_completions(ready, tmp_path):
+    """The teachers, which are not enabled, generate completions that differ between ranks."""
+    _, ranks = folders(tmp_path, "GKD")
+    given = "GKD", 4, {"lmbda": 0.0, "seq_kd": True, "max_new_tokens": 8}, 4, "Llama", "differing"
+    first, *others = ready(4, train, ranks, *given)
+    for steps, weights in others:
+        assert steps == first[0]
+        assert all(torch.equal(weights[key], x) for key, x in first[1].items())
+
+
+def refusals_at_set_up(group, folder):
+    """What is said of tiled router losses, of generation in evaluation, and of the teacher."""
+    lean = 4, "Mixtral", "enabled", False, "lean"
+    found = [hf.refused(lambda x=x: train(group, folder, x, 4, {}, *lean)) for x in ("DPO", "KTO")]
+    for name in "CPO", "ORPO":
+        module = importlib.import_module(kind_of(name)[0].__module__)
+        with mock.patch.object(module, "is_wandb_available", return_value=True):
+            options = {"generate_during_eval": True}
+            found.append(hf.refused(lambda x=name, y=options: train(group, folder, x, 4, y, 4)))
+    for lmbda, second, family in ((0.5, "itself", "Llama"), (0.5, "whole", "Qwen3Next")):
+        call = group, folder, "GKD", 4, {"lmbda": lmbda}, 4, family, second
+        found.append(hf.refused(lambda x=call: train(*x)))
+    call = group, folder, "GKD", 4, {"lmbda": 0.0, "seq_kd": True}, 4, "Qwen3Next", "enabled"
+    found.append(hf.refused(lambda: train(*call)))
+    return found
+
+
+def test_what_cannot_be_trained_is_refused_at_set_up(ready, tmp_path):
+    _, ranks = folders(tmp_path, "DPO")
+    cache = "model must have no recurrent layers for a cache"
+    expected = [
+        *['router_aux_loss_coef must be 0 with memory\'s "tiles"'] * 2,
+        *["generate_during_eval must not be set for an enabled model"] * 2,
+        "teacher_model must not share parameters with the model",
+        f"lmbda must be 0 for this model: {cache}",
+        f"seq_kd must be False for this enabled teacher_model: {cache}",
+    ]
+    for texts in ready(4, refusals_at_set_up, ranks):
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start), (text, start)
 
 
 def refusal_of_adapters(group, folder, name):
