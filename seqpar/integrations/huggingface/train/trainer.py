@@ -48,8 +48,11 @@ def trainer(base: type) -> type:
               or a teacher can be enabled on the same ranks, or not be enabled.
 
             TRL's other trainers are refused. In place of `DistillationTrainer`, use `GKDTrainer`
-            with `lmbda=1`. In place of all others, write the training loop yourself with `sp.shard`
-            and `sp.total`.
+            with `beta=1.0`, `lmbda=1` and `temperature=1`. The default of `beta` is 0.5 in
+            `GKDTrainer` and 1.0 in `DistillationTrainer`. `GKDTrainer` divides by the number of
+            labels in the dataset, so the scale of its loss can differ from the scale in
+            `DistillationTrainer`. For all other trainers, write the training loop yourself with
+            `sp.shard` and `sp.total`.
 
     Raises:
         TypeError: if `base` is not a Trainer.
