@@ -58,7 +58,7 @@ def test_a_long_measurement_outlasts_the_timeout(impatient, tmp_path):
 def test_a_measurement_is_bounded(impatient, tmp_path):
     answers = impatient(2, made, str(tmp_path), 600, {"measure_seconds": 3.0})
     assert [name for name, _, _ in answers] == ["assumed"] * 2
-    assert "figures are assumed" in answers[0][1][-1]
+    assert "its speeds are assumed" in answers[0][1][-1]
     assert all(any("at most 3 s" in line for line in lines) for _, lines, _ in answers)
 
 

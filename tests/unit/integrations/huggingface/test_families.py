@@ -102,7 +102,7 @@ OWN_LOSS = words("""
 REFUSED_IN_CALLS = {
     "causal/doge": "make their own mask",
 }
-REFUSED_IN_CALLS |= {f"causal/{x}": "has no loss by its loss_function" for x in OWN_LOSS}
+REFUSED_IN_CALLS |= {f"causal/{x}": "computes no loss by its loss_function" for x in OWN_LOSS}
 NOT_MADE = {  # by why there is no tiny model of them here
     "images or sound beside text, whose table is image_families": words("""
     causal/emu3 causal/fuyu causal/gemma3 causal/gemma3n causal/gemma4 causal/gemma4_unified
