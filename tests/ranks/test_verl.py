@@ -253,7 +253,7 @@ def test_partitions_are_balanced_by_the_plan():
         for x in integration.balanced_partitions(lengths, 7, **options)
     ]
     assert max(work) < 1.1 * sum(work) / 7
-    with pytest.raises(ValueError, match="partitions must be at most 60, got 61"):
+    with pytest.raises(ValueError, match=r"partitions must be at most 60, .*, got 61"):
         integration.balanced_partitions(lengths, 61, **options)
     with pytest.raises(ValueError, match="cluster must have the 4 ranks of ulysses_sequence"):
         integration.serve_partitions(4, **options)
