@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -86,8 +87,6 @@ def train(
     """
     import trl
 
-    blocks.CHUNK = 5  # tokens of a tile of `memory`
-
     model = hf.tiny(f"{family}ForCausalLM", **EXPERTS)
     if adapters in ("the model's", "dropped"):
         model = with_adapters(model, dropout=0.3 if adapters == "dropped" else 0.0)
@@ -95,7 +94,8 @@ def train(
         model.load_state_dict(weights)
     if base is not trl.SFTTrainer:
         mesh = device_mesh(groups, 4 // groups, names=("dp", "sp"))
-        sp = huggingface.enable(model, mesh["sp"], memory=memory)
+        with mock.patch.object(blocks, "CHUNK", 5):  # tokens of a tile of `memory`
+            sp = huggingface.enable(model, mesh["sp"], memory=memory)
     settings = {
         "output_dir": folder,
         "use_cpu": True,

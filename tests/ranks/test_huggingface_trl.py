@@ -164,14 +164,14 @@ def train(
     `second` says whether the reference model or teacher is "enabled", "whole", "differing" between
     ranks, "loaded" by TRL from a folder, the model "itself", or None.
     """
-    blocks.CHUNK = 5  # tokens of a tile of `memory`
     base, config = kind_of(name)
     model, reference = models(name, family)
     reference = None if second is None else reference
     if group is not None:
         hf.launched(group)
         mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
-        sp = huggingface.enable(model, mesh["sp"], memory=memory)
+        with mock.patch.object(blocks, "CHUNK", 5):  # tokens of a tile of `memory`
+            sp = huggingface.enable(model, mesh["sp"], memory=memory)
         if reference is not None and second == "enabled":
             huggingface.enable(reference, mesh["sp"], "ulysses")
         base = huggingface.trainer(base)
