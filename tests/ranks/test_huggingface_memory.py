@@ -1,5 +1,7 @@
 """Lean training of transformers models under DDP and FSDP2, on real ranks."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +28,10 @@ def wrapped(model, group, how):
     return fully_shard(model, mesh=mesh)
 
 
+@mock.patch.object(head, "CHUNK", 5)
+@mock.patch.object(blocks, "CHUNK", 5)
 def on_rank(group, how, before):
     """Loss and gradients of a rank, of a lean model enabled before it is wrapped or after."""
-    head.CHUNK = blocks.CHUNK = 5
     model = hf.tiny("Qwen3ForCausalLM")
     sp = huggingface.enable(model, group, memory="lean") if before else None
     outer = wrapped(model, group, how)
