@@ -21,6 +21,7 @@ from seqpar.integrations.huggingface.model.layers import configs_of
 from seqpar.integrations.huggingface.model.replaced import Removable
 
 PARTS = ("loss", "tiles", "checkpoints", "offload")
+_NO_ROUTERS = "output_router_logits must not be set"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class LeanMemory:
                 raise ValueError(f"memory must not include {part!r}: {name} {reasons[part]}")
         on_host = "offload" in chosen
         if modules:
-            _check_routers(session.inner, False, "output_router_logits must not be set")
+            _check_routers(session.inner, False)
         # Nothing above changes the model or sends a message. If an error is raised, nothing must be
         # undone.
         self._session, self._found = session, (head, modules, blocks)
@@ -72,9 +73,7 @@ class LeanMemory:
     def is_on(self) -> bool:
         return any(x is not None for x in (self._checkpoints, self._tiles, self._head))
 
-    def check(
-        self, wants_routers: bool, expected: str = "output_router_logits must not be set"
-    ) -> None:
+    def check(self, wants_routers: bool, expected: str = _NO_ROUTERS) -> None:
         """Raise a ValueError if a call asks for router logits, but a tiled module would not return
         them. The message begins with `expected`.
         """
@@ -124,7 +123,7 @@ class LeanMemory:
         return tuple(found)
 
 
-def _check_routers(model: nn.Module, wanted: bool, expected: str) -> None:
+def _check_routers(model: nn.Module, wanted: bool, expected: str = _NO_ROUTERS) -> None:
     if wanted or any(getattr(x, "output_router_logits", False) for x in configs_of(model)):
         reason = "experts in tiles return the router logits of single chunks"
         raise ValueError(
